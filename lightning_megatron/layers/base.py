@@ -1,0 +1,101 @@
+"""What a parallel layer tells the rest of the library about its parameters.
+
+A parallel layer is built with *global* sizes and behaves like the plain layer of the same name. The
+strategy then calls `ParallelLayer.distribute`, which replaces each partitioned parameter by this tp
+rank's slice: a plain local tensor, so that the forward pass pays nothing for being parallel
+(``DTensor.to_local`` costs about 70 microseconds of autograd per parameter and step). What the
+slice means is kept beside it, as a `TensorShard`; checkpoints, the gradient norm and
+initialisation read it. ZeRO then shards the slice over the data-parallel axis like any parameter.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_megatron.topology.degrees import Degrees
+from lightning_megatron.topology.mesh import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorShard:
+    """Which part of the full parameter this tensor-parallel rank holds."""
+
+    full_shape: tuple[int, ...]
+    """Shape of the unpartitioned parameter."""
+    dim: int | None = None
+    """Partitioned dimension, or None when every tp rank holds the whole parameter."""
+    offset: int = 0
+    """First index held along ``dim``."""
+    sum_gradients: bool = False
+    """Whether each tp rank computes only part of the gradient of a parameter that all hold whole:
+    the parts are summed over tp after backward."""
+
+
+class ParallelLayer(nn.Module):
+    """Base of layers whose parameters are partitioned over the tp axis.
+
+    Subclasses create full parameters in ``__init__`` and override `shard_dims` and, where the
+    default (``reset_parameters`` semantics) does not fit, `init_parameter`.
+
+    Attributes:
+        topology: None until `distribute`.
+        tensor_shards: by local parameter name; empty until `distribute`.
+    """
+
+    topology: Topology | None = None
+    tensor_shards: Mapping[str, TensorShard]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor_shards = {}
+
+    @property
+    def tp_size(self) -> int:
+        """Degree of tensor parallelism; 1 for a layer that is not distributed."""
+        return 1 if self.topology is None else self.topology.tp.size
+
+    def shard_dims(self) -> dict[str, int]:
+        """Dimension along which each partitioned parameter is split; others are held whole."""
+        return {}
+
+    def summed_parameters(self, topology: Topology) -> frozenset[str]:
+        """Names of whole parameters whose gradients are partial sums (see `TensorShard`)."""
+        del topology
+        return frozenset()
+
+    def problems(self, degrees: Degrees) -> list[str]:
+        """Reasons why this layer cannot be distributed over ``degrees``; none by default."""
+        del degrees
+        return []
+
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Fill the full float32 parameter ``full`` in place; called under ``no_grad``.
+
+        Raises:
+            KeyError: the layer has no rule for ``name``.
+        """
+        raise KeyError(f"{type(self).__name__} has no initialisation for {name!r}")
+
+    def distribute(self, topology: Topology) -> None:
+        """Keep this tp rank's slice of every partitioned parameter (real or meta)."""
+        dims, summed = self.shard_dims(), self.summed_parameters(topology)
+        shards: dict[str, TensorShard] = {}
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            shape, dim = tuple(parameter.shape), dims.get(name)
+            if dim is None or topology.tp.size == 1:
+                shards[name] = TensorShard(full_shape=shape, sum_gradients=name in summed)
+                continue
+            length = shape[dim] // topology.tp.size
+            offset = length * topology.tp.rank
+            shards[name] = TensorShard(full_shape=shape, dim=dim, offset=offset)
+            piece = parameter.detach().narrow(dim, offset, length).contiguous().clone()
+            setattr(self, name, nn.Parameter(piece, requires_grad=parameter.requires_grad))
+        self.tensor_shards = shards
+        self.topology = topology
+
+    @override
+    def extra_repr(self) -> str:
+        return f"tp={self.tp_size}"

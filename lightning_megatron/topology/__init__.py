@@ -1,0 +1,1 @@
+"""Who is where: degrees, rank coordinates, process groups and random streams."""

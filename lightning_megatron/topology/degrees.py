@@ -1,0 +1,145 @@
+"""Degrees of parallelism and the arithmetic that a layout must satisfy.
+
+The mesh axes, outermost to innermost, are ``pp, dp_replicate, dp_shard, cp, tp``; tp neighbours
+are adjacent ranks and so share a node. ``dp = dp_replicate * dp_shard`` is never given: it is what
+remains of the world after the other axes. How it is divided follows from ``zero``:
+
+====  ===============================  ==========================
+zero  dp_replicate                     dp_shard
+====  ===============================  ==========================
+0     all of dp                        1
+1-3   as given (1: no hybrid shards)   dp / dp_replicate
+====  ===============================  ==========================
+
+Everything here is arithmetic on integers and imports nothing heavy.
+"""
+
+from dataclasses import dataclass
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Mesh axes, outermost (slowest varying rank) first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """Size of every mesh axis; the product is the number of processes."""
+
+    pp: int = 1
+    """Pipeline stages held by different ranks."""
+    dp_replicate: int = 1
+    """Data-parallel copies of the (possibly sharded) parameters."""
+    dp_shard: int = 1
+    """Ranks over which ZeRO shards parameters, gradients or optimizer state."""
+    cp: int = 1
+    """Parts into which the sequence of one sample is split."""
+    tp: int = 1
+    """Ranks that share every parallel layer."""
+
+    @property
+    def dp(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def sizes(self) -> tuple[int, ...]:
+        """Axis sizes in the order of `AXES`."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+
+def divisors(n: int) -> list[int]:
+    """All positive divisors of ``n``, ascending; empty for ``n < 1``."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def nearest_divisors(n: int, value: int) -> list[int]:
+    """The closest divisor of ``n`` below (or equal to) ``value`` and the closest one above it."""
+    all_of_them = divisors(n)
+    below = [d for d in all_of_them if d <= value][-1:]
+    above = [d for d in all_of_them if d > value][:1]
+    return below + above
+
+
+def nearest_multiples(n: int, factor: int) -> list[int]:
+    """The closest positive multiples of ``factor`` at or below and above ``n``."""
+    low = n // factor * factor
+    return [m for m in (low, low + factor) if m > 0 and m != n]
+
+
+def divisibility_problem(name: str, value: int, degree_name: str, degree: int) -> str | None:
+    """Sentence for ``value % degree != 0``, or None when it divides.
+
+    >>> print(divisibility_problem("num_heads", 6, "tp", 4))
+    num_heads=6, tp=4: num_heads must be divisible by tp; nearest valid: tp=3 or 6, or num_heads=4 or 8
+    """  # noqa: E501 (the doctest shows the whole sentence)
+    if degree >= 1 and value % degree == 0:
+        return None
+    degrees = " or ".join(str(d) for d in nearest_divisors(value, degree))
+    values = " or ".join(str(m) for m in nearest_multiples(value, max(degree, 1)))
+    return (
+        f"{name}={value}, {degree_name}={degree}: {name} must be divisible by {degree_name}; "
+        f"nearest valid: {degree_name}={degrees}, or {name}={values}"
+    )
+
+
+def degree_problems(world_size: int, *, tp: int, pp: int, cp: int, dp_replicate: int, zero: int) -> list[str]:
+    """Faults of a layout on ``world_size`` processes; empty when `infer_degrees` will work."""
+    given = {"tp": tp, "pp": pp, "cp": cp, "dp_replicate": dp_replicate}
+    problems = [
+        f"{name}={value}: a degree is a whole number of at least 1; nearest valid: {name}=1"
+        for name, value in given.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1
+    ]
+    if zero not in (0, 1, 2, 3):
+        problems.append(f"zero={zero}: the ZeRO stage is 0, 1, 2 or 3; nearest valid: zero={_clamp(zero)}")
+    if problems:
+        return problems
+    model = tp * pp * cp
+    if world_size % model:
+        return [_world_problem(world_size, tp=tp, pp=pp, cp=cp)]
+    dp = world_size // model
+    if zero == 0 and dp_replicate not in (1, dp):
+        problems.append(
+            f"dp_replicate={dp_replicate}, zero=0: ZeRO 0 replicates over all of dp={dp}; "
+            f"nearest valid: dp_replicate=1 or {dp}, or zero=1"
+        )
+    elif zero and dp % dp_replicate:
+        valid = " or ".join(str(d) for d in nearest_divisors(dp, dp_replicate))
+        problems.append(
+            f"dp_replicate={dp_replicate}, dp={dp}: dp_replicate must divide dp = "
+            f"world size {world_size} / (tp={tp} * pp={pp} * cp={cp}); "
+            f"nearest valid: dp_replicate={valid}"
+        )
+    return problems
+
+
+def infer_degrees(
+    world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, dp_replicate: int = 1, zero: int = 1
+) -> Degrees:
+    """Complete a legal layout with the data-parallel degrees (see `degree_problems`)."""
+    dp = world_size // (tp * pp * cp)
+    replicate = dp if zero == 0 else dp_replicate
+    return Degrees(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
+
+
+def _clamp(zero: object) -> int:
+    return min(max(int(zero), 0), 3) if isinstance(zero, int) else 1
+
+
+def _world_problem(world_size: int, *, tp: int, pp: int, cp: int) -> str:
+    model = tp * pp * cp
+    sizes = " or ".join(str(m) for m in nearest_multiples(world_size, model))
+    choices = [
+        f"tp={t} pp={p}"
+        for t in nearest_divisors(world_size, tp)
+        for p in nearest_divisors(world_size // t, pp)
+        if world_size % (t * p * cp) == 0
+    ]
+    hint = f", or {' or '.join(choices[:3])} on {world_size}" if choices else ""
+    return (
+        f"tp={tp}, pp={pp}, cp={cp}, devices * num_nodes = {world_size}: tp*pp*cp = {model} must "
+        f"divide the number of processes; nearest valid: {sizes} processes{hint}"
+    )

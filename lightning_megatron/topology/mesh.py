@@ -1,0 +1,126 @@
+"""Process groups of a layout.
+
+`Topology` is made once per Trainer, after ``torch.distributed`` is initialised, and handed to every
+part that communicates: there is no "current mesh", so two Trainers in one process do not see each
+other. A group of one rank is None, and code that finds ``axis.size == 1`` communicates nothing.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
+from lightning_megatron.topology.degrees import AXES, Degrees
+from lightning_megatron.topology.rng import RandomStreams
+
+
+@dataclass(frozen=True)
+class Axis:
+    """This process' place on one axis."""
+
+    name: str
+    """Mesh axis or derived axis."""
+    rank: int
+    """Position on the axis."""
+    ranks: tuple[int, ...]
+    """Global ranks of the group, in axis order."""
+    group: dist.ProcessGroup | None
+    """None when the axis has size 1."""
+
+    @property
+    def size(self) -> int:
+        """Degree of the axis."""
+        return len(self.ranks)
+
+
+class Topology:
+    """Where this process stands in the layout, and whom it talks to.
+
+    Args:
+        degrees: the full layout; its product must be the world size.
+        device: this process' device.
+        sequence_parallel: whether activations between parallel layers are split over tp along the
+            sequence.
+        seed: the run's seed; feeds initialisation and the random streams.
+        timeout: for the groups made here; the default group's timeout when None.
+
+    Attributes:
+        tp, pp, cp, dp_replicate, dp_shard: mesh axes.
+        batch: dp_replicate x dp_shard; these ranks read different samples.
+        loss: batch x cp; the mean loss is taken over these ranks.
+        mesh: device mesh with the axes of size > 1, and always ``dp_shard`` and ``dp_replicate``.
+        rng: the random streams of this process.
+    """
+
+    def __init__(
+        self,
+        degrees: Degrees,
+        device: torch.device,
+        *,
+        sequence_parallel: bool = False,
+        seed: int = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if degrees.world_size != dist.get_world_size():
+            raise RuntimeError(f"{degrees} does not match {dist.get_world_size()} processes")
+        self.degrees = degrees
+        self.device = device
+        self.sequence_parallel = sequence_parallel
+        self.seed = seed
+        self.rank = dist.get_rank()
+        self.world_size = degrees.world_size
+        self._timeout = timeout
+        present = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]
+        self.mesh: DeviceMesh = init_device_mesh(
+            device.type,
+            tuple(getattr(degrees, axis) for axis in present),
+            mesh_dim_names=tuple(present),
+        )
+        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
+            self._mesh_axis(axis) for axis in AXES
+        )
+        self.batch = self._derived_axis("batch")
+        self.loss = self._derived_axis("loss")
+        self.rng = RandomStreams(
+            seed, (self.tp.rank, self.loss.rank, self.pp.rank), device
+        )
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Coordinate on every mesh axis."""
+        return coordinates_of(self.rank, self.degrees)
+
+    def _ranks(self, axis: str) -> tuple[int, ...]:
+        return next(g for g in groups_along(axis, self.degrees) if self.rank in g)
+
+    def _mesh_axis(self, axis: str) -> Axis:
+        ranks = self._ranks(axis)
+        group = self.mesh.get_group(axis) if len(ranks) > 1 else None
+        return Axis(axis, self.position[axis], ranks, group)
+
+    def _derived_axis(self, name: str) -> Axis:
+        """Reuse the group of the only member axis above size 1, else make one (collectively)."""
+        ranks = self._ranks(name)
+        wide = [a for a in DERIVED_AXES[name] if getattr(self.degrees, a) > 1]
+        if not wide:
+            group = None
+        elif len(wide) == 1:
+            group = self.mesh.get_group(wide[0])
+        else:
+            group = self.new_group(name)
+        return Axis(name, ranks.index(self.rank), ranks, group)
+
+    def new_group(self, axes: str) -> dist.ProcessGroup | None:
+        """Make a further group along ``axes``; every process must call this at the same point."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in groups_along(axes, self.degrees):
+            if len(ranks) == 1:
+                continue
+            group = dist.new_group(list(ranks), timeout=self._timeout)
+            if self.rank in ranks:
+                mine = group
+        return mine
