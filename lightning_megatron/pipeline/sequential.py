@@ -1,0 +1,212 @@
+"""The trunk of a network, whose items may live on other ranks.
+
+`PipelineSequential` is an ``nn.Sequential`` with named parts. Alone it simply runs its items one
+after the other. Under ``MegatronStrategy(pp=p)`` its items are cut into ``p`` contiguous stages:
+every rank keeps the items of its stage and holds a parameterless `RemoteItem` in the place of the
+others, so that an item has the same name (``trunk.layers.7``) on every rank and in every layout.
+
+The call of the trunk inside ``training_step`` is where one stage ends and the next begins. The
+strategy installs a `StagePort` in the trunk: the port replaces the input by the activation received
+from the previous stage, and, unless this is the last stage, takes the output away by raising a
+private exception through the user's ``training_step``. Code before the call therefore runs on every
+rank and code after it on the last stage only.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_megatron.errors import ConfigError
+
+
+class StagePort(Protocol):
+    """What a pipeline runner puts into a trunk to turn one call into one stage."""
+
+    def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Exchange the user's input for the activation that this stage works on."""
+        ...
+
+    def leave(self, output: Any) -> Any:
+        """Take the stage's output; returns it on the last stage and raises on the others."""
+        ...
+
+
+class RemoteItem(nn.Module):
+    """Stands for an item that another pipeline stage holds.
+
+    Args:
+        name: the item's name in the trunk.
+        stage: the stage that holds it.
+    """
+
+    def __init__(self, name: str, stage: int) -> None:
+        super().__init__()
+        self.name = name
+        self.stage = stage
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{self.name!r}, stage={self.stage}"
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"Item {self.name!r} of the PipelineSequential lives on pipeline stage {self.stage}; it can "
+            "only be reached by calling the PipelineSequential, not directly."
+        )
+
+
+class StageItems(nn.Module):
+    """The items that one rank runs in a row, as one callable module.
+
+    Args:
+        items: in order; the first receives ``args`` and each next the result of the one before.
+        accepts: for each item, the keyword arguments that its forward takes (None: any).
+    """
+
+    def __init__(
+        self, items: Sequence[nn.Module], accepts: Sequence[frozenset[str] | None]
+    ) -> None:
+        super().__init__()
+        self.items = nn.ModuleList(items)
+        self._accepts = tuple(accepts)
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for item, accepts in zip(self.items, self._accepts, strict=True):
+            if not kwargs:
+                args = (item(*args),)
+            elif accepts is None:
+                args = (item(*args, **kwargs),)
+            else:
+                args = (item(*args, **{k: v for k, v in kwargs.items() if k in accepts}),)
+        return args[0] if len(args) == 1 else args
+
+
+class PipelineSequential(nn.Module):
+    """A sequence of modules that pipeline parallelism may cut anywhere between two of them.
+
+    Items are modules of any kind: layers of this library, of ``torch.nn``, or the user's own. The
+    first item receives the positional arguments of the call, each further one the result of the one
+    before as its single argument (a tuple or dict travels as one object). A keyword argument of the
+    call reaches every item whose ``forward`` names it, on whatever stage it lives; under a pipeline
+    each stage takes it from its own copy of the microbatch.
+
+    Args:
+        *items: unnamed items, called ``"0"``, ``"1"`` and so on.
+        **named: an item, or a list of items, per name; a list's items are named ``name.0`` and on.
+
+    Raises:
+        ConfigError: there is no item, or something given is not a module.
+
+    Example:
+        >>> trunk = PipelineSequential(embed=nn.Embedding(10, 4), layers=[nn.Linear(4, 4)] )
+        >>> trunk.item_names
+        ('embed', 'layers.0')
+    """
+
+    def __init__(
+        self, *items: nn.Module, **named: nn.Module | Sequence[nn.Module] | nn.ModuleList
+    ) -> None:
+        super().__init__()
+        parts: Mapping[str, Any] = {**{str(i): item for i, item in enumerate(items)}, **named}
+        names: list[str] = []
+        for name, part in parts.items():
+            names += self._add(name, part)
+        if not names:
+            raise ConfigError("PipelineSequential() has no items: give it at least one module")
+        self.item_names: tuple[str, ...] = tuple(names)
+        self._accepts = [_accepted_keywords(item) for item in self.items()]
+        self._run: StageItems
+        self._set_run(range(len(names)))
+        self._port: StagePort | None = None
+
+    def _add(self, name: str, part: Any) -> list[str]:
+        if isinstance(part, nn.Module) and not isinstance(part, nn.ModuleList):
+            self.add_module(name, part)
+            return [name]
+        if isinstance(part, nn.ModuleList | list | tuple) and all(
+            isinstance(item, nn.Module) for item in part
+        ):
+            self.add_module(name, nn.ModuleList(part))
+            return [f"{name}.{i}" for i in range(len(part))]
+        raise ConfigError(
+            f"PipelineSequential({name}={type(part).__name__}): a part is a torch.nn.Module or a "
+            "list of them"
+        )
+
+    def items(self) -> Iterator[nn.Module]:
+        """All items in order; `RemoteItem` where another stage holds the item."""
+        return (self.get_submodule(name) for name in self.item_names)
+
+    def __len__(self) -> int:
+        """Number of items over all stages."""
+        return len(self.item_names)
+
+    @property
+    def stage_items(self) -> StageItems:
+        """The items of this rank as one module; what data parallelism wraps."""
+        return self._run
+
+    def keep(self, stages: Sequence[range], stage: int) -> None:
+        """Drop every item outside ``stages[stage]``.
+
+        Args:
+            stages: the item indices of every stage, in order.
+            stage: the stage of this rank.
+        """
+        for index, part in enumerate(stages):
+            if index == stage:
+                continue
+            for i in part:
+                self._replace(self.item_names[i], RemoteItem(self.item_names[i], index))
+        self._set_run(stages[stage])
+
+    def connect(self, port: StagePort | None) -> None:
+        """Install (or with None remove) the port through which the next call runs."""
+        self._port = port
+
+    def _replace(self, name: str, item: nn.Module) -> None:
+        parent, _, leaf = name.rpartition(".")
+        self.get_submodule(parent).add_module(leaf, item)
+
+    def _set_run(self, indices: range) -> None:
+        items = list(self.items())
+        run = StageItems([items[i] for i in indices], [self._accepts[i] for i in indices])
+        # Not registered as a submodule: every item already has its one name in the trunk.
+        object.__setattr__(self, "_run", run)
+
+    @override
+    def train(self, mode: bool = True) -> "PipelineSequential":
+        self._run.training = mode
+        super().train(mode)
+        return self
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the items; under a pipeline, run this stage.
+
+        Raises:
+            TypeError: no item takes one of the keyword arguments.
+        """
+        self._check_keywords(kwargs)
+        if self._port is None:
+            return self._run(*args, **kwargs)
+        return self._port.leave(self._run(*self._port.enter(args), **kwargs))
+
+    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        for name in kwargs:
+            if not any(accepts is None or name in accepts for accepts in self._accepts):
+                raise TypeError(f"No item of the PipelineSequential takes the argument {name!r}")
+
+
+def _accepted_keywords(item: nn.Module) -> frozenset[str] | None:
+    """Keyword arguments that ``item.forward`` names; None when it takes any."""
+    parameters = inspect.signature(item.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(p.name for p in parameters if p.kind in by_name)
