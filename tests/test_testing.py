@@ -1,0 +1,144 @@
+"""The worker pool: what it promises to the other tests."""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.testing import WorkerError, WorkerPool
+
+
+def all_reduce(scale: float) -> tuple[torch.Tensor, int]:
+    dist.init_process_group("gloo")
+    value = torch.full((3,), scale * (dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return value, os.getpid()
+
+
+def fail_on(bad_rank: int) -> None:
+    dist.init_process_group("gloo")
+    print(f"hello from {dist.get_rank()}")
+    if dist.get_rank() == bad_rank:
+        raise ConfigError(f"rank {bad_rank} is wrong")
+    dist.all_reduce(torch.ones(1))
+
+
+def sleep_on(bad_rank: int) -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == bad_rank:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1))
+
+
+def die_on(bad_rank: int) -> None:
+    if int(os.environ["RANK"]) == bad_rank:
+        os._exit(7)
+
+
+def leave_traces() -> tuple[float, float, str | None]:
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.set_default_dtype(torch.float64)
+    return torch.rand(()).item(), random.random(), None
+
+
+def look_for_traces() -> tuple[float, float, str | None]:
+    assert torch.get_default_dtype() is torch.float32
+    torch.set_default_dtype(torch.float64)
+    return torch.rand(()).item(), random.random(), os.environ.get("LEFT_BEHIND")
+
+
+def environment() -> dict[str, str]:
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    assert TorchElasticEnvironment.detect()
+    return dict(os.environ)
+
+
+def return_lambda() -> object:
+    return lambda: None
+
+
+def backward() -> float:
+    x = torch.ones(64, 64, requires_grad=True)
+    (x @ x).sum().backward()
+    assert x.grad is not None
+    return x.grad.sum().item()
+
+
+def test_runs_collectives_in_workers_that_stay(pool: WorkerPool) -> None:
+    first = pool.run(3, all_reduce, 2.0)
+    second = pool.run(3, all_reduce, scale=2.0)
+    assert [value.tolist() for value, _ in first] == [[12.0] * 3] * 3
+    assert [pid for _, pid in first] == [pid for _, pid in second]
+
+
+def test_looks_like_torchrun(pool: WorkerPool) -> None:
+    env = pool.run(2, environment, env={"EXTRA": "yes"})[1]
+    assert env["RANK"] == env["LOCAL_RANK"] == "1"
+    assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
+    assert env["EXTRA"] == "yes"
+    assert "EXTRA" not in pool.run(1, environment)[0]
+
+
+def test_a_failure_names_its_rank_and_the_pool_goes_on(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(3, fail_on, 1)
+    assert caught.value.rank == 1
+    assert "in fail_on" in str(caught.value)
+    assert "hello from 1" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ConfigError)
+    assert pool.run(3, all_reduce, 1.0)[0][0].tolist() == [6.0] * 3
+
+
+def test_a_stuck_rank_is_killed_with_its_stack_and_the_pool_goes_on(pool: WorkerPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="no result after 1 s") as caught:
+        pool.run(2, sleep_on, 1, timeout=1)
+    assert time.monotonic() - start < 10
+    stuck = next(f for f in caught.value.failures if f.rank == 1)
+    assert "sleep_on" in stuck.output
+    assert pool.run(2, all_reduce, 1.0)[0][0].tolist() == [3.0] * 3
+
+
+def test_a_dead_rank_is_reported_and_replaced(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="exit code 7") as caught:
+        pool.run(2, die_on, 1)
+    assert caught.value.rank == 1
+    assert pool.run(2, all_reduce, 1.0)[1][0].tolist() == [3.0] * 3
+
+
+def test_runs_do_not_see_each_other(pool: WorkerPool) -> None:
+    left = pool.run(1, leave_traces)[0]
+    found = pool.run(1, look_for_traces)[0]
+    assert found[1] == left[1]
+    assert found[2] is None
+    assert pool.run(1, look_for_traces)[0] == found
+
+
+def test_a_result_that_cannot_travel_is_a_failure(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="lambda"):
+        pool.run(1, return_lambda)
+
+
+def test_too_large_a_world_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(ValueError, match="world_size=9"):
+        pool.run(9, environment)
+
+
+def test_workers_forked_after_the_parent_computed_still_compute() -> None:
+    x = torch.ones(512, 512, requires_grad=True)
+    (x @ x).sum().backward()
+    with WorkerPool(1) as pool:
+        assert pool.run(1, backward, timeout=20) == [64.0 * 64 * 128]
+
+
+def test_a_closed_pool_leaves_no_process() -> None:
+    with WorkerPool(2) as pool:
+        pids = [pid for _, pid in pool.run(2, all_reduce, 1.0)]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
