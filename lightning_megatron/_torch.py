@@ -1,0 +1,69 @@
+"""Names of torch that are private, or differ between the versions that we support.
+
+Every use of such a name stands here, with the versions it concerns and the reason, so that a new
+torch release is met in one file.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The FSDP2-based replicate (ZeRO 0) has no public home in 2.11-2.13; the older
+# torch.distributed._composable.replicate is built on DDP and mixes with no DTensor.
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+
+# Undocumented in 2.11-2.13, though every distributed module of torch leans on it.
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor and warns on every call of the
+# old names; 2.11 has only those. Remove the fallback when 2.13 is the oldest version supported.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def start_all_gather(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to fill ``output`` with the ``local`` of every rank, one after another.
+
+    Args:
+        output: contiguous, ``group.size()`` times as many elements as ``local``.
+        local: contiguous; must stay untouched until the work is waited for.
+        group: the ranks that take part.
+    """
+    work: dist.Work = _all_gather(output, local, group=group, async_op=True)
+    return work
+
+
+def start_reduce_scatter(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to sum ``local`` over the ranks, leaving the rank-th equal part in ``output``.
+
+    Args:
+        output: contiguous, ``1 / group.size()`` as many elements as ``local``.
+        local: contiguous; must stay untouched until the work is waited for.
+        group: the ranks that take part.
+    """
+    work: dist.Work = _reduce_scatter(output, local, group=group, async_op=True)
+    return work
+
+
+def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Euclidean norm of each tensor, in one kernel where the device has one (2.11-2.13)."""
+    norms: Any = torch._foreach_norm(list(tensors), 2, dtype=dtype) if tensors else []
+    return list(norms)
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors in place by a scalar tensor (2.11-2.13)."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
+    """Clamp all tensors in place (2.11-2.13)."""
+    if tensors:
+        torch._foreach_clamp_min_(list(tensors), low)
+        torch._foreach_clamp_max_(list(tensors), high)

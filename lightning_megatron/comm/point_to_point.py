@@ -1,0 +1,283 @@
+"""Messages between pipeline stages: any number of tensors, any shapes, one transfer each.
+
+A pipeline sends an activation per microbatch in one direction and its gradient back. Shapes may
+differ from one message to the next (sequence lengths, a last microbatch of odd size), while gloo
+aborts the process when a message is longer than the buffer that waits for it, and a separate
+header would double the latency. So a message is one flat buffer::
+
+    | bytes, meta length | meta (JSON), only if it changed | tensor | tensor | ...
+
+and each receive is posted ahead with a *capacity* that both ends compute alike: the longest message
+of earlier steps, and of this step up to the one consumed when the receive was posted. A message that
+fits is sent as it is (gloo accepts shorter ones); one that does not is announced by a message of one
+header and follows under another tag. `InlineChannel` does this. On devices whose header
+could not be read without a synchronisation, `DeviceChannel` sends the meta through an
+`InlineChannel` between the hosts and each tensor, in its exact size, through the device's group.
+
+The tensors of a sent message are copied into the buffer, so the sender may free them at once: a
+stage keeps only the graph edge of its output, not its memory.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_HEADER_BYTES = 64
+_ALIGN = 64
+_OVERFLOW_TAG = 1 << 16
+_FIRST_CAPACITY = 4096
+LOOKAHEAD = 2
+"""Receives posted before their message is needed."""
+
+Tree: TypeAlias = Any
+"""A tensor, None, number, string, or a tuple, list or dict of trees."""
+
+
+class Channel(Protocol):
+    """An ordered stream of messages; one end sends, the other receives."""
+
+    def expect(self, count: int) -> None:
+        """Start a step of ``count`` messages; both ends call this."""
+        ...
+
+    def prepost(self) -> None:
+        """Receiver: post the first receives of the step."""
+        ...
+
+    def send(self, tree: Tree) -> None:
+        """Sender: post a message and return; its tensors may be changed or freed at once."""
+        ...
+
+    def receive(self) -> Tree:
+        """Receiver: wait for the next message; tensors that required grad at the sender do here."""
+        ...
+
+    def flush(self) -> None:
+        """Sender: wait until every posted message has left."""
+        ...
+
+
+def describe(tree: Tree, leaves: list[Tensor]) -> Any:
+    """JSON-able structure of ``tree``; its tensors are appended to ``leaves`` in order.
+
+    Raises:
+        TypeError: the tree holds an object that cannot pass between stages.
+    """
+    if isinstance(tree, Tensor):
+        leaves.append(tree)
+        return ["T", str(tree.dtype).removeprefix("torch."), tree.requires_grad, *tree.shape]
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    if type(tree) in (tuple, list):
+        return ["t" if type(tree) is tuple else "l", *(describe(item, leaves) for item in tree)]
+    if type(tree) is dict and all(isinstance(key, str) for key in tree):
+        return {key: describe(item, leaves) for key, item in tree.items()}
+    raise TypeError(
+        f"A pipeline stage produced a {type(tree).__name__}; between stages pass tensors, numbers, "
+        "strings and None, or tuples, lists and dicts (with string keys) of them"
+    )
+
+
+def rebuild(structure: Any, take: Callable[[torch.dtype, tuple[int, ...], bool], Tensor]) -> Tree:
+    """Inverse of `describe`; ``take(dtype, shape, requires_grad)`` yields the tensors in order."""
+    if isinstance(structure, dict):
+        return {key: rebuild(item, take) for key, item in structure.items()}
+    if not isinstance(structure, list):
+        return structure
+    kind, rest = structure[0], structure[1:]
+    if kind == "T":
+        return take(getattr(torch, rest[0]), tuple(rest[2:]), rest[1])
+    items = [rebuild(item, take) for item in rest]
+    return tuple(items) if kind == "t" else items
+
+
+class InlineChannel:
+    """Messages as single flat buffers over a gloo group.
+
+    Args:
+        peer: global rank at the other end.
+        group: a gloo group that holds both ranks.
+        tag: distinguishes the channels of one pair of ranks; below 65536.
+    """
+
+    def __init__(self, peer: int, group: dist.ProcessGroup, tag: int) -> None:
+        self._peer, self._group, self._tag = peer, group, tag
+        self._base = _FIRST_CAPACITY
+        self._sizes: list[int] = []
+        self._count = 0
+        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._structure: Any = None
+
+    def expect(self, count: int) -> None:
+        """Start a step of ``count`` messages."""
+        self._base = max([self._base, *self._sizes])
+        self._sizes, self._count = [], count
+
+    def prepost(self) -> None:
+        """Receiver: post the first receives of the step."""
+        for index in range(min(LOOKAHEAD, self._count)):
+            self._post(self._capacity(index))
+
+    def send(self, tree: Tree) -> None:
+        """Post one message."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()[0].wait()
+        buffer = self._pack(tree)
+        capacity = self._capacity(len(self._sizes))
+        self._sizes.append(buffer.numel())
+        if buffer.numel() > capacity:
+            self._isend(buffer[:_HEADER_BYTES].clone(), self._tag)
+            self._isend(buffer, self._tag + _OVERFLOW_TAG)
+        else:
+            self._isend(buffer, self._tag)
+
+    def receive(self) -> Tree:
+        """Wait for the next message of the step."""
+        index = len(self._sizes)
+        work, buffer = self._posted.popleft()
+        work.wait()
+        total = _read_header(buffer)[0]
+        if total > buffer.numel():
+            buffer = torch.empty(total, dtype=torch.uint8)
+            _wait(dist.irecv(buffer, self._peer, self._group, self._tag + _OVERFLOW_TAG))
+        self._sizes.append(total)
+        if index + LOOKAHEAD < self._count:
+            self._post(self._capacity(index + LOOKAHEAD))
+        return self._unpack(buffer)
+
+    def flush(self) -> None:
+        """Wait for the posted messages to leave."""
+        while self._sending:
+            self._sending.popleft()[0].wait()
+
+    def _capacity(self, index: int) -> int:
+        return max([self._base, *self._sizes[: max(index - LOOKAHEAD + 1, 0)]])
+
+    def _post(self, capacity: int) -> None:
+        buffer = torch.empty(capacity, dtype=torch.uint8)
+        work = dist.irecv(buffer, self._peer, self._group, self._tag)
+        self._posted.append((_not_none(work), buffer))
+
+    def _isend(self, buffer: Tensor, tag: int) -> None:
+        work = dist.isend(buffer, self._peer, self._group, tag)
+        self._sending.append((_not_none(work), buffer))
+
+    def _pack(self, tree: Tree) -> Tensor:
+        leaves: list[Tensor] = []
+        structure = describe(tree, leaves)
+        meta = b"" if structure == self._structure else json.dumps(structure).encode()
+        self._structure = structure
+        offset = _HEADER_BYTES + _aligned(len(meta))
+        offsets = []
+        for leaf in leaves:
+            offsets.append(offset)
+            offset += _aligned(leaf.numel() * leaf.element_size())
+        buffer = torch.empty(offset, dtype=torch.uint8)
+        buffer[:_HEADER_BYTES].view(torch.int64)[:2] = torch.tensor([offset, len(meta)])
+        if meta:
+            end = _HEADER_BYTES + len(meta)
+            buffer[_HEADER_BYTES:end] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
+        for leaf, begin in zip(leaves, offsets, strict=True):
+            _view(buffer, begin, leaf.dtype, tuple(leaf.shape)).copy_(leaf.detach())
+        return buffer
+
+    def _unpack(self, buffer: Tensor) -> Tree:
+        _, meta_length = _read_header(buffer)
+        if meta_length:
+            raw = buffer[_HEADER_BYTES : _HEADER_BYTES + meta_length].numpy().tobytes()
+            self._structure = json.loads(raw)
+        offset = _HEADER_BYTES + _aligned(meta_length)
+
+        def take(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+            nonlocal offset
+            leaf = _view(buffer, offset, dtype, shape)
+            offset += _aligned(leaf.numel() * leaf.element_size())
+            return leaf.requires_grad_(requires_grad)
+
+        return rebuild(self._structure, take)
+
+
+class DeviceChannel:
+    """Meta between the hosts, tensors through the device's group.
+
+    Args:
+        peer: global rank at the other end.
+        group: the group of the device's backend.
+        host: channel between the same two ranks on a gloo group.
+        device: where received tensors are allocated.
+    """
+
+    def __init__(
+        self, peer: int, group: dist.ProcessGroup, host: InlineChannel, device: torch.device
+    ) -> None:
+        self._peer, self._group, self._host, self._device = peer, group, host, device
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def expect(self, count: int) -> None:
+        """Start a step of ``count`` messages."""
+        self._host.expect(count)
+
+    def prepost(self) -> None:
+        """Receiver: post the first receives of the step."""
+        self._host.prepost()
+
+    def send(self, tree: Tree) -> None:
+        """Post one message."""
+        leaves: list[Tensor] = []
+        self._host.send(json.dumps(describe(tree, leaves)))
+        for leaf in leaves:
+            payload = leaf.detach().contiguous()
+            work = _not_none(dist.isend(payload, self._peer, self._group))
+            self._sending.append((work, payload))
+
+    def receive(self) -> Tree:
+        """Wait for the next message of the step."""
+        works: list[dist.Work] = []
+
+        def take(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> Tensor:
+            leaf = torch.empty(shape, dtype=dtype, device=self._device)
+            works.append(_not_none(dist.irecv(leaf, self._peer, self._group)))
+            return leaf.requires_grad_(requires_grad)
+
+        tree = rebuild(json.loads(self._host.receive()), take)
+        for work in works:
+            work.wait()
+        return tree
+
+    def flush(self) -> None:
+        """Wait for the posted messages to leave."""
+        self._host.flush()
+        while self._sending:
+            self._sending.popleft()[0].wait()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return buffer[offset : offset + size].view(dtype).view(shape)
+
+
+def _read_header(buffer: Tensor) -> tuple[int, int]:
+    total, meta_length = buffer[:16].view(torch.int64).tolist()
+    return total, meta_length
+
+
+def _not_none(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("A pipeline channel was used by a rank outside its group")
+    return work
+
+
+def _wait(work: dist.Work | None) -> None:
+    _not_none(work).wait()

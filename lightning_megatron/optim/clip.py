@@ -1,0 +1,62 @@
+"""Global gradient norm and clipping over every axis of a layout.
+
+Gradients are local tensors: tp shards, ZeRO shards, whole copies. Each rank adds up the squares of
+those that it *counts* (a replicated gradient is counted on one of its holders), one all-reduce
+makes the sum global, and every rank scales its own gradients by the same coefficient. Nothing goes
+through DTensor dispatch, and parameters on different meshes mix freely.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron._torch import foreach_clamp_, foreach_mul_, foreach_norm
+
+EPSILON = 1e-6
+"""Added to the norm before dividing, as ``torch.nn.utils.clip_grad_norm_`` does."""
+
+
+def global_norm(
+    counted: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Euclidean norm of the gradients of the whole model.
+
+    Args:
+        counted: local gradients that this rank contributes; any may be empty.
+        device: where the sum is made when there are none.
+        group: every rank that holds a part of the model; None when this rank holds all of it.
+
+    Returns:
+        A scalar, equal on all ranks; float64 when all gradients are, else float32.
+    """
+    wide = bool(counted) and all(g.dtype == torch.float64 for g in counted)
+    dtype = torch.float64 if wide or not counted else torch.float32
+    norms = foreach_norm([g for g in counted if g.numel()], dtype)
+    if norms:
+        total = torch.stack([n.to(torch.float64) for n in norms]).square().sum()
+    else:
+        total = torch.zeros((), dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt().to(dtype)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Factor that brings ``norm`` down to ``max_norm``; 1 when it is below."""
+    return (max_norm / (norm + EPSILON)).clamp(max=1.0)
+
+
+def scale_(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all ``gradients`` in place by a scalar tensor."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, group in by_dtype.items():
+        foreach_mul_(group, factor.to(dtype))
+
+
+def clip_value_(gradients: Sequence[Tensor], value: float) -> None:
+    """Clamp all ``gradients`` in place to ``[-value, value]``."""
+    foreach_clamp_(gradients, -value, value)

@@ -1,0 +1,114 @@
+"""Data parallelism: ZeRO 0 to 3 and hybrid sharding on FSDP2.
+
+One engine carries all stages; what differs is when it communicates. With ``P`` parameters of this
+rank's pipeline stage and tp shard, ``n`` microbatches and ``d`` ranks, per optimizer step:
+
+====  ============================  ==========================  ==============================
+zero  kept sharded                  parameters gathered         gradients reduced
+====  ============================  ==========================  ==============================
+0     nothing                       never                       all-reduce ``P``, once
+1     optimizer state, gradients    once (``P``)                reduce-scatter ``P``, once
+2     the same                      once (``P``)                reduce-scatter ``P``, ``n`` times
+3     parameters too                before forward and          reduce-scatter ``P``, ``n`` times
+                                    backward of each microbatch
+====  ============================  ==========================  ==============================
+
+ZeRO 1 keeps the full gradients of the microbatches locally and reduces them with the last backward,
+overlapping it; ZeRO 2 holds only shards between microbatches. (Rajbhandari et al.,
+arXiv 1910.02054; FSDP2's ``set_requires_gradient_sync`` and ``reshard_after_forward`` are the
+switches.) Reduction is a mean over the data-parallel ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightning_megatron._torch import replicate
+from lightning_megatron.topology.mesh import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """What ZeRO gathers and frees as one unit."""
+
+    wrap: list[str] | None = None
+    """Class names of the modules to treat as units. None: the items of a PipelineSequential and of
+    every other ``nn.ModuleList`` or ``nn.Sequential``. An empty list: the whole module is one unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeTypes:
+    """Number formats that differ from that of the parameters at rest."""
+
+    parameters: torch.dtype | None = None
+    """Format of gathered parameters and of the computation."""
+    reduction: torch.dtype | None = None
+    """Format in which gradients are reduced."""
+
+
+class DataParallel:
+    """Wraps modules with FSDP2 and steers its communication.
+
+    Args:
+        topology: the layout.
+        zero: ZeRO stage.
+        types: number formats.
+    """
+
+    def __init__(self, topology: Topology, zero: int, types: ComputeTypes) -> None:
+        self._topology = topology
+        self._zero = zero
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=types.parameters, reduce_dtype=types.reduction, cast_forward_inputs=False
+        )
+        self.enabled = topology.batch.size > 1 or types.parameters is not None
+        self._units: list[FSDPModule] = []
+        self._roots: list[FSDPModule] = []
+        self._sync = self._last = self._reshard = True
+
+    def wrap(self, module: nn.Module, *, root: bool = False) -> None:
+        """Shard (or replicate) the parameters of ``module`` that no unit inside it holds yet."""
+        mesh = self._topology.mesh
+        if self._zero == 0:
+            replicate(module, mesh=mesh["dp_replicate"], mp_policy=self._policy)
+        else:
+            hybrid = self._topology.dp_replicate.size > 1
+            names: Any = ("dp_replicate", "dp_shard") if hybrid else "dp_shard"
+            fully_shard(
+                module,
+                mesh=mesh[names],
+                reshard_after_forward=self._zero == 3,
+                mp_policy=self._policy,
+            )
+        assert isinstance(module, FSDPModule)
+        self._units.append(module)
+        if root:
+            self._roots.append(module)
+
+    def before_backward(self, *, last: bool, blocked: bool = False) -> None:
+        """Decide what the coming backward communicates.
+
+        Args:
+            last: whether it is the last one of this batch.
+            blocked: whether further batches are accumulated before the optimizer step.
+        """
+        done = last and not blocked
+        self._set(sync=done or self._zero >= 2, last=last, reshard=done or self._zero == 3)
+
+    def reshard(self) -> None:
+        """Return every parameter to its state at rest (after evaluation, before saving)."""
+        for unit in self._units:
+            unit.reshard()
+
+    def _set(self, *, sync: bool, last: bool, reshard: bool) -> None:
+        for root in self._roots:
+            if sync != self._sync:
+                root.set_requires_gradient_sync(sync)
+            if last != self._last:
+                root.set_is_last_backward(last)
+            if reshard != self._reshard:
+                root.set_reshard_after_backward(reshard)
+        self._sync, self._last, self._reshard = sync, last, reshard

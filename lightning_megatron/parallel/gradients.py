@@ -1,0 +1,178 @@
+"""What remains to be done to gradients after backward and data-parallel reduction.
+
+Rule: after `GradientSet.finish`, ``.grad`` of every parameter is this rank's part of the exact
+global gradient, whatever the layout. FSDP2 leaves three kinds that it cannot know about:
+
+* *partial over tp*: parameters held whole by all tp ranks that each saw only a part of the sequence
+  (norms and row-parallel biases under sequence parallelism, replicated key/value projections). Their
+  gradients are summed over tp.
+* *tied over stages*: one parameter that items of several pipeline stages share (embedding and head).
+  Summed over those stages.
+* *outside the trunk*: parameters of a pipelined module that are not in its `PipelineSequential`.
+  Every stage holds them, FSDP2 does not manage them: averaged over the data-parallel ranks and
+  summed over the stages, so it does not matter which stages used them.
+
+Each kind costs one coalesced all-reduce per group, in float32 for narrower gradients.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_megatron.layers.base import TensorShard
+from lightning_megatron.optim.clip import clip_coefficient, clip_value_, global_norm, scale_
+from lightning_megatron.topology.mesh import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRole:
+    """Everything about one parameter that its gradient's fate depends on."""
+
+    name: str
+    """Canonical global name."""
+    parameter: nn.Parameter
+    """As the optimizer sees it."""
+    shard: TensorShard | None = None
+    """Tensor-parallel placement; None for a parameter of an ordinary module."""
+    outside: bool = False
+    """Whether it lies outside the trunk of a pipelined module."""
+    tied_stages: tuple[int, ...] = ()
+    """Stages that hold it, when several do."""
+    tied_group: dist.ProcessGroup | None = None
+    """Group of those stages."""
+
+
+class GradientSet:
+    """The gradients of one rank's parameters.
+
+    Args:
+        roles: all trainable and frozen parameters of this rank.
+        topology: the layout.
+
+    Attributes:
+        last_norm: global norm found by the latest `clip_norm`, before clipping.
+    """
+
+    def __init__(self, roles: Sequence[ParameterRole], topology: Topology) -> None:
+        self.roles = tuple(roles)
+        self._topology = topology
+        self.last_norm: Tensor | None = None
+        world = topology.world_size > 1
+        self._world_group = dist.group.WORLD if world else None
+        self._partial = [
+            r.parameter
+            for r in self.roles
+            if topology.tp.size > 1 and r.shard is not None and r.shard.sum_gradients
+        ]
+        self._outside = [r.parameter for r in self.roles if r.outside]
+        self._tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
+        for role in self.roles:
+            if role.tied_group is not None:
+                entry = self._tied.setdefault(role.tied_stages, (role.tied_group, []))
+                entry[1].append(role.parameter)
+        self._counted = {id(r.parameter): self._counts(r) for r in self.roles}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters, each once."""
+        return [role.parameter for role in self.roles]
+
+    def finish(self) -> None:
+        """Complete the gradients; collective over the ranks of each group."""
+        if self._outside:
+            _sum_gradients(self._outside, self._topology.batch.group, mean=True)
+            _sum_gradients(self._outside, self._topology.pp.group)
+        for group, parameters in self._tied.values():
+            _sum_gradients(parameters, group)
+        if self._partial:
+            _sum_gradients(self._partial, self._topology.tp.group)
+
+    def norm(self) -> Tensor:
+        """Global Euclidean norm of all gradients; the same on every rank."""
+        counted = [
+            local(p.grad) for p in self.parameters if p.grad is not None and self._counted[id(p)]
+        ]
+        return global_norm(counted, self._topology.device, self._world_group)
+
+    def clip_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm."""
+        self.last_norm = norm = self.norm()
+        scale_(self.local_gradients(), clip_coefficient(norm, max_norm))
+        return norm
+
+    def clip_value(self, value: float) -> None:
+        """Clamp every gradient element to ``[-value, value]``."""
+        clip_value_(self.local_gradients(), value)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by a scalar."""
+        scale_(self.local_gradients(), factor)
+
+    def local_gradients(self) -> list[Tensor]:
+        """This rank's part of every gradient that exists."""
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
+
+    def _counts(self, role: ParameterRole) -> bool:
+        """Whether this rank adds the gradient to the global norm."""
+        topology = self._topology
+        whole_on_tp = role.shard is None or role.shard.dim is None
+        sharded = isinstance(role.parameter, DTensor) and any(
+            isinstance(placement, Shard) for placement in role.parameter.placements
+        )
+        first_stage = 0 if role.outside else min(role.tied_stages, default=topology.pp.rank)
+        return (
+            (topology.tp.rank == 0 or not whole_on_tp)
+            and (topology.dp_shard.rank == 0 or sharded)
+            and topology.dp_replicate.rank == 0
+            and topology.cp.rank == 0
+            and topology.pp.rank == first_stage
+        )
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The plain tensor behind a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sum_gradients(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, mean: bool = False
+) -> None:
+    """All-reduce the gradients over ``group``; a gradient that no rank has stays None.
+
+    A rank without a gradient contributes zeros, and receives the sum, so that the parameter stays
+    equal on all ranks.
+    """
+    if group is None:
+        return
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for dtype, members in by_dtype.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        present = torch.tensor([float(p.grad is not None) for p in members], dtype=wide)
+        pieces = [present.to(local(members[0]).device)] + [
+            (local(p.grad) if p.grad is not None else torch.zeros_like(local(p))).reshape(-1)
+            for p in members
+        ]
+        flat = torch.cat([piece.detach().to(wide) for piece in pieces])
+        dist.all_reduce(flat, group=group)
+        held = flat[: len(members)].tolist()
+        offset = len(members)
+        factor = 1.0 / dist.get_world_size(group) if mean else 1.0
+        for parameter, holders in zip(members, held, strict=True):
+            size = local(parameter).numel()
+            if holders:
+                _set_gradient(parameter, flat[offset : offset + size].mul_(factor))
+            offset += size
+
+
+def _set_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    target = local(parameter.grad)
+    target.copy_(flat.view(target.shape))
