@@ -1,0 +1,405 @@
+"""The architecture as a test: who may import whom, and what stands in one file only.
+
+A file of the package may import files of *lower layers*, and files of its own package on the same
+layer as long as no circle comes of it. Imports inside functions and under ``TYPE_CHECKING`` count
+like any other, as they couple files just as much. Imports of other libraries are free, but for
+torch in the pure modules and private torch names. Module names in strings are looked at in calls of
+``import_module`` only, and not in the package's own ``__init__``, which is on top of everything and
+imports lazily.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "lightning_megatron"
+ROOT = Path(__file__).parents[1] / PACKAGE
+
+LAYERS = {
+    # 0: facts of the outside world
+    "errors": 0,
+    "hardware": 0,
+    "_torch": 0,
+    "env": 0,
+    # 1: who is where, what is on disk
+    "topology": 1,
+    "data/__init__": 1,  # imported before every file of data/, so it is as low as the lowest
+    "data/indexed": 1,
+    "data/blend": 1,
+    "data/packing": 1,
+    # 2: bytes on wires
+    "comm": 2,
+    "data/sampler": 2,
+    "testing": 2,  # starts processes; knows no layer and no strategy
+    # 3: modules that also run alone
+    "layers": 3,
+    "optim": 3,
+    # A container like nn.Sequential: users and models/ build networks from it, and it runs alone.
+    # What makes a pipeline of it (stage, runner) is on layer 5 with the rest of pipeline/.
+    "pipeline/sequential": 3,
+    "pipeline/__init__": 3,  # imported before pipeline/sequential
+    # 4: networks
+    "models": 4,
+    "data/collate": 4,
+    # Plans, nothing but arithmetic: parallel/ asks them which stage gets what.
+    "pipeline/partition": 4,
+    "pipeline/schedule": 4,
+    "pipeline/simulate": 4,
+    # 5: transforms on any model
+    "parallel": 5,
+    "pipeline": 5,
+    "precision": 5,
+    # 6: what is kept, and planned
+    "checkpoint": 6,
+    "planner": 6,
+    "data/datamodule": 6,
+    "data/text": 6,  # a datamodule
+    # 7: the Lightning face; callbacks and strategies never import each other
+    "module": 7,
+    "strategies": 7,
+    "callbacks": 7,
+    # 8 and 9: the command line, the public names
+    "cli": 8,
+    "__init__": 9,
+    "__main__": 9,
+}
+"""Layer of a package, or of one of its files, which then counts for more."""
+
+PURE = (
+    "errors",
+    "topology/degrees",
+    "topology/coordinates",
+    "pipeline/schedule",
+    "pipeline/simulate",
+    "pipeline/partition",
+    "models/config",
+    "models/flops",
+)
+"""Arithmetic: files that import no torch, so that planning is quick and needs no installation."""
+
+READS_ENVIRONMENT = {"env", "testing"}  # testing: the variables of the processes that it starts
+USES_PRIVATE_TORCH = {"_torch"}
+VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
+PRIVATE_TENSOR_ATTRIBUTES = {"_local_tensor", "_get_fsdp_state", "_fsdp_param_group", "_spec"}
+"""Private names of torch that are reached through objects."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of the package: its path below it without suffix, and its syntax tree."""
+
+    path: str
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        """Directory below the package, empty for its top level."""
+        return self.path.rpartition("/")[0]
+
+    @property
+    def layer(self) -> int:
+        """Layer by the most specific entry of the table."""
+        name = self.path
+        while name not in LAYERS:
+            name, slash, _ = name.rpartition("/")
+            if not slash:
+                raise KeyError(self.path)
+        return LAYERS[name]
+
+    def imports(self) -> Iterator[tuple[str, int]]:
+        """Dotted names that are imported, as specific as possible, with line numbers."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+            elif isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
+                for argument in node.args[:1]:
+                    if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                        yield argument.value, node.lineno
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = [PACKAGE, *self.path.split("/")][: -node.level]
+        return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def source(path: str, text: str) -> SourceFile:
+    return SourceFile(path, ast.parse(text))
+
+
+def read_package() -> dict[str, SourceFile]:
+    paths = sorted(ROOT.rglob("*.py"))
+    names = [path.relative_to(ROOT).with_suffix("").as_posix() for path in paths]
+    return {n: source(n, p.read_text("utf-8")) for n, p in zip(names, paths, strict=True)}
+
+
+FILES = read_package()
+
+
+def imported_files(file: SourceFile, files: dict[str, SourceFile]) -> Iterator[tuple[str, int]]:
+    """Files of the package that ``file`` imports: for ``a.b.Name`` that is ``a/b``."""
+    for name, line in file.imports():
+        parts = name.split(".")
+        if parts[0] != PACKAGE:
+            continue
+        while parts:
+            path = "/".join(parts[1:])
+            found = next((p for p in (path, f"{path}/__init__".lstrip("/")) if p in files), None)
+            if found is not None:
+                yield found, line
+                break
+            parts.pop()
+        else:
+            yield "__init__", line  # also where the top level has no such file yet
+
+
+def upward_imports(file: SourceFile, files: dict[str, SourceFile]) -> list[str]:
+    faults = []
+    for path, line in imported_files(file, files):
+        other = files.get(path) or source(path, "")
+        sibling = other.layer == file.layer and other.package == file.package
+        if other.layer >= file.layer and not sibling:
+            faults.append(
+                f"{file.path}.py:{line} (layer {file.layer}) imports {path} (layer {other.layer})"
+            )
+    return faults
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def private_torch_names(file: SourceFile) -> list[str]:
+    faults = []
+    bound = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            for alias in node.names:
+                full = f"{module}.{alias.name}" if module else alias.name
+                if full.split(".")[0] != "torch":
+                    continue
+                bound.add(alias.asname or (alias.name if module else "torch"))
+                if any(map(is_private, full.split("."))):
+                    faults.append(f"{file.path}.py:{node.lineno} imports {full}")
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            start: ast.expr = node
+            while isinstance(start, ast.Attribute):
+                start = start.value
+            from_torch = isinstance(start, ast.Name) and start.id in bound
+            if from_torch or node.attr in PRIVATE_TENSOR_ATTRIBUTES:
+                faults.append(f"{file.path}.py:{node.lineno} uses {ast.unparse(node)}")
+    return faults
+
+
+def environment_reads(file: SourceFile) -> list[str]:
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    faults = [
+        f"{file.path}.py:{line} imports {name}"
+        for name, line in file.imports()
+        if name.startswith("os.") and name[3:] in names
+    ]
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in {f"os.{n}" for n in names}:
+            faults.append(f"{file.path}.py:{node.lineno} uses {ast.unparse(node)}")
+    return faults
+
+
+def torch_imports(file: SourceFile) -> list[str]:
+    return [
+        f"{file.path}.py:{line} imports {name}"
+        for name, line in file.imports()
+        if name.split(".")[0] in ("torch", "lightning")
+    ]
+
+
+def test_every_file_has_a_layer() -> None:
+    missing = []
+    for file in FILES.values():
+        try:
+            file.layer  # noqa: B018 (looks it up)
+        except KeyError:
+            missing.append(file.path)
+    assert not missing, "give them a layer in LAYERS"
+
+
+def test_imports_point_down() -> None:
+    assert [fault for file in FILES.values() for fault in upward_imports(file, FILES)] == []
+
+
+def test_no_import_circles() -> None:
+    graph = {
+        file.path: {path for path, _ in imported_files(file, FILES)} - {file.path}
+        for file in FILES.values()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which shows the circle
+
+
+def test_private_torch_names_stand_in_one_file() -> None:
+    files = [file for file in FILES.values() if file.path not in USES_PRIVATE_TORCH]
+    assert [fault for file in files for fault in private_torch_names(file)] == []
+
+
+def test_environment_is_read_in_one_file() -> None:
+    files = [file for file in FILES.values() if file.path not in READS_ENVIRONMENT]
+    assert [fault for file in files for fault in environment_reads(file)] == []
+
+
+def test_file_names_say_what_they_hold() -> None:
+    assert [path for path in FILES if VAGUE_NAMES & set(path.split("/"))] == []
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_pure_files_do_not_name_torch(path: str) -> None:
+    assert path in FILES
+    assert torch_imports(FILES[path]) == []
+
+
+def test_pure_files_load_no_torch() -> None:
+    modules = ", ".join(f"{PACKAGE}.{path.replace('/', '.')}" for path in PURE)
+    assert heavy_modules_after(f"import {modules}") == ""
+
+
+def test_package_loads_neither_torch_nor_lightning() -> None:
+    assert heavy_modules_after(f"import {PACKAGE}") == ""
+
+
+def test_package_import_is_quick() -> None:
+    code = (
+        "import time; start = time.perf_counter(); "
+        f"import {PACKAGE}; print(time.perf_counter() - start)"
+    )
+    assert min(float(run_python(code)) for _ in range(3)) < 0.2
+
+
+def heavy_modules_after(statement: str) -> str:
+    heavy = "('torch', 'lightning', 'pytorch_lightning', 'numpy', 'transformers')"
+    return run_python(f"import sys; {statement}; print(*[m for m in {heavy} if m in sys.modules])")
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+class TestTheRulesThemselves:
+    """The checks above find what they are for."""
+
+    files = {
+        path: source(path, "")
+        for path in (
+            "__init__",
+            "errors",
+            "topology/__init__",
+            "topology/mesh",
+            "layers/linear",
+            "layers/base",
+            "parallel/apply",
+            "strategies/megatron",
+            "callbacks/throughput",
+            "pipeline/sequential",
+            "pipeline/runner",
+            "models/transformer",
+        )
+    }
+
+    @pytest.mark.parametrize(
+        ("path", "text"),
+        [
+            ("layers/linear", "from lightning_megatron.parallel.apply import apply"),
+            ("layers/linear", "import lightning_megatron.parallel.apply as a"),
+            ("layers/linear", "from lightning_megatron.parallel import apply"),
+            ("layers/linear", "from ..parallel import apply"),
+            ("layers/linear", "from ..parallel.apply import x"),
+            ("layers/linear", "def f():\n    from lightning_megatron.parallel.apply import apply"),
+            (
+                "layers/linear",
+                "if TYPE_CHECKING:\n    from lightning_megatron.parallel.apply import apply",
+            ),
+            ("layers/linear", "importlib.import_module('lightning_megatron.parallel.apply')"),
+            ("layers/linear", "from lightning_megatron import MegatronStrategy"),
+            ("layers/linear", "import lightning_megatron"),
+            ("strategies/megatron", "from lightning_megatron.callbacks.throughput import T"),
+            ("models/transformer", "from lightning_megatron.pipeline.runner import Runner"),
+            ("pipeline/sequential", "from lightning_megatron.pipeline.runner import Runner"),
+            ("errors", "from lightning_megatron.topology.mesh import Topology"),
+        ],
+    )
+    def test_upward(self, path: str, text: str) -> None:
+        assert len(upward_imports(source(path, text), self.files)) == 1
+
+    @pytest.mark.parametrize(
+        ("path", "text"),
+        [
+            ("layers/linear", "from lightning_megatron.errors import ConfigError"),
+            ("layers/linear", "from lightning_megatron.layers.base import ParallelLayer"),
+            ("layers/linear", "from .base import ParallelLayer"),
+            ("layers/linear", "from lightning_megatron import errors"),
+            ("layers/linear", "from lightning_megatron.topology import mesh\nimport torch"),
+            ("models/transformer", "from lightning_megatron.pipeline.sequential import X"),
+            ("pipeline/runner", "from lightning_megatron.pipeline.sequential import X"),
+            ("__init__", "from lightning_megatron.strategies.megatron import MegatronStrategy"),
+        ],
+    )
+    def test_downward(self, path: str, text: str) -> None:
+        assert upward_imports(source(path, text), self.files) == []
+
+    def test_file_without_layer(self) -> None:
+        with pytest.raises(KeyError, match="data/unknown"):
+            source("data/unknown", "").layer  # noqa: B018 (looks it up)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "import torch._dynamo",
+            "from torch._C import x",
+            "from torch.utils import _pytree",
+            "from torch.utils._pytree import tree_map",
+            "from torch.distributed.fsdp._fully_shard import FSDPState as State",
+            "import torch\ntorch._foreach_mul_(a, b)",
+            "import torch.distributed as dist\ndist.distributed_c10d._get_default_group()",
+            "from torch import nn\nnn.Module._call_impl",
+            "from torch import Tensor\nTensor._make_subclass",
+            "def f(parameter):\n    return parameter._local_tensor",
+        ],
+    )
+    def test_private_torch(self, text: str) -> None:
+        assert len(private_torch_names(source("layers/linear", text))) == 1
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "import torch\ntorch.__version__",
+            "import torch\nclass A(torch.nn.Module):\n    def f(self): return self._mine",
+            "from lightning_megatron._torch import tree_map",
+            "import mine\nmine._private",
+        ],
+    )
+    def test_public_torch(self, text: str) -> None:
+        assert private_torch_names(source("layers/linear", text)) == []
+
+    @pytest.mark.parametrize(
+        "text",
+        ["import os\nos.environ['RANK']", "import os\nos.getenv('X')", "from os import environ"],
+    )
+    def test_environment(self, text: str) -> None:
+        assert len(environment_reads(source("layers/linear", text))) == 1
+        assert environment_reads(source("layers/linear", "import os\nos.path.join('a')")) == []
+
+    @pytest.mark.parametrize("text", ["import torch", "from torch.nn import Linear"])
+    def test_torch(self, text: str) -> None:
+        assert len(torch_imports(source("errors", text))) == 1
+        assert torch_imports(source("errors", "import torchmetrics")) == []
