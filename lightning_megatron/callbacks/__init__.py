@@ -1,0 +1,1 @@
+"""Lightning callbacks; they never import a strategy."""
