@@ -233,6 +233,12 @@ def test_every_file_has_a_layer() -> None:
     assert not missing, "give them a layer in LAYERS"
 
 
+def test_every_directory_is_a_package() -> None:
+    # setuptools leaves a directory without __init__.py out of the wheel.
+    directories = {path.parent for path in ROOT.rglob("*.py")}
+    assert [d for d in directories if not (d / "__init__.py").exists()] == []
+
+
 def test_imports_point_down() -> None:
     assert [fault for file in FILES.values() for fault in upward_imports(file, FILES)] == []
 
