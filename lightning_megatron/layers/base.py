@@ -71,13 +71,24 @@ class ParallelLayer(nn.Module):
         del degrees
         return []
 
-    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fill the full float32 parameter ``full`` in place; called under ``no_grad``.
+    def init_parameter(
+        self, name: str, full: Tensor, generator: torch.Generator | None = None
+    ) -> None:
+        """Fill the full parameter ``full`` in place; called under ``no_grad``.
+
+        Draws come from ``generator``, or from PyTorch's default one when None.
 
         Raises:
             KeyError: the layer has no rule for ``name``.
         """
         raise KeyError(f"{type(self).__name__} has no initialisation for {name!r}")
+
+    def reset_parameters(self) -> None:
+        """Initialise the real parameters of a layer that is not distributed; for ``__init__``."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                if not parameter.is_meta:
+                    self.init_parameter(name, parameter)
 
     def distribute(self, topology: Topology) -> None:
         """Keep this tp rank's slice of every partitioned parameter (real or meta)."""

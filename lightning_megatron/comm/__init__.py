@@ -1,0 +1,1 @@
+"""Communication: collectives with a gradient, point-to-point transfers."""

@@ -1,0 +1,133 @@
+"""Causal self-attention whose heads are split over the tensor-parallel axis.
+
+Attention heads do not see each other, so tp rank ``r`` of ``t`` computes heads ``r n/t`` up to
+``(r+1) n/t`` from its part of the query, key and value projections (column-parallel, sharing one
+set of collectives) and the output projection (row-parallel) sums over the ranks.
+
+Grouped-query attention (Ainslie et al., arXiv 2305.13245) lets ``n / n_kv`` query heads share one
+key-value head. With ``n_kv >= t`` the key-value heads are split like the others. With ``n_kv < t``
+every rank holds the whole projection and computes the one head that its query heads need;
+``t / n_kv`` neighbours compute the same one. Each of them sees part of its gradient, so the
+gradients of these weights are summed over tp (``TensorShard.sum_gradients``).
+
+The attention itself is ``scaled_dot_product_attention``, which picks the fastest kernel there is.
+
+Legend: b batch, s sequence, h hidden size, n heads, d head dim.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.dropout import random_stream
+from lightning_megatron.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel,
+)
+from lightning_megatron.layers.rotary import Rotary
+from lightning_megatron.layers.rules import head_problems, tp_head_problems
+from lightning_megatron.topology.degrees import Degrees
+
+
+class CausalSelfAttention(ParallelLayer):
+    """Attention of every position to itself and those before it.
+
+    Input and output ``[b, s, hidden_size]``, equal on all tp ranks; under sequence parallelism
+    ``[b, s / tp, hidden_size]``. The parameters are those of ``wq``, ``wk``, ``wv`` and ``wo``,
+    apart from each other, so that a checkpoint does not depend on tp.
+
+    Args:
+        hidden_size: size of the residual stream.
+        num_heads: number of query heads over all ranks.
+        num_kv_heads: number of key-value heads; ``num_heads`` when None.
+        head_dim: size of each head; ``hidden_size / num_heads`` when None.
+        qkv_bias: whether queries, keys and values have a bias.
+        out_bias: whether the output has a bias.
+        rotary: turns queries and keys by their position; None for absolute positions.
+        dropout: probability of an attention weight to be zeroed.
+        init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
+        out_init_std: the same for ``wo``; ``init_std`` when None.
+
+    Raises:
+        ConfigError: the numbers of heads do not fit each other or the hidden size.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        rotary: Rotary | None = None,
+        dropout: float = 0.0,
+        init_std: float | None = None,
+        out_init_std: float | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        raise_if_any(head_problems(hidden_size, num_heads, kv_heads, head_dim))
+        self.num_heads, self.num_kv_heads = num_heads, kv_heads
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        self.rotary = rotary
+        self.dropout = dropout
+        q_size, kv_size = num_heads * self.head_dim, kv_heads * self.head_dim
+        self.wq = ColumnParallelLinear(hidden_size, q_size, qkv_bias, init_std=init_std)
+        self.wk, self.wv = (
+            ColumnParallelLinear(hidden_size, kv_size, qkv_bias, units=kv_heads, init_std=init_std)
+            for _ in range(2)
+        )
+        out_std = init_std if out_init_std is None else out_init_std
+        self.wo = RowParallelLinear(q_size, hidden_size, out_bias, init_std=out_std)
+
+    @override
+    def problems(self, degrees: Degrees) -> list[str]:
+        return tp_head_problems(self.num_heads, self.num_kv_heads, degrees.tp)
+
+    @override
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: activation, ``[b, s, h]`` (``[b, s / tp, h]`` under sequence parallelism).
+            positions: ``[s]`` or ``[b, s]`` over the whole sequence, for the rotary embedding.
+            mask: what may be attended to, in place of the causal mask: as ``attn_mask`` of
+                ``scaled_dot_product_attention``, broadcastable to ``[b, n / tp, s, s]``.
+        """
+        q, k, v = (
+            y.view(*y.shape[:-1], -1, self.head_dim)
+            for y in column_parallel(x, (self.wq, self.wk, self.wv))
+        )
+        if self.rotary is not None:
+            q, k = self.rotary(q, k, positions)
+        y_bnsd = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        out: Tensor = self.wo(y_bnsd.transpose(1, 2).flatten(2))
+        return out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        p = self.dropout if self.training else 0.0
+        grouped = q.shape[1] != k.shape[1]
+        if p == 0.0:
+            return _sdpa(q, k, v, mask, p, grouped)
+        with random_stream(self.topology, sharded=True):
+            return _sdpa(q, k, v, mask, p, grouped)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {super().extra_repr()}"
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, grouped: bool
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=grouped
+    )

@@ -1,0 +1,136 @@
+"""Embeddings of tokens, split over the vocabulary, and of positions.
+
+Each tp rank holds the rows of a part of the vocabulary. It looks up the tokens that it owns, puts
+zeros for the others, and the sum over the ranks is the embedding of every token (Megatron-LM,
+arXiv 1909.08053, section 3). Under sequence parallelism that sum is scattered, so the residual
+stream starts out as ``[b, s / tp, h]``.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.comm.functional import own_slice, reduce_from, reduce_scatter
+from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.linear import SEQUENCE_DIM
+from lightning_megatron.topology.degrees import Degrees, divisibility_problem
+from lightning_megatron.topology.mesh import Topology
+
+
+class VocabParallelEmbedding(ParallelLayer):
+    """A table of token embeddings whose rows are split over tp.
+
+    Input: token indices ``[b, s]``, equal on all tp ranks. Output ``[b, s, embedding_dim]``, equal
+    on all tp ranks; under sequence parallelism this rank's part ``[b, s / tp, embedding_dim]``.
+
+    Args:
+        num_embeddings: size of the vocabulary.
+        embedding_dim: size of each embedding.
+        init_std: standard deviation of the initial values; 1 as in ``nn.Embedding``.
+        device: of the table.
+        dtype: of the table.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_std: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.init_std = init_std
+        table = torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
+        self.weight = nn.Parameter(table)
+        self.reset_parameters()
+
+    @override
+    def shard_dims(self) -> dict[str, int]:
+        return {"weight": 0}
+
+    @override
+    def problems(self, degrees: Degrees) -> list[str]:
+        problem = divisibility_problem("num_embeddings", self.num_embeddings, "tp", degrees.tp)
+        return [problem] if problem else []
+
+    @override
+    def init_parameter(
+        self, name: str, full: Tensor, generator: torch.Generator | None = None
+    ) -> None:
+        nn.init.normal_(full, std=self.init_std, generator=generator)
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look tokens up.
+
+        Raises:
+            ConfigError: under sequence parallelism, a sequence that tp does not divide.
+        """
+        topology = self.topology
+        if topology is None or topology.tp.size == 1:
+            return F.embedding(tokens, self.weight)
+        rows = self.weight.shape[0]
+        local = tokens - rows * topology.tp.rank
+        foreign = (local < 0) | (local >= rows)
+        x = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        x = x.masked_fill(foreign.unsqueeze(-1), 0)
+        if topology.sequence_parallel:
+            return reduce_scatter(x, topology.tp, SEQUENCE_DIM)
+        return reduce_from(x, topology.tp)
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {super().extra_repr()}"
+
+
+class PositionEmbedding(ParallelLayer):
+    """A learned table of absolute positions, added to the residual stream; whole on every rank.
+
+    Args:
+        max_seq_len: number of positions.
+        embedding_dim: size of each embedding.
+        init_std: standard deviation of the initial values.
+    """
+
+    def __init__(self, max_seq_len: int, embedding_dim: int, *, init_std: float = 1.0) -> None:
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(max_seq_len, embedding_dim))
+        self.reset_parameters()
+
+    @override
+    def summed_parameters(self, topology: Topology) -> frozenset[str]:
+        return frozenset({"weight"} if topology.sequence_parallel else ())
+
+    @override
+    def init_parameter(
+        self, name: str, full: Tensor, generator: torch.Generator | None = None
+    ) -> None:
+        nn.init.normal_(full, std=self.init_std, generator=generator)
+
+    @override
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Embeddings to add to those of ``tokens``.
+
+        Args:
+            tokens: ``[b, s]``, for the length of the sequence.
+            positions: ``[s]`` or ``[b, s]``; ``0 .. s - 1`` when None.
+
+        Returns:
+            ``[s, h]`` or ``[b, s, h]``; under sequence parallelism this rank's part of ``s``.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        topology = self.topology
+        if topology is not None and topology.tp.size > 1 and topology.sequence_parallel:
+            batched = positions if positions.dim() == 2 else positions.unsqueeze(0)
+            positions = own_slice(batched, topology.tp, SEQUENCE_DIM).view(
+                *positions.shape[:-1], -1
+            )
+        return F.embedding(positions, self.weight)

@@ -1,0 +1,203 @@
+"""Initial values that do not depend on the layout.
+
+``configure_model`` runs under the meta device, so the parameters of a model have a shape but no
+values; after partitioning, each rank gives values to what it kept. For those values to be
+bit-identical under every layout, they must not depend on how many numbers were drawn before, nor on
+how much of a parameter this rank holds. Hence:
+
+* a parameter of a `ParallelLayer` is drawn in full, in float32, from a generator seeded with (seed,
+  name of the parameter), and sliced as its `TensorShard` says;
+* a plain module with direct parameters or buffers on meta is given memory and its
+  ``reset_parameters`` (or ``_reset_parameters``) is called, with PyTorch's default generator seeded
+  with (seed, name of the module), children before parents (as the constructors do it);
+* whatever is real already is left as it is, also by the ``reset_parameters`` of its module.
+
+Names are those of the unpartitioned model. A tied parameter is drawn under its first ("canonical")
+name. The values depend on the kind of device they are drawn on.
+
+The largest transient cost is one parameter in full, in float32.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron.topology.rng import derive_seed
+
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+def materialize(
+    module: nn.Module,
+    prefix: str = "",
+    *,
+    seed: int,
+    device: torch.device | str,
+    canonical: Mapping[str, str] | None = None,
+) -> None:
+    """Give values, on ``device``, to every parameter and buffer of ``module`` that is on meta.
+
+    Parameters are replaced by new ones (a meta tensor cannot become real in place); ties within
+    ``module`` survive. Call this before sharding over the data-parallel axis.
+
+    Args:
+        module: all of the model or a part of it.
+        prefix: name of ``module`` in the model; empty for the model itself.
+        seed: the run's seed.
+        device: where the values are made.
+        canonical: for tied parameters whose first name lies outside of ``module``: first name by
+            full name.
+
+    Raises:
+        ConfigError: a module has no way to initialise itself (see `uninitialisable`), or leaves a
+            parameter of its own without a value.
+    """
+    without_rule = uninitialisable(module, prefix)
+    if without_rule:
+        raise ConfigError(
+            f"{', '.join(without_rule)}: a module with parameters or buffers of its own on the "
+            "meta device needs a reset_parameters() method that fills all of them; add one, or "
+            "build the module with real values in __init__"
+        )
+    device = torch.device(device)
+    made: dict[int, Tensor] = {}
+    names = _first_names(module, prefix, canonical or {})
+    for name, child in _children_first(module, prefix):
+        if not _direct_meta(child):
+            continue
+        if isinstance(child, ParallelLayer):
+            _fill_parallel(child, names, made, seed, device)
+        else:
+            _fill_plain(child, name, made, seed, device)
+
+
+def uninitialisable(module: nn.Module, prefix: str = "") -> list[str]:
+    """Names of the modules that own parameters or buffers on meta without a rule to fill them."""
+    return [
+        name or type(child).__name__
+        for name, child in module.named_modules(prefix=prefix)
+        if _direct_meta(child) and not isinstance(child, ParallelLayer) and _reset_of(child) is None
+    ]
+
+
+def _first_names(module: nn.Module, prefix: str, canonical: Mapping[str, str]) -> dict[int, str]:
+    """Canonical name of every parameter, by id."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(prefix=prefix, remove_duplicate=False):
+        names.setdefault(id(parameter), canonical.get(name, name))
+    return names
+
+
+def _children_first(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    seen: set[int] = set()
+
+    def visit(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(part) in seen:
+            return
+        seen.add(id(part))
+        for child_name, child in part.named_children():
+            yield from visit(f"{name}.{child_name}" if name else child_name, child)
+        yield name, part
+
+    return visit(prefix, module)
+
+
+def _direct_meta(module: nn.Module) -> list[str]:
+    """Local names of the module's own parameters and buffers that are on meta."""
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return [name for name, tensor in own if tensor.is_meta]
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    for method in _RESETS:
+        reset = getattr(module, method, None)
+        if callable(reset):
+            return reset  # type: ignore[no-any-return]
+    return None
+
+
+def _fill_parallel(
+    layer: ParallelLayer,
+    names: Mapping[int, str],
+    made: dict[int, Tensor],
+    seed: int,
+    device: torch.device,
+) -> None:
+    for name in _direct_meta(layer):
+        old = getattr(layer, name)
+        if id(old) not in made:
+            shard = layer.tensor_shards.get(name) or TensorShard(full_shape=tuple(old.shape))
+            full = torch.empty(shard.full_shape, dtype=torch.float32, device=device)
+            generator = torch.Generator(device).manual_seed(
+                derive_seed(seed, "init", names.get(id(old), name))
+            )
+            with torch.no_grad():
+                layer.init_parameter(name, full, generator)
+            made[id(old)] = _like(old, _slice(full, shard, old).to(old.dtype))
+        _set(layer, name, made[id(old)])
+
+
+def _fill_plain(
+    module: nn.Module, name: str, made: dict[int, Tensor], seed: int, device: torch.device
+) -> None:
+    fresh: list[str] = []
+    for local in _direct_meta(module):
+        old = getattr(module, local)
+        if id(old) not in made:
+            made[id(old)] = _like(old, _blank(old, device))
+            fresh.append(local)
+        _set(module, local, made[id(old)])
+    own = {
+        **dict(module.named_parameters(recurse=False)),
+        **dict(module.named_buffers(recurse=False)),
+    }
+    kept = {local: t.detach().clone() for local, t in own.items() if local not in fresh}
+    reset = _reset_of(module)
+    assert reset is not None
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(derive_seed(seed, "init", name))
+        reset()
+        for local, value in kept.items():
+            getattr(module, local).copy_(value)
+    _check_filled(module, name, fresh)
+
+
+def _check_filled(module: nn.Module, name: str, fresh: list[str]) -> None:
+    """Find what ``reset_parameters`` forgot: it still holds the NaNs it was made with."""
+    left = [
+        local
+        for local in fresh
+        if (tensor := getattr(module, local)).is_floating_point() and bool(tensor.isnan().any())
+    ]
+    if left:
+        raise ConfigError(
+            f"{name or type(module).__name__}: reset_parameters() leaves {', '.join(left)} without "
+            "values; fill all parameters and buffers of the module there"
+        )
+
+
+def _blank(old: Tensor, device: torch.device) -> Tensor:
+    new = torch.empty_like(old, device=device)
+    return new.fill_(float("nan")) if new.is_floating_point() else new.zero_()
+
+
+def _slice(full: Tensor, shard: TensorShard, local: Tensor) -> Tensor:
+    if shard.dim is None:
+        return full
+    return full.narrow(shard.dim, shard.offset, local.shape[shard.dim]).clone()
+
+
+def _like(old: Tensor, values: Tensor) -> Tensor:
+    """``values`` as what ``old`` is: a parameter or a buffer."""
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(values.detach(), requires_grad=old.requires_grad)
+    return values.detach()
+
+
+def _set(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace a parameter or buffer, keeping whether a buffer is persistent."""
+    own = module._parameters if name in module._parameters else module._buffers
+    own[name] = tensor  # type: ignore[assignment]

@@ -1,0 +1,1 @@
+"""Reference networks made from the layers."""

@@ -1,0 +1,212 @@
+"""The sizes that make a decoder-only transformer, and those of some known models.
+
+Arithmetic only: imports no torch, so that planning and ``--help`` are quick.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.layers.rules import GATED, Activation, head_problems, tp_head_problems
+from lightning_megatron.topology.degrees import Degrees, divisibility_problem
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "activation": ("swiglu", "geglu", "gelu", "gelu_tanh", "relu"),
+    "norm": ("rmsnorm", "layernorm"),
+    "positions": ("rotary", "learned"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Architecture of a decoder-only transformer; the defaults are Llama's choices.
+
+    Raises:
+        ConfigError: sizes that do not fit each other, all of them at once.
+    """
+
+    vocab_size: int = 256
+    """Number of different tokens."""
+    hidden_size: int = 256
+    """Size of the residual stream."""
+    num_layers: int = 4
+    """Number of blocks."""
+    num_heads: int = 8
+    """Query heads of every block."""
+    num_kv_heads: int | None = None
+    """Key-value heads; as many as query heads when None."""
+    head_dim: int | None = None
+    """Size of each head; ``hidden_size / num_heads`` when None."""
+    mlp_size: int | None = None
+    """Hidden size of the MLP; when None 4 times ``hidden_size``, and 8/3 times (rounded up to a
+    multiple of 64) where the activation is gated, which makes as many parameters."""
+    max_seq_len: int = 2048
+    """Longest sequence that the model is meant for; the size of the table of learned positions."""
+    activation: Activation = "swiglu"
+    """Activation of the MLP."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Kind of normalisation, before attention, before the MLP and after the last block."""
+    norm_eps: float = 1e-5
+    """Added to the variance (layernorm) or mean square (rmsnorm)."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How the model knows the order of tokens."""
+    rope_base: float = 10_000.0
+    """Base of the rotary frequencies."""
+    qkv_bias: bool = False
+    """Whether the query, key and value projections have a bias."""
+    bias: bool = False
+    """Whether the attention output, the MLP and a layernorm have a bias."""
+    tied_embeddings: bool = False
+    """Whether the head uses the table of token embeddings."""
+    dropout: float = 0.0
+    """Dropout on the embeddings and on what each half of a block adds to the residual stream."""
+    attention_dropout: float = 0.0
+    """Dropout on the attention weights."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; those that write to the residual stream get
+    ``init_std / sqrt(2 * num_layers)`` (GPT-2)."""
+
+    def __post_init__(self) -> None:
+        raise_if_any(_own_problems(self))
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key-value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of each head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden size of the MLP."""
+        if self.mlp_size is not None:
+            return self.mlp_size
+        if self.activation in GATED:
+            return -(-8 * self.hidden_size // (3 * 64)) * 64
+        return 4 * self.hidden_size
+
+    def problems(self, degrees: Degrees) -> list[str]:
+        """Reasons why the model cannot be split over ``degrees``."""
+        return tp_head_problems(self.num_heads, self.kv_heads, degrees.tp) + [
+            problem
+            for name, value in (("mlp_size", self.mlp_width), ("vocab_size", self.vocab_size))
+            if (problem := divisibility_problem(name, value, "tp", degrees.tp))
+        ]
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> "TransformerConfig":
+        """The sizes of a known model, with some of them changed.
+
+        Args:
+            name: one of `preset_names`.
+            **overrides: fields of this class.
+
+        Raises:
+            ConfigError: there is no such preset or field.
+
+        Example:
+            >>> TransformerConfig.preset("llama3-8b", num_layers=2).hidden_size
+            4096
+        """
+        if name not in _PRESETS:
+            valid = ", ".join(_PRESETS)
+            raise ConfigError(f"preset={name}: there is no such model; valid: {valid}")
+        unknown = [field for field in overrides if field not in cls.__dataclass_fields__]
+        raise_if_any([f"{field}: TransformerConfig has no such field" for field in unknown])
+        return cls(**{**_PRESETS[name], **overrides})
+
+
+def preset_names() -> tuple[str, ...]:
+    """The models that `TransformerConfig.preset` knows."""
+    return tuple(_PRESETS)
+
+
+def _own_problems(config: TransformerConfig) -> list[str]:
+    sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    problems = [
+        f"{name}={value}: must be a whole number of at least 1; nearest valid: {name}=1"
+        for name in (*sizes, "mlp_size", "max_seq_len")
+        if (value := getattr(config, name)) is not None and not _is_positive(value)
+    ]
+    problems += [
+        f"{name}={getattr(config, name)}: must be one of {', '.join(valid)}"
+        for name, valid in _CHOICES.items()
+        if getattr(config, name) not in valid
+    ]
+    problems += [
+        f"{name}={value}: must lie in [0, 1); nearest valid: {name}=0.0"
+        for name in ("dropout", "attention_dropout")
+        if not 0.0 <= (value := getattr(config, name)) < 1.0
+    ]
+    if problems:
+        return problems
+    problems = head_problems(config.hidden_size, config.num_heads, config.kv_heads, config.head_dim)
+    if config.positions == "rotary" and config.head_size % 2:
+        problems.append(
+            f"head_dim={config.head_size}, positions=rotary: rotary embedding turns pairs of "
+            f"channels, so head_dim must be even; nearest valid: head_dim={config.head_size + 1}"
+        )
+    return problems
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+_LLAMA3: Mapping[str, Any] = {
+    "vocab_size": 128_256,
+    "num_kv_heads": 8,
+    "max_seq_len": 8192,
+    "rope_base": 500_000.0,
+}
+
+_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Bytes in, bytes out; trains to readable text within minutes on two cores.
+    "tiny": {"num_kv_heads": 4, "mlp_size": 512, "max_seq_len": 512},
+    # Radford et al. 2019. tp > 1 needs a padded vocabulary: vocab_size=50304.
+    "gpt2-124m": {
+        "vocab_size": 50_257,
+        "hidden_size": 768,
+        "num_layers": 12,
+        "num_heads": 12,
+        "max_seq_len": 1024,
+        "activation": "gelu_tanh",
+        "norm": "layernorm",
+        "positions": "learned",
+        "qkv_bias": True,
+        "bias": True,
+        "tied_embeddings": True,
+    },
+    # arXiv 2407.21783, table 3.
+    "llama3-8b": {
+        **_LLAMA3,
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "mlp_size": 14_336,
+    },
+    "llama3-70b": {
+        **_LLAMA3,
+        "hidden_size": 8192,
+        "num_layers": 80,
+        "num_heads": 64,
+        "mlp_size": 28_672,
+    },
+    # arXiv 2412.15115.
+    "qwen2.5-7b": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "num_layers": 28,
+        "num_heads": 28,
+        "num_kv_heads": 4,
+        "mlp_size": 18_944,
+        "max_seq_len": 32_768,
+        "norm_eps": 1e-6,
+        "rope_base": 1_000_000.0,
+        "qkv_bias": True,
+    },
+}

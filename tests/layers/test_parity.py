@@ -1,0 +1,107 @@
+"""Every parallel layer equals the plain layer: outputs, input and weight gradients, in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.layers import linear
+from lightning_megatron.layers.attention import CausalSelfAttention
+from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.rotary import Rotary
+from tests.layers.parity import Case, check, make_topology
+
+
+def _x(*shape):
+    return lambda: (torch.randn(*shape),)
+
+
+def _tokens():
+    return (torch.randint(0, 16, (3, 8)),)
+
+
+def _attention(**kwargs):
+    def build():
+        return CausalSelfAttention(16, 4, rotary=Rotary(kwargs.get("head_dim", 4)), **kwargs)
+
+    return Case(build, _x(2, 8, 16))
+
+
+def _mlp(activation, bias=False):
+    return Case(lambda: MLP(8, 16, activation, bias=bias), _x(2, 8, 8))
+
+
+CASES = {
+    "column": Case(lambda: ColumnParallelLinear(8, 12), _x(2, 8, 8), output_split="features"),
+    "column without bias": Case(
+        lambda: ColumnParallelLinear(8, 12, False), _x(2, 8, 8), output_split="features"
+    ),
+    "column of one sample": Case(
+        lambda: ColumnParallelLinear(8, 12), _x(1, 8, 8), output_split="features"
+    ),
+    "column gathered": Case(
+        lambda: ColumnParallelLinear(8, 12, gather_output=True), _x(2, 8, 8), output_split="no"
+    ),
+    "row": Case(lambda: RowParallelLinear(12, 8), _x(2, 8, 12), input_split="features"),
+    "row without bias": Case(
+        lambda: RowParallelLinear(12, 8, False), _x(2, 8, 12), input_split="features"
+    ),
+    "row of a whole input": Case(
+        lambda: RowParallelLinear(12, 8, input_is_parallel=False), _x(2, 8, 12)
+    ),
+    "embedding": Case(lambda: VocabParallelEmbedding(16, 8), _tokens),
+    "rms norm": Case(lambda: RMSNorm(8), _x(2, 8, 8)),
+    "layer norm": Case(lambda: LayerNorm(8), _x(2, 8, 8)),
+    "attention": _attention(),
+    "attention with biases": _attention(qkv_bias=True, out_bias=True),
+    "attention, 2 kv heads": _attention(num_kv_heads=2, qkv_bias=True),
+    "attention, 1 kv head": _attention(num_kv_heads=1),
+    "attention, wide heads": _attention(num_kv_heads=2, head_dim=6),
+    "attention, packed positions": Case(
+        _attention().build,
+        _x(2, 8, 16),
+        kwargs={"positions": torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])},
+    ),
+    "attention, masked": Case(
+        _attention().build, _x(2, 8, 16), kwargs={"mask": torch.ones(8, 8).tril(2).bool()}
+    ),
+    "swiglu": _mlp("swiglu"),
+    "geglu": _mlp("geglu", bias=True),
+    "gelu": _mlp("gelu"),
+    "gelu_tanh": _mlp("gelu_tanh", bias=True),
+    "relu": _mlp("relu"),
+}
+
+
+def _run(tp, sequence_parallel, regather):
+    topology = make_topology(tp, sequence_parallel)
+    linear.regathers = lambda x: regather
+    failures = {}
+    for name, case in CASES.items():
+        try:
+            check(case, topology)
+        except AssertionError as error:
+            failures[name] = str(error)
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "regather"),
+    [(2, False, False), (2, True, False), (2, True, True), (4, False, False), (4, True, True)],
+)
+def test_parallel_layers_equal_plain_ones(pool, tp, sequence_parallel, regather):
+    for rank, failures in enumerate(pool.run(tp, _run, tp, sequence_parallel, regather)):
+        assert failures == {}, f"rank {rank}"
+
+
+def test_plain_layers_equal_those_of_torch():
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    ours, theirs = ColumnParallelLinear(8, 4).double(), nn.Linear(8, 4).double()
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.equal(ours(x), theirs(x))
+    torch.testing.assert_close(RMSNorm(8, 1e-6).double()(x), nn.RMSNorm(8, 1e-6).double()(x))
+    torch.testing.assert_close(LayerNorm(8).double()(x), nn.LayerNorm(8).double()(x))
+    positions = PositionEmbedding(4, 8)
+    assert torch.equal(positions(torch.zeros(2, 3)), positions.weight[:3])
