@@ -37,6 +37,9 @@ class ShardingConfig:
     wrap: list[str] | None = None
     """Class names of the modules to treat as units. None: the items of a PipelineSequential and of
     every other ``nn.ModuleList`` or ``nn.Sequential``. An empty list: the whole module is one unit."""
+    min_numel: int = 1_000_000
+    """Below ZeRO 3, units with fewer parameters are joined with the rest of the module, so that a
+    collective is worth its latency."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,9 +85,7 @@ class Topology:
         )
         self.batch = self._derived_axis("batch")
         self.loss = self._derived_axis("loss")
-        self.rng = RandomStreams(
-            seed, (self.tp.rank, self.loss.rank, self.pp.rank), device
-        )
+        self.rng = RandomStreams(seed, self.tp.rank, (self.loss.rank, self.pp.rank), device)
 
     @cached_property
     def position(self) -> dict[str, int]:
@@ -114,13 +112,13 @@ class Topology:
             group = self.new_group(name)
         return Axis(name, ranks.index(self.rank), ranks, group)
 
-    def new_group(self, axes: str) -> dist.ProcessGroup | None:
+    def new_group(self, axes: str, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a further group along ``axes``; every process must call this at the same point."""
         mine: dist.ProcessGroup | None = None
         for ranks in groups_along(axes, self.degrees):
             if len(ranks) == 1:
                 continue
-            group = dist.new_group(list(ranks), timeout=self._timeout)
+            group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
             if self.rank in ranks:
                 mine = group
         return mine

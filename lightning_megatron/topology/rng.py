@@ -3,14 +3,14 @@
 Dropout on an activation that every tp rank holds whole must drop the *same* elements on all of
 them, or the replicas drift apart; dropout on a shard (attention heads, the sequence-parallel part
 of the residual stream) must drop *different* ones, or the shards are correlated. So a process has
-two streams: PyTorch's default generator, seeded alike on all tp peers, and a *sharded* stream,
-seeded per tp rank, which `RandomStreams.sharded` swaps in (Megatron-LM, arXiv 1909.08053,
-section 3, keeps the same two).
+PyTorch's default generator, seeded alike on all tp peers, and a *sharded* stream, seeded per tp
+rank, which `RandomStreams.sharded` swaps in (Megatron-LM, arXiv 1909.08053, section 3, does the
+same). A third one, *step*, keeps computation from disturbing the order of the data.
 """
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -26,39 +26,28 @@ def derive_seed(seed: int, *names: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-class RandomStreams:
-    """The sharded random stream of one process.
+class RandomStream:
+    """A random sequence that can stand in for PyTorch's default generator.
 
     Args:
-        seed: the run's seed.
-        position: coordinates that must have a stream of their own: tp rank, batch rank, stage.
-        device: where dropout masks are drawn.
+        seed: where the sequence starts (see `derive_seed`).
+        device: whose default generator it replaces.
     """
 
-    def __init__(self, seed: int, position: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
-        generator = torch.Generator(device=device)
-        generator.manual_seed(derive_seed(seed, "sharded", *position))
-        self._state: Tensor = generator.get_state()
+        self.state: Tensor = torch.Generator(device=device).manual_seed(seed).get_state()
 
     @contextmanager
-    def sharded(self) -> Iterator[None]:
-        """Within the block PyTorch's default generator draws from the sharded stream."""
+    def active(self) -> Iterator[None]:
+        """Within the block PyTorch's default generator draws from this stream."""
         default = self._default_state()
-        self._set_default_state(self._state)
+        self._set_default_state(self.state)
         try:
             yield
         finally:
-            self._state = self._default_state()
+            self.state = self._default_state()
             self._set_default_state(default)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The stream's position, for a checkpoint."""
-        return {"sharded": self._state.clone()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Return to a position saved by `state_dict`."""
-        self._state = state["sharded"].clone()
 
     def _default_state(self) -> Tensor:
         if self.device.type == "cuda":
@@ -70,3 +59,43 @@ class RandomStreams:
             torch.cuda.set_rng_state(state, self.device)
         else:
             torch.set_rng_state(state)
+
+
+class RandomStreams:
+    """The random streams of one process, beside PyTorch's default one.
+
+    Args:
+        seed: the run's seed.
+        tp_rank: position on the tp axis.
+        position: coordinates that all tp peers share: the data they read, their stage.
+        device: where dropout masks are drawn.
+    """
+
+    def __init__(
+        self, seed: int, tp_rank: int, position: tuple[int, ...], device: torch.device
+    ) -> None:
+        self._streams = {
+            "sharded": RandomStream(derive_seed(seed, "sharded", tp_rank, *position), device),
+            "step": RandomStream(derive_seed(seed, "step", *position), device),
+        }
+
+    def sharded(self) -> AbstractContextManager[None]:
+        """Draw from a stream that differs between tp peers, within the block."""
+        return self._streams["sharded"].active()
+
+    def step(self) -> AbstractContextManager[None]:
+        """Draw from a stream for computation, within the block.
+
+        Pipeline stages draw different amounts; data loading, which draws from the default
+        generator, must not notice, because all stages read the same batches.
+        """
+        return self._streams["step"].active()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Position of every stream, for a checkpoint."""
+        return {name: stream.state.clone() for name, stream in self._streams.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Return to the positions saved by `state_dict`."""
+        for name, stream in self._streams.items():
+            stream.state = state[name].clone()

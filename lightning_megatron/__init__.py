@@ -1,0 +1,47 @@
+"""Plugins that train any LightningModule with tensor, pipeline and ZeRO data parallelism.
+
+Names are imported when they are first used, so that ``import lightning_megatron`` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_megatron.errors import ConfigError
+    from lightning_megatron.module import LanguageModel
+    from lightning_megatron.parallel.data import ShardingConfig
+    from lightning_megatron.parallel.plan import PipelineConfig
+    from lightning_megatron.pipeline.sequential import PipelineSequential
+    from lightning_megatron.strategies.megatron import ConnectionConfig, MegatronStrategy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ConfigError": "errors",
+    "ConnectionConfig": "strategies.megatron",
+    "LanguageModel": "module",
+    "MegatronStrategy": "strategies.megatron",
+    "PipelineConfig": "parallel.plan",
+    "PipelineSequential": "pipeline.sequential",
+    "ShardingConfig": "parallel.data",
+}
+
+__all__ = [
+    "ConfigError",
+    "ConnectionConfig",
+    "LanguageModel",
+    "MegatronStrategy",
+    "PipelineConfig",
+    "PipelineSequential",
+    "ShardingConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

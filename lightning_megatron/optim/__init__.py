@@ -1,0 +1,1 @@
+"""Optimizer-side parts: clipping, parameter groups, learning rates."""

@@ -1,0 +1,259 @@
+"""Puts a module on a layout. The order of the transforms is fixed here and nowhere else:
+
+1. plan on the whole module (names, ties, stages);
+2. copy rank 0's weights to all ranks, if the module was built with real ones;
+3. drop the items of other pipeline stages;
+4. slice the parallel layers, and tie again what slicing separated;
+5. unit by unit: initialise what is on the meta device, move it to the device, hand it to ZeRO, so
+   that no rank ever holds more than one whole unit beside its shards.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron.layers.init import materialize
+from lightning_megatron.parallel.data import ComputeTypes, DataParallel, ShardingConfig
+from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
+from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
+from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
+from lightning_megatron.topology.coordinates import groups_along
+from lightning_megatron.topology.mesh import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transforms:
+    """What to do to the module, beyond the layout itself."""
+
+    zero: int
+    """ZeRO stage."""
+    types: ComputeTypes
+    """Number formats."""
+    pipeline: PipelineConfig
+    """How the trunk is cut."""
+    sharding: ShardingConfig
+    """What ZeRO treats as a unit."""
+    manual_optimization: bool = False
+    """Whether the user drives backward: every child of the module is then a root of its own."""
+
+
+class Step(nn.Module):
+    """The steps of a LightningModule as one callable, so that ZeRO's hooks surround them.
+
+    Args:
+        module: whose ``training_step`` and so on are called.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    @override
+    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelModule:
+    """A module on its layout."""
+
+    module: nn.Module
+    """The user's, changed in place."""
+    step: nn.Module
+    """Call ``step(name, *args)`` in place of ``module.<name>(*args)``."""
+    topology: Topology
+    """The layout."""
+    transforms: Transforms
+    """What was done."""
+    data: DataParallel
+    """Steers ZeRO's communication."""
+    gradients: GradientSet
+    """This rank's parameters and gradients."""
+    trunk: PipelineSequential | None
+    """The pipelined part, if the module has one."""
+    canonical: Mapping[str, str]
+    """Canonical name of every parameter name of the whole module."""
+
+
+def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -> ParallelModule:
+    """Put ``module`` on the layout, in place; collective over all processes.
+
+    Raises:
+        ConfigError: the module does not fit the layout.
+    """
+    plan = ModulePlan(module, topology.degrees, transforms.pipeline)
+    if topology.world_size > 1:
+        _broadcast_weights(module, topology)
+    tied_groups = _tied_groups(plan, topology)
+    if topology.pp.size > 1:
+        assert plan.trunk is not None
+        plan.trunk.keep(plan.stages, topology.pp.rank)
+        _avoid_empty_stage(plan.trunk)
+    _distribute(module, topology)
+    data = DataParallel(topology, transforms.zero, transforms.types)
+    step = _wrap(module, plan, topology, transforms, data)
+    roles = _roles(module, plan, topology, transforms, tied_groups)
+    return ParallelModule(
+        module=module,
+        step=step,
+        topology=topology,
+        transforms=transforms,
+        data=data,
+        gradients=GradientSet(roles, topology),
+        trunk=plan.trunk,
+        canonical=plan.canonical,
+    )
+
+
+def _broadcast_weights(module: nn.Module, topology: Topology) -> None:
+    """Make every rank start from rank 0's values, where there are any."""
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    for tensor in tensors:
+        if not tensor.is_meta:
+            staged = tensor.detach().to(topology.device)
+            dist.broadcast(staged, src=0)
+            tensor.detach().copy_(staged)
+
+
+def _avoid_empty_stage(trunk: PipelineSequential) -> None:
+    """Give a stage without trainable parameters an empty one.
+
+    ``Optimizer(self.parameters())`` in a user's ``configure_optimizers`` fails on an empty list.
+    """
+    if any(p.requires_grad for p in trunk.parameters()):
+        return
+    for item in trunk.items():
+        if isinstance(item, RemoteItem):
+            item.placeholder = nn.Parameter(torch.empty(0))
+            return
+
+
+def _distribute(module: nn.Module, topology: Topology) -> None:
+    """Slice the parallel layers; modules that shared a parameter share its slice."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    ties: list[tuple[nn.Module, str, nn.Module, str]] = []
+    found = False
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            owner = first.setdefault(id(parameter), (child, name))
+            if owner != (child, name):
+                ties.append((child, name, *owner))
+    for child in list(module.modules()):
+        if isinstance(child, ParallelLayer):
+            child.distribute(topology)
+            found = True
+    for child, name, owner_module, owner_name in ties:
+        setattr(child, name, getattr(owner_module, owner_name))
+    if topology.tp.size > 1 and not found and topology.rank == 0:
+        warnings.warn(
+            f"tp={topology.tp.size}, but {type(module).__name__} has no parallel layers: its "
+            "parameters and computation are replicated over tp. Build it from "
+            "lightning_megatron.layers to split them",
+            stacklevel=2,
+        )
+
+
+def _wrap(
+    module: nn.Module,
+    plan: ModulePlan,
+    topology: Topology,
+    transforms: Transforms,
+    data: DataParallel,
+) -> nn.Module:
+    """Initialise and shard, unit by unit; returns the module to call for a step."""
+    names = {id(child): name for name, child in module.named_modules()}
+
+    def ready(part: nn.Module) -> None:
+        materialize(
+            part,
+            names[id(part)],
+            seed=topology.seed,
+            device=topology.device,
+            canonical=plan.canonical,
+        )
+        part.to(topology.device)
+
+    step = Step(module)
+    if data.enabled:
+        min_numel = 1 if transforms.zero == 3 else transforms.sharding.min_numel
+        for unit in list(units(module, transforms.sharding.wrap, min_numel)):
+            ready(unit)
+            data.wrap(unit, root=transforms.manual_optimization)
+    ready(module)
+    if data.enabled:
+        _wrap_roots(step, plan, topology, transforms, data)
+    return step
+
+
+def _wrap_roots(
+    step: Step, plan: ModulePlan, topology: Topology, transforms: Transforms, data: DataParallel
+) -> None:
+    if topology.pp.size > 1:
+        assert plan.trunk is not None
+        data.wrap(plan.trunk.stage_items, root=True)
+    elif transforms.manual_optimization:
+        for child in step.module.children():
+            if any(True for _ in child.parameters()):
+                data.wrap(child, root=True)
+    else:
+        data.wrap(step, root=True)
+
+
+def _tied_groups(
+    plan: ModulePlan, topology: Topology
+) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+    """A group for every set of stages that share a parameter; collective."""
+    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for stages in sorted(set(plan.tied_stages.values())):
+        if len(stages) == topology.pp.size:
+            groups[stages] = topology.pp.group
+            continue
+        groups[stages] = None
+        for column in groups_along("pp", topology.degrees):
+            members = [column[stage] for stage in stages]
+            group = dist.new_group(members)
+            if topology.rank in members:
+                groups[stages] = group
+    return groups
+
+
+def _roles(
+    module: nn.Module,
+    plan: ModulePlan,
+    topology: Topology,
+    transforms: Transforms,
+    tied_groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
+) -> list[ParameterRole]:
+    pipelined = topology.pp.size > 1
+    alone = topology.batch.size > 1 and transforms.manual_optimization
+    roles = []
+    for name, parameter in module.named_parameters():
+        canonical = plan.canonical.get(name)
+        if canonical is None:  # the placeholder of an empty stage
+            continue
+        stages = plan.tied_stages.get(canonical, ())
+        outside = (pipelined and name not in plan.stage_of) or (alone and "." not in name)
+        roles.append(
+            ParameterRole(
+                name=canonical,
+                parameter=parameter,
+                shard=_shard_of(module, name),
+                outside=outside,
+                tied_stages=stages,
+                tied_group=tied_groups.get(stages) if stages else None,
+            )
+        )
+    return roles
+
+
+def _shard_of(module: nn.Module, name: str) -> TensorShard | None:
+    parent, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    return owner.tensor_shards.get(leaf) if isinstance(owner, ParallelLayer) else None

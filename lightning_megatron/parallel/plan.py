@@ -1,0 +1,189 @@
+"""What will happen to a module, worked out on its structure alone.
+
+A `ModulePlan` is made from a module whose parameters may be on the meta device, before any process
+group exists: which item goes to which pipeline stage, which names are aliases of one tied parameter,
+what lies outside the trunk, and everything that is wrong with it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.pipeline.partition import (
+    explicit_partition,
+    partition_by_cost,
+    partition_problems,
+)
+from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.topology.degrees import Degrees
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the trunk is cut into stages."""
+
+    partition: list[int] | None = None
+    """Number of trunk items on every stage. None: contiguous stages with the least maximal number
+    of parameters, embedding and head included."""
+
+
+class ModulePlan:
+    """Structure of a module under a layout.
+
+    Args:
+        module: the LightningModule, whole (no rank has dropped or sliced anything yet).
+        degrees: the layout.
+        pipeline: how the trunk is cut.
+    """
+
+    def __init__(self, module: nn.Module, degrees: Degrees, pipeline: PipelineConfig) -> None:
+        self._module, self._degrees, self._config = module, degrees, pipeline
+        self.trunks = {
+            name: child
+            for name, child in module.named_modules()
+            if isinstance(child, PipelineSequential)
+        }
+        names: dict[int, str] = {}
+        self.canonical: dict[str, str] = {
+            name: names.setdefault(id(parameter), name)
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+
+    @property
+    def trunk_name(self) -> str | None:
+        """Name of the only trunk; None without one."""
+        return next(iter(self.trunks)) if len(self.trunks) == 1 else None
+
+    @property
+    def trunk(self) -> PipelineSequential | None:
+        """The only trunk; None without one."""
+        return self.trunks[self.trunk_name] if self.trunk_name is not None else None
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """Item indices of every stage."""
+        trunk = self.trunk
+        if trunk is None:
+            raise ConfigError(_NO_TRUNK.format(pp=self._degrees.pp))
+        counts = self._config.partition
+        if counts is not None:
+            return explicit_partition(counts, len(trunk), self._degrees.pp)
+        return partition_by_cost(self._costs(trunk), self._degrees.pp)
+
+    @cached_property
+    def stage_of(self) -> Mapping[str, int]:
+        """Stage of every parameter name inside the trunk, aliases included."""
+        trunk = self.trunk
+        if trunk is None or self._degrees.pp == 1:
+            return {}
+        stage_of_item = {
+            item: stage for stage, part in enumerate(self.stages) for item in part
+        }
+        found: dict[str, int] = {}
+        for index, item in enumerate(trunk.items()):
+            prefix = _join(self.trunk_name or "", trunk.item_names[index])
+            for name, _ in item.named_parameters(remove_duplicate=False):
+                found[_join(prefix, name)] = stage_of_item[index]
+        return found
+
+    @cached_property
+    def tied_stages(self) -> Mapping[str, tuple[int, ...]]:
+        """Stages that hold each tied parameter, by canonical name, where there are several."""
+        stages: dict[str, set[int]] = {}
+        for alias, stage in self.stage_of.items():
+            stages.setdefault(self.canonical[alias], set()).add(stage)
+        return {name: tuple(sorted(s)) for name, s in stages.items() if len(s) > 1}
+
+    def problems(self) -> list[str]:
+        """Everything about the module that the layout forbids."""
+        found = [p for layer in self._module.modules() for p in _own_problems(layer, self._degrees)]
+        if self._degrees.pp > 1:
+            found += self._pipeline_problems()
+        return found
+
+    def _pipeline_problems(self) -> list[str]:
+        pp = self._degrees.pp
+        if not self.trunks:
+            return [_NO_TRUNK.format(pp=pp)]
+        if len(self.trunks) > 1:
+            return [
+                f"pp={pp}: the module holds {len(self.trunks)} PipelineSequentials "
+                f"({', '.join(self.trunks)}), a pipeline has one; nearest valid: put all of its "
+                "parts into one PipelineSequential, or pp=1"
+            ]
+        assert self.trunk is not None
+        problems = partition_problems(len(self.trunk), pp, counts=self._config.partition)
+        if problems:
+            return problems
+        inside = set(self.stage_of)
+        shared = [
+            f"pp={pp}: parameter {canonical!r} is shared between the PipelineSequential and the "
+            f"rest of the module ({alias!r}); nearest valid: move both uses into the "
+            "PipelineSequential, or pp=1"
+            for alias, canonical in self.canonical.items()
+            if (alias in inside) != (canonical in inside)
+        ]
+        return shared
+
+    def _costs(self, trunk: PipelineSequential) -> Sequence[float]:
+        return [sum(p.numel() for p in item.parameters()) for item in trunk.items()]
+
+
+_NO_TRUNK = (
+    "pp={pp}: the module has no PipelineSequential, so there is nothing to cut into stages; nearest "
+    "valid: wrap the sequential part of the network in "
+    "lightning_megatron.PipelineSequential(embedding=..., layers=[...], head=...) and call it once "
+    "in every step, or pp=1"
+)
+
+
+def units(module: nn.Module, wrap: Sequence[str] | None, min_numel: int) -> Iterator[nn.Module]:
+    """Submodules that data parallelism gathers and frees one at a time, outermost only.
+
+    Args:
+        module: where to look.
+        wrap: class names, or None for the members of lists and sequences.
+        min_numel: smaller candidates are left to their parent.
+
+    A candidate that shares a parameter with anything outside it is left out: a parameter belongs
+    to one unit.
+    """
+    owners: dict[int, int] = {}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    yield from _units(module, wrap, min_numel, owners)
+
+
+def _units(
+    module: nn.Module, wrap: Sequence[str] | None, min_numel: int, owners: Mapping[int, int]
+) -> Iterator[nn.Module]:
+    is_sequence = isinstance(module, nn.ModuleList | nn.Sequential | PipelineSequential)
+    for child in module.children():
+        container = isinstance(child, nn.ModuleList | nn.ModuleDict | PipelineSequential)
+        chosen = type(child).__name__ in wrap if wrap is not None else is_sequence
+        if chosen and not container and _fits(child, min_numel, owners):
+            yield child
+        else:
+            yield from _units(child, wrap, min_numel, owners)
+
+
+def _fits(module: nn.Module, min_numel: int, owners: Mapping[int, int]) -> bool:
+    own: dict[int, int] = {}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            own[id(parameter)] = own.get(id(parameter), 0) + 1
+    size = sum(p.numel() for p in module.parameters())
+    return size >= max(min_numel, 1) and all(owners[key] == count for key, count in own.items())
+
+
+def _own_problems(layer: nn.Module, degrees: Degrees) -> Sequence[str]:
+    check = getattr(layer, "problems", None)
+    return check(degrees) if callable(check) else ()
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,185 @@
+"""Cutting a batch into microbatches, and putting their results together again.
+
+One Lightning batch is this data-parallel rank's share of the global batch. Its microbatches may have
+different sizes: each counts with its share of the samples, so that the loss and its gradient are
+those of the whole batch for any loss that is a mean over samples.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron._torch import tree_flatten, tree_map, tree_unflatten
+from lightning_megatron.errors import ConfigError
+
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+"""A module's own ``split_batch(batch, num_microbatches)``."""
+
+DEFAULT_PER_RANK = 4
+"""Microbatches per pipeline rank when the user gives neither size nor number: the bubble of 1F1B
+is then at most a fifth of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchRule:
+    """How many microbatches a batch is cut into."""
+
+    size: int | None = None
+    """Samples per microbatch; the last one may be smaller."""
+    number: int | None = None
+    """Microbatches per batch; a batch with fewer samples gives one per sample."""
+    default: int = 1
+    """Number when neither is given."""
+
+    def count(self, batch_size: int | None) -> int:
+        """Number of microbatches of a batch; ``batch_size`` None: it is not known."""
+        if self.size is not None:
+            if batch_size is None:
+                raise ConfigError(
+                    f"microbatch_size={self.size}: the batch holds no tensor whose first dimension "
+                    "could be the sample; nearest valid: num_microbatches=..., or define "
+                    "split_batch(batch, num_microbatches) in the module"
+                )
+            return max(-(-batch_size // self.size), 1)
+        number = self.number or self.default
+        return number if batch_size is None else max(min(number, batch_size), 1)
+
+    @property
+    def single(self) -> bool:
+        """Whether a batch is never cut."""
+        return self.size is None and (self.number or self.default) == 1
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """The pieces of one batch."""
+
+    batches: tuple[Any, ...]
+    """Each of the same structure as the batch."""
+    weights: tuple[float, ...]
+    """Share of the samples in each; they add up to 1."""
+
+    def __len__(self) -> int:
+        """Number of pieces."""
+        return len(self.batches)
+
+
+def batch_size_of(batch: Any) -> int | None:
+    """First dimension of the first tensor that has one."""
+    leaves, _ = tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return None
+
+
+def split(batch: Any, rule: MicrobatchRule, own: SplitBatch | None = None) -> Microbatches:
+    """Cut ``batch`` on the first dimension of its tensors.
+
+    Args:
+        batch: nested tuples, lists and dicts; lists of strings and numbers as long as the batch are
+            cut like tensors, scalars go to every microbatch.
+        rule: how many pieces.
+        own: the module's own way to cut.
+
+    Raises:
+        ConfigError: the tensors disagree about the number of samples, or the batch holds an object
+            that cannot be cut.
+    """
+    size = batch_size_of(batch)
+    count = rule.count(size)
+    if count == 1:
+        return Microbatches((batch,), (1.0,))
+    if own is not None:
+        pieces = tuple(own(batch, count))
+        sizes = [batch_size_of(piece) or 1 for piece in pieces]
+    else:
+        sizes = _sizes(size or 0, count, rule.size)
+        pieces = _cut(batch, sizes)
+    return Microbatches(pieces, tuple(s / sum(sizes) for s in sizes))
+
+
+def _sizes(batch_size: int, count: int, size: int | None) -> list[int]:
+    if size is not None:
+        return [min(size, batch_size - start) for start in range(0, batch_size, size)]
+    small, larger = divmod(batch_size, count)
+    return [small + (index < larger) for index in range(count)]
+
+
+def _cut(batch: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
+    total = sum(sizes)
+    leaves, spec = tree_flatten(batch, is_leaf=lambda node: _is_column(node, total))
+    columns: list[Sequence[Any]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            if leaf.shape[0] != total:
+                raise _cannot_cut(f"a tensor of shape {tuple(leaf.shape)} beside {total} samples")
+            columns.append(leaf.split(list(sizes)))
+        elif isinstance(leaf, list):
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            columns.append([leaf[s : s + n] for s, n in zip(starts, sizes, strict=True)])
+        elif leaf is None or isinstance(leaf, Tensor | str | bytes | int | float | bool):
+            columns.append([leaf] * len(sizes))
+        else:
+            raise _cannot_cut(f"a {type(leaf).__name__}")
+    return tuple(tree_unflatten(list(row), spec) for row in zip(*columns, strict=True))
+
+
+def _is_column(node: Any, total: int) -> bool:
+    """Whether ``node`` is a list with one plain value per sample (as the collate function makes)."""
+    return (
+        isinstance(node, list)
+        and len(node) == total
+        and all(isinstance(item, str | bytes | int | float | bool) for item in node)
+    )
+
+
+def _cannot_cut(what: str) -> ConfigError:
+    return ConfigError(
+        f"The batch holds {what}, which cannot be cut into microbatches; nearest valid: define "
+        "split_batch(batch, num_microbatches) in the module, or num_microbatches=1"
+    )
+
+
+def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Put the outputs of the microbatches together.
+
+    Scalars become their weighted mean, tensors with a first dimension are concatenated on it, and
+    of anything else the last one is kept.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [tree_flatten(output) for output in outputs]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return list(outputs)
+    merged = [_merge_leaf(column, weights) for column in zip(*(leaves for leaves, _ in flat))]  # noqa: B905
+    return tree_unflatten(merged, flat[0][1])
+
+
+def _merge_leaf(column: Sequence[Any], weights: Sequence[float]) -> Any:
+    first = column[0]
+    if isinstance(first, Tensor):
+        if first.ndim:
+            same = all(leaf.shape[1:] == first.shape[1:] for leaf in column)
+            return torch.cat(list(column)) if same else list(column)
+        if first.is_floating_point():
+            return weighted_mean(column, weights)
+    if isinstance(first, float):
+        return sum(w * leaf for leaf, w in zip(column, weights, strict=True))
+    return column[-1]
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """``sum(w * v)`` of equally shaped tensors."""
+    total = values[0] * weights[0]
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total = total + value * weight
+    return total
+
+
+def detach(output: Any) -> Any:
+    """``output`` without its autograd graph."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

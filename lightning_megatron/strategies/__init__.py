@@ -1,0 +1,1 @@
+"""The Lightning face of the library: hooks that delegate downwards."""

@@ -1,0 +1,126 @@
+"""Collectives with the meaning that Lightning and users' code expect of them.
+
+``barrier``, ``broadcast`` and ``reduce_boolean_decision`` concern the whole job: all processes call
+them. ``reduce`` and ``all_gather`` without a group concern the *batch* ranks, which saw different
+samples: tp peers hold the same values and other pipeline stages none, and inside a step only the
+ranks of one stage reach the call. With an explicit group they concern that group.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from lightning_megatron._torch import start_all_gather
+from lightning_megatron.topology.mesh import Topology
+
+
+class TopologyCollectives:
+    """Strategy methods that communicate; mixed into the strategy."""
+
+    _topology: Topology | None
+    root_device: torch.device
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        del name
+        if not dist.is_initialized():
+            return
+        if self.root_device.type == "cuda":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of global rank ``src``, on all processes."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Reduce over the ranks that saw different samples (or over ``group``).
+
+        Args:
+            tensor: of any shape; anything but a tensor is returned as it is.
+            group: None for the batch axis.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
+                The mean of integers is a floating-point number.
+        """
+        if not isinstance(tensor, Tensor) or self._topology is None:
+            return tensor
+        group, size = self._group(group)
+        if group is None:
+            return tensor
+        mean, op = _reduce_op(reduce_op)
+        if mean and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        result = tensor.to(self.root_device, copy=True).contiguous()
+        dist.all_reduce(result, op=op, group=group)
+        return result / size if mean else result
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of the ranks that saw different samples (or of ``group``), stacked on a new dim 0.
+
+        Args:
+            tensor: of the same shape on all ranks.
+            group: None for the batch axis.
+            sync_grads: whether gradients flow back to every rank's tensor.
+        """
+        group, size = self._group(group) if self._topology is not None else (None, 1)
+        if group is None:
+            return tensor.unsqueeze(0)
+        if sync_grads:
+            gathered: Tensor = _AllGather.apply(tensor, group, size)  # type: ignore[no-untyped-call]
+            return gathered
+        return _gather(tensor.detach(), group, size)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) of the processes of the job decided so."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes)
+
+    def _group(self, group: Any | None) -> tuple[dist.ProcessGroup | None, int]:
+        if group is None:
+            assert self._topology is not None
+            axis = self._topology.batch
+            return axis.group, axis.size
+        return group, dist.get_world_size(group)
+
+
+class _AllGather(torch.autograd.Function):
+    """Forward: all-gather on a new dim 0. Backward: sum over ranks, keep this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+        ctx.group = group
+        return _gather(tensor, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total = gradient.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None, None
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+    output = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    start_all_gather(output.view(-1), tensor.contiguous().view(-1), group).wait()
+    return output
+
+
+def _reduce_op(op: ReduceOp | str | None) -> tuple[bool, Any]:
+    """Whether to divide by the size afterwards, and the operation to communicate."""
+    if op is None or op in ("mean", "avg") or op == ReduceOp.AVG:
+        return True, ReduceOp.SUM
+    if isinstance(op, str):
+        return False, getattr(ReduceOp, op.upper())
+    return False, op

@@ -1,0 +1,256 @@
+"""Makes ``self.log`` mean the same under microbatches and pipelines as in ordinary Lightning.
+
+Inside a pipelined step ``self.log`` is called once per microbatch, and only on the rank of the last
+stage, while progress bar, loggers, ModelCheckpoint and EarlyStopping live on all ranks and expect
+one value per batch. So the calls are *recorded*, averaged over the microbatches, carried to the
+other stages in one small packed tensor per step, and *replayed* through Lightning's own ``log`` on
+every rank. The names and options of the calls travel only when they change.
+
+A logged ``torchmetrics.Metric`` is updated where the step runs. The other stages log a stand-in
+whose ``compute`` receives the value from the last stage.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_megatron.topology.mesh import Axis
+
+_SAME, _CHANGED = 0.0, 1.0
+
+
+@dataclass
+class LogCall:
+    """One key logged during a step, over all microbatches."""
+
+    name: str
+    options: dict[str, Any]
+    values: list[Any] = field(default_factory=list)
+    """Value of each microbatch that logged the key."""
+    weights: list[float] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+
+    @property
+    def metric(self) -> Metric | None:
+        """The logged metric object, if it is one."""
+        return self.values[-1] if isinstance(self.values[-1], Metric) else None
+
+    def merged(self) -> float:
+        """The batch's value: the mean over microbatches, or what ``reduce_fx`` says."""
+        values = [_number(v) for v in self.values]
+        reduce_fx = self.options.get("reduce_fx", "mean")
+        named = {"sum": sum, "max": max, "min": min, torch.sum: sum, torch.max: max, torch.min: min}
+        if reduce_fx in named:
+            return float(named[reduce_fx](values))
+        return sum(v * w for v, w in zip(values, self.weights, strict=True)) / sum(self.weights)
+
+    def schema(self, attribute: str | None) -> tuple[str, dict[str, Any], str | None]:
+        """All that another rank needs to replay the call, but for the value."""
+        options = dict(self.options)
+        if self.batch_sizes:
+            options["batch_size"] = sum(self.batch_sizes)
+        return self.name, options, attribute
+
+
+class LogRecorder:
+    """Stands in for ``module.log`` while a step runs on microbatches."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self.calls: dict[str, LogCall] = {}
+        self._weight = 1.0
+        self._forward_values: dict[str, list[tuple[float, Tensor]]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block ``module.log`` records instead of logging."""
+        self._module.__dict__["log"] = self.log
+        try:
+            yield
+        finally:
+            self._module.__dict__.pop("log", None)
+
+    def begin_microbatch(self, weight: float) -> None:
+        """Say what share of the batch the following calls stand for."""
+        self._weight = weight
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Record one call; takes what ``LightningModule.log`` takes."""
+        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph")
+        options |= dict(zip(names, args, strict=False))
+        options.pop("enable_graph", None)
+        batch_size = options.pop("batch_size", None)
+        call = self.calls.setdefault(name, LogCall(name, options))
+        if isinstance(value, Metric) and value._forward_cache is not None:
+            self._keep_forward_value(name, value._forward_cache)
+        call.values.append(value.detach() if isinstance(value, Tensor) else value)
+        call.weights.append(self._weight)
+        if batch_size is not None:
+            call.batch_sizes.append(int(batch_size))
+
+    def forward_value(self, name: str) -> Any:
+        """Mean over microbatches of a metric's value on its batch; None when it has none."""
+        kept = self._forward_values.get(name)
+        if not kept:
+            return None
+        return sum(w * v for w, v in kept) / sum(w for w, _ in kept)
+
+    def _keep_forward_value(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and value.ndim == 0:
+            self._forward_values.setdefault(name, []).append(
+                (self._weight, value.detach().to(torch.float64))
+            )
+
+
+class StageMetric(Metric):
+    """A metric that lives on the last stage, seen from any stage of the pipeline.
+
+    Args:
+        metric: the metric on the rank of the last stage, None on the others.
+        pp: pipeline axis.
+        device: of this process.
+    """
+
+    full_state_update = False
+
+    def __init__(self, metric: Metric | None, pp: Axis, device: torch.device) -> None:
+        super().__init__()
+        self.__dict__["_source"] = metric
+        self._pp = pp
+        self.to(device)
+
+    @override
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._update_count += 1
+
+    @override
+    def compute(self) -> Any:
+        """Value over the epoch, from the last stage; collective over the pipeline."""
+        source: Metric | None = self.__dict__["_source"]
+        value = [source.compute() if source is not None else None]
+        dist.broadcast_object_list(value, self._pp.ranks[-1], group=self._pp.group)
+        return value[0]
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        source: Metric | None = self.__dict__["_source"]
+        if source is not None:
+            source.reset()
+
+
+class LogReplay:
+    """Carries recorded calls from the last stage to all stages and replays them.
+
+    Args:
+        module: whose ``log`` is replayed.
+        pp: pipeline axis; size 1 replays locally.
+        device: for the packed tensor.
+    """
+
+    def __init__(self, module: LightningModule, pp: Axis, device: torch.device) -> None:
+        self._module, self._pp, self._device = module, pp, device
+        self._schemas: dict[str, list[Any]] = {}
+        self._metrics: dict[str, StageMetric] = {}
+        self._is_last = pp.rank == pp.size - 1
+
+    def share(
+        self, hook: str, recorder: LogRecorder, extra: Sequence[float] = ()
+    ) -> list[float]:
+        """Replay the calls of one step on this rank; collective over the pipeline.
+
+        Args:
+            hook: the step's name; each step keeps its own list of keys.
+            recorder: what this rank recorded; only the last stage's counts.
+            extra: further numbers to carry, the same number of them in every step of ``hook``.
+
+        Returns:
+            ``extra`` of the last stage.
+        """
+        schema = [
+            [*call.schema(self._attribute(call)), recorder.forward_value(call.name) is not None]
+            for call in recorder.calls.values()
+        ]
+        values = [self._packed(recorder, call) for call in recorder.calls.values()]
+        if self._pp.group is not None:
+            schema, values, extra = self._exchange(hook, schema, values, extra)
+        for (name, options, attribute, has_forward), value in zip(schema, values, strict=True):
+            if attribute is None:
+                self._module.log(name, torch.tensor(value, device=self._device), **options)
+            else:
+                metric = self._stage_metric(recorder, name, attribute)
+                metric._forward_cache = (
+                    torch.tensor(value, device=self._device) if has_forward else None
+                )
+                options = {**options, "metric_attribute": attribute}
+                self._module.log(name, metric, **options)
+        return list(extra)
+
+    def _packed(self, recorder: LogRecorder, call: LogCall) -> float:
+        if call.metric is None:
+            return call.merged()
+        forward = recorder.forward_value(call.name)
+        return float("nan") if forward is None else float(forward)
+
+    def _exchange(
+        self, hook: str, schema: list[Any], values: list[float], extra: Sequence[float]
+    ) -> tuple[list[Any], list[float], list[float]]:
+        known = self._schemas.get(hook)
+        if self._is_last:
+            changed = known is None or known != schema
+            packed = [_CHANGED if changed else _SAME, *extra, *(values if not changed else [])]
+            size = 1 + len(extra) + len(known or [])
+            packed += [0.0] * (size - len(packed))
+        else:
+            packed = [0.0] * (1 + len(extra) + len(known or []))
+        message = torch.tensor(packed, dtype=torch.float64, device=self._device)
+        dist.broadcast(message, self._pp.ranks[-1], group=self._pp.group)
+        numbers = message.tolist()
+        extra, shared = numbers[1 : 1 + len(extra)], numbers[1 + len(extra) :]
+        if numbers[0] == _CHANGED:
+            box: list[Any] = [(schema, values)]
+            dist.broadcast_object_list(box, self._pp.ranks[-1], group=self._pp.group)
+            schema, shared = box[0]
+            self._schemas[hook] = schema
+        return self._schemas[hook], shared, list(extra)
+
+    def _attribute(self, call: LogCall) -> str | None:
+        metric = call.metric
+        if metric is None:
+            return None
+        given: str | None = call.options.get("metric_attribute")
+        if given is not None:
+            return given
+        for name, module in self._module.named_modules():
+            if module is metric:
+                return name
+        raise ValueError(
+            f"self.log({call.name!r}, <{type(metric).__name__}>): the metric is not an attribute of "
+            "the module; set it as one, or pass metric_attribute="
+        )
+
+    def _stage_metric(self, recorder: LogRecorder, name: str, attribute: str) -> Metric:
+        source = recorder.calls[name].metric if name in recorder.calls else None
+        if self._pp.size == 1:
+            assert source is not None
+            return source
+        metric = self._metrics.get(attribute)
+        if metric is None:
+            metric = StageMetric(source if self._is_last else None, self._pp, self._device)
+            self._metrics[attribute] = metric
+        metric._update_count = max(metric._update_count, 1)
+        return metric
+
+
+def _number(value: Any) -> float:
+    return value.item() if isinstance(value, Tensor) else float(value)
+
+

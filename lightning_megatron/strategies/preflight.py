@@ -1,0 +1,226 @@
+"""Finds everything that is wrong with a run before any process group forms.
+
+The module may be built in ``configure_model``, which Lightning calls only after the processes are
+connected. So the hook is rehearsed on the meta device, the structure it makes is examined, and the
+module is put back as it was.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.init import uninitialisable
+from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig
+from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
+from lightning_megatron.pipeline.schedule import schedule_problems
+from lightning_megatron.topology.degrees import Degrees, degree_problems, infer_degrees
+from lightning_megatron.topology.degrees import divisibility_problem
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """What the user asked of the strategy, in numbers."""
+
+    tp: int
+    pp: int
+    zero: int
+    dp_replicate: int
+    sequence_parallel: bool
+    microbatch_size: int | None
+    num_microbatches: int | None
+    schedule: str
+    pipeline: PipelineConfig
+
+    def degrees(self, world_size: int) -> Degrees:
+        """The full layout on so many processes."""
+        return infer_degrees(
+            world_size, tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, zero=self.zero
+        )
+
+    def microbatches(self) -> MicrobatchRule:
+        """How batches are cut."""
+        default = 1 if self.pp == 1 else DEFAULT_PER_RANK * self.pp
+        return MicrobatchRule(
+            size=self.microbatch_size, number=self.num_microbatches, default=default
+        )
+
+    def problems(self, world_size: int) -> list[str]:
+        """Faults that can be found without the module."""
+        problems = degree_problems(
+            world_size,
+            tp=self.tp,
+            pp=self.pp,
+            cp=1,
+            dp_replicate=self.dp_replicate,
+            zero=self.zero,
+        )
+        problems += schedule_problems(self.schedule, max(_whole(self.pp), 1), 1)
+        if self.sequence_parallel and self.tp == 1:
+            problems.append(
+                "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
+                "valid: sequence_parallel=False, or tp=2"
+            )
+        return problems + self._microbatch_problems()
+
+    def _microbatch_problems(self) -> list[str]:
+        problems = [
+            f"{name}={value!r}: must be a whole number of at least 1; nearest valid: {name}=1"
+            for name, value in (
+                ("microbatch_size", self.microbatch_size),
+                ("num_microbatches", self.num_microbatches),
+            )
+            if value is not None and _whole(value) < 1
+        ]
+        if self.microbatch_size is not None and self.num_microbatches is not None:
+            problems.append(
+                f"microbatch_size={self.microbatch_size}, num_microbatches={self.num_microbatches}: "
+                "one follows from the other and the batch size; nearest valid: give only one"
+            )
+        return problems
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the rehearsal showed."""
+
+    problems: tuple[str, ...]
+    """Everything that is wrong."""
+    defer_init: bool
+    """Whether ``configure_model`` can run on the meta device."""
+    real_because: tuple[str, ...]
+    """Modules for which it cannot."""
+
+
+def examine(trainer: Trainer, module: LightningModule, options: LayoutOptions, world_size: int) -> Findings:
+    """Examine a run; touches nothing."""
+    problems = options.problems(world_size)
+    layout_is_legal = not problems
+    problems += _loop_problems(module, options)
+    problems += _data_problems(trainer, options)
+    degrees = options.degrees(world_size) if layout_is_legal else None
+    real_because: list[str] = []
+    built = False
+    with _rehearsal(trainer, module) as outcome:
+        if isinstance(outcome.error, ConfigError):
+            problems += outcome.error.problems
+        elif outcome.error is not None:
+            log.debug("configure_model cannot be rehearsed: %s", outcome.error)
+        else:
+            built = True
+            real_because = uninitialisable(module)
+            if degrees is not None:
+                problems += ModulePlan(module, degrees, options.pipeline).problems()
+                problems += _shape_problems(trainer, module, options)
+    defer = built and not real_because
+    return Findings(tuple(dict.fromkeys(problems)), defer, tuple(real_because))
+
+
+class _Outcome:
+    error: Exception | None = None
+
+
+@contextmanager
+def _rehearsal(trainer: Trainer, module: LightningModule) -> Iterator[_Outcome]:
+    """Within the block the module is as ``configure_model`` makes it, on the meta device."""
+    outcome = _Outcome()
+    if not is_overridden("configure_model", module) or _is_parallel(module):
+        yield outcome
+        return
+    saved = {k: _copy(v) for k, v in module.__dict__.items()}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            try:
+                with trainer.precision_plugin.module_init_context():
+                    module.configure_model()
+            except Exception as error:  # whatever the user's hook raises, Lightning's call repeats
+                outcome.error = error
+        yield outcome
+    finally:
+        module.__dict__.clear()
+        module.__dict__.update(saved)
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    return any(isinstance(m, ParallelLayer) and m.topology is not None for m in module.modules())
+
+
+def _copy(value: Any) -> Any:
+    return type(value)(value) if type(value) in (dict, list, set) or _is_ordered(value) else value
+
+
+def _is_ordered(value: Any) -> bool:
+    return type(value).__name__ == "OrderedDict"
+
+
+def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]:
+    """Faults of the module's code, as opposed to its layers."""
+    several = options.pp != 1 or not _is_single(options)
+    given = f"pp={options.pp}" if options.pp != 1 else "several microbatches"
+    problems = []
+    if several and not module.automatic_optimization:
+        problems.append(
+            f"{given}, automatic_optimization=False: forward and backward of microbatches are "
+            "interleaved by the strategy, so the module cannot call manual_backward; nearest valid: "
+            "automatic_optimization=True, or pp=1 and num_microbatches=1"
+        )
+    if several and is_overridden("backward", module):
+        problems.append(
+            f"{given}: {type(module).__name__}.backward is overridden, but the strategy runs "
+            "backward per microbatch and stage and would not call it; nearest valid: remove the "
+            "override, or pp=1 and num_microbatches=1"
+        )
+    return problems
+
+
+def _is_single(options: LayoutOptions) -> bool:
+    return options.microbatch_size is None and options.num_microbatches in (None, 1)
+
+
+def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
+    """Faults that show in the data already attached to the trainer."""
+    source = trainer.fit_loop._data_source.instance if trainer.fit_loop is not None else None
+    size = source.batch_size if isinstance(source, DataLoader) else _option(trainer, "batch_size")
+    wanted = options.microbatch_size
+    if isinstance(size, int) and wanted is not None and _whole(wanted) > size:
+        return [
+            f"microbatch_size={wanted}, batch_size={size}: a microbatch is a part of the batch that "
+            f"one data-parallel rank reads; nearest valid: microbatch_size={size}"
+        ]
+    return []
+
+
+def _shape_problems(
+    trainer: Trainer, module: LightningModule, options: LayoutOptions
+) -> list[str]:
+    length = _option(trainer, "seq_len")
+    uses_layers = any(isinstance(m, ParallelLayer) for m in module.modules())
+    if not (options.sequence_parallel and uses_layers and isinstance(length, int)):
+        return []
+    problem = divisibility_problem("seq_len", length, "tp", options.tp)
+    return [] if problem is None else [f"sequence_parallel=True, {problem}"]
+
+
+def _option(trainer: Trainer, name: str) -> Any:
+    """An option of the datamodule, as an attribute or a hyper-parameter."""
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is None:
+        return None
+    hparams = getattr(datamodule, "hparams", {})
+    in_hparams = hparams.get(name) if isinstance(hparams, Mapping) else None
+    return getattr(datamodule, name, in_hparams)
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

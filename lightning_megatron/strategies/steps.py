@@ -1,0 +1,251 @@
+"""One Lightning step: microbatches, pipeline, loss, gradients, logs.
+
+Lightning's closure calls ``training_step``, then ``zero_grad``, then ``backward``. When the step
+runs on microbatches, forward and backward are interleaved inside ``training_step``; their gradients
+are therefore kept aside until ``backward`` is called, so that ``zero_grad`` clears what it is meant
+to clear and every hook fires in the ordinary order. A batch that is one microbatch on one pipeline
+stage takes Lightning's ordinary path: `StepEngine.interleaved` says which it is.
+
+A step that returns ``{"loss": sum, "num_tokens": n}`` gives the *sum* of its token losses: the loss
+is then the global sum over the global number of tokens, which is the mean that a single process
+would compute however unevenly the tokens are spread over microbatches and ranks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.pipeline.microbatch import (
+    Microbatches,
+    MicrobatchRule,
+    merge,
+    split,
+)
+from lightning_megatron.pipeline.runner import NoPipeline, Pipeline
+from lightning_megatron.strategies.log_replay import LogRecorder, LogReplay
+
+_NOTHING, _OBJECT = 0.0, 1.0
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class StepEngine:
+    """Runs the steps of one module on its layout.
+
+    Args:
+        module: the user's.
+        parallel: the module on its layout.
+        rule: how batches are cut.
+        schedule: pipeline schedule for training.
+        host_group: gloo group along pp, where the device's own backend is another.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        parallel: ParallelModule,
+        rule: MicrobatchRule,
+        schedule: str,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._module, self._parallel, self._rule = module, parallel, rule
+        topology = parallel.topology
+        self._topology = topology
+        self.executor: Pipeline | NoPipeline = NoPipeline()
+        if topology.pp.size > 1:
+            assert parallel.trunk is not None
+            self.executor = Pipeline(topology, parallel.trunk, schedule, host_group)
+        self.interleaved = topology.pp.size > 1 or not rule.single
+        self._replay = LogReplay(module, topology.pp, topology.device)
+        self._by_token: bool | None = None
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+
+    @property
+    def owns_output(self) -> bool:
+        """Whether the user's step runs to its end on this rank."""
+        return not isinstance(self.executor, Pipeline) or self.executor.is_last
+
+    def train(
+        self, args: Sequence[Any], context: Context, *, fresh: bool, blocked: bool, divisor: int
+    ) -> Any:
+        """Forward and backward of a whole batch.
+
+        Args:
+            args: of ``training_step``, the batch first.
+            context: entered around each forward (autocast).
+            fresh: whether older gradients are about to be cleared.
+            blocked: whether more batches are accumulated before the optimizer step.
+            divisor: batches per optimizer step; the loss of each counts so much less.
+
+        Returns:
+            What ``training_step`` returned, merged over microbatches, with the loss detached; on
+            every rank of the pipeline.
+        """
+        pieces = self._split(args[0])
+        recorder = LogRecorder(self._module)
+        older = self._set_gradients_aside(drop=fresh)
+        defer = blocked and self._by_token is False
+
+        def loss_of(output: Any, index: int) -> Tensor | None:
+            loss, tokens = loss_and_tokens(output)
+            self._by_token = tokens is not None
+            weight = 1.0 if tokens is not None else pieces.weights[index]
+            return loss * (weight / divisor)
+
+        with recorder.recording(), self._random():
+            outputs = self.executor.train(
+                self._step("training_step", args, pieces, recorder, context),
+                loss_of,
+                len(pieces),
+                lambda last: self._parallel.data.before_backward(last=last, blocked=defer),
+            )
+        loss, tokens = self._share_loss(recorder, outputs, pieces)
+        self._by_token = tokens is not None
+        if tokens is not None:
+            self._parallel.gradients.scale(self._topology.batch.size / tokens)
+        self._kept = [
+            (p, p.grad) for p in self._parallel.gradients.parameters if p.grad is not None
+        ]
+        for parameter in self._parallel.gradients.parameters:
+            parameter.grad = older.get(parameter)
+        return self._training_output(outputs, pieces, loss)
+
+    def release_gradients(self) -> None:
+        """Add the kept gradients of the latest `train` to the parameters' ``.grad``."""
+        for parameter, gradient in self._kept:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._kept = []
+
+    def evaluate(self, name: str, args: Sequence[Any], context: Context) -> Any:
+        """Forward of a whole batch; the merged output of the step, on every rank."""
+        if not isinstance(self.executor, Pipeline):
+            with context():
+                return self._parallel.step(name, *args)
+        pieces = self._split(args[0])
+        recorder = LogRecorder(self._module)
+        with recorder.recording(), self._random():
+            outputs = self.executor.evaluate(
+                self._step(name, args, pieces, recorder, context), len(pieces)
+            )
+        output = merge(outputs, pieces.weights) if outputs else None
+        kind = [_NOTHING if output is None else _OBJECT]
+        if name != "predict_step":
+            kind = self._replay.share(name, recorder, kind)
+        elif recorder.calls:
+            raise RuntimeError("self.log cannot be called in predict_step")
+        else:
+            kind = [_OBJECT]
+        return self._broadcast_output(output) if kind[0] == _OBJECT else None
+
+    def _split(self, batch: Any) -> Microbatches:
+        return split(batch, self._rule, getattr(self._module, "split_batch", None))
+
+    def _random(self) -> AbstractContextManager[None]:
+        return self._topology.rng.step() if self._topology.pp.size > 1 else nullcontext()
+
+    def _step(
+        self,
+        name: str,
+        args: Sequence[Any],
+        pieces: Microbatches,
+        recorder: LogRecorder,
+        context: Context,
+    ) -> Callable[[int], Any]:
+        # Under a pipeline the step may end by an exception, which ZeRO's hooks around the whole
+        # step would not survive; there they surround the stage's items instead.
+        pipelined = isinstance(self.executor, Pipeline)
+
+        def run(index: int) -> Any:
+            recorder.begin_microbatch(pieces.weights[index])
+            with context():
+                if pipelined:
+                    return getattr(self._module, name)(pieces.batches[index], *args[1:])
+                return self._parallel.step(name, pieces.batches[index], *args[1:])
+
+        return run
+
+    def _set_gradients_aside(self, *, drop: bool) -> dict[nn.Parameter, Tensor]:
+        older = {}
+        for parameter in self._parallel.gradients.parameters:
+            if parameter.grad is not None and not drop:
+                older[parameter] = parameter.grad
+            parameter.grad = None
+        return older
+
+    def _share_loss(
+        self, recorder: LogRecorder, outputs: Sequence[Any], pieces: Microbatches
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss of the batch and, if the step counts tokens, their global number; on all stages."""
+        total, tokens = 0.0, -1.0
+        if outputs:
+            found = [loss_and_tokens(output) for output in outputs]
+            counts = [t for _, t in found if t is not None]
+            if counts:
+                tokens = float(sum(float(t) for t in counts))
+                total = sum(float(loss) for loss, _ in found)
+            else:
+                total = sum(
+                    float(loss) * w for (loss, _), w in zip(found, pieces.weights, strict=True)
+                )
+        total, tokens = self._replay.share("training_step", recorder, [total, tokens])
+        pair = torch.tensor([total, tokens], dtype=torch.float64, device=self._topology.device)
+        if tokens < 0:
+            return pair[0].to(torch.get_default_dtype()), None
+        if self._topology.loss.group is not None:
+            dist.all_reduce(pair, group=self._topology.loss.group)
+        return (pair[0] / pair[1]).to(torch.get_default_dtype()), pair[1]
+
+    def _training_output(
+        self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor
+    ) -> Any:
+        if not outputs:
+            return loss
+        merged = merge(outputs, pieces.weights)
+        return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
+
+    def _broadcast_output(self, output: Any) -> Any:
+        pp = self._topology.pp
+        box = [output]
+        dist.broadcast_object_list(box, pp.ranks[-1], group=pp.group)
+        return box[0]
+
+
+def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss in a step's output, and the number of tokens it is the sum over, if given.
+
+    Raises:
+        RuntimeError: there is no loss.
+    """
+    if isinstance(output, Tensor):
+        return output, None
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        tokens = output.get("num_tokens")
+        if tokens is None:
+            return output["loss"], None
+        return output["loss"], torch.as_tensor(tokens, device=output["loss"].device)
+    raise RuntimeError(
+        f"training_step returned {type(output).__name__}; with several processes or microbatches it "
+        "must return the loss as a tensor, or a dict with the key 'loss', for every batch"
+    )
+
+
+def mean_over_tokens(output: Any, topology: Any) -> Any:
+    """Turn ``{"loss": sum, "num_tokens": n}`` into a loss whose mean over ranks is the token mean."""
+    if not isinstance(output, Mapping) or output.get("num_tokens") is None:
+        return output
+    loss, tokens = loss_and_tokens(output)
+    assert tokens is not None
+    total = tokens.detach().to(torch.float64)
+    if topology.loss.group is not None:
+        total = total.clone()
+        dist.all_reduce(total, group=topology.loss.group)
+    factor = topology.loss.size / total
+    return {**output, "loss": loss * factor.to(loss.dtype)}
