@@ -1,1 +1,1 @@
-"""Optimizer-side parts: clipping, parameter groups, learning rates."""
+"""Optimizers' companions: gradient clipping, parameter groups, learning rates."""
