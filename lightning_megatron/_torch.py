@@ -67,3 +67,26 @@ def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
     if tensors:
         torch._foreach_clamp_min_(list(tensors), low)
         torch._foreach_clamp_max_(list(tensors), high)
+
+
+DCP_METADATA_GLOBALS = frozenset(
+    {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+                *("StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+"""All that the pickled index of a distributed checkpoint refers to, beside dtypes (2.11-2.13).
+
+Its reader unpickles it without restriction; ours allows these names only."""
+
+WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and the checkpoint wrapper insert into parameter names (2.11-2.13)."""

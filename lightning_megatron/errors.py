@@ -37,3 +37,7 @@ def raise_if_any(problems: Sequence[str]) -> None:
     """Raise one `ConfigError` that holds all `problems`, or do nothing when there are none."""
     if problems:
         raise ConfigError(problems)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, is damaged, or is not one of ours."""

@@ -1,0 +1,1 @@
+"""Checkpoints that do not depend on the layout they were written under."""

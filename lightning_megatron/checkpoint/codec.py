@@ -1,0 +1,277 @@
+"""Plain data and tensors to JSON and back, without pickle.
+
+A checkpoint holds more than weights: loop counters, states of schedulers and callbacks,
+hyper-parameters. Stock checkpoints pickle them, and a pickle runs whatever code its author put in.
+Here such a tree becomes JSON, with the tensors taken out into a table that is stored as a
+safetensors file:
+
+* ``None``, booleans, integers, finite floats, strings, lists and dicts with string keys are written
+  as they are;
+* everything else becomes ``{"$type": tag, "value": ...}``, with a fixed list of tags: tuples, sets,
+  bytes, tensors, numpy values, ``torch.dtype``, paths, times and so on;
+* members of enums are looked up by name in classes that are already imported, and the frozen
+  dataclasses of this package by class name; decoding never imports or calls anything else.
+
+What has no tag is a problem: it is collected with its place in the tree (``callbacks.EMA.shadow``),
+so that one error names all of them.
+"""
+
+import base64
+import dataclasses
+import importlib
+import logging
+import math
+import re
+import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from datetime import date, datetime, timedelta
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_megatron.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_TYPE, _VALUE = "$type", "value"
+
+# Storage formats of safetensors.
+_TENSOR_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "complex64"),
+    )
+)
+_ARRAY_KINDS = frozenset("biufc")
+_FACTORIES: Mapping[str, type] = {t.__name__: t for t in (list, dict, set, int, float, str)}
+_CONFIG_CLASS = re.compile(r"(lightning_megatron(?:\.[a-z]\w*)+):([A-Z]\w*)")
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no torch.dtype {name!r}")
+    return dtype
+
+
+# tag -> (exact type, to plain data, from plain data)
+_LEAVES: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bytes": (bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
+    "complex": (complex, repr, complex),
+    "range": (range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    "torch.Size": (torch.Size, list, torch.Size),
+    "torch.dtype": (torch.dtype, lambda v: str(v).removeprefix("torch."), _dtype_of),
+    "torch.device": (torch.device, str, torch.device),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "timedelta": (
+        timedelta,
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda v: timedelta(*v),
+    ),
+}
+_LEAF_TAGS = {kind: tag for tag, (kind, _, _) in _LEAVES.items()}
+_SEQUENCES: Mapping[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCE_TAGS = {kind: tag for tag, kind in _SEQUENCES.items()}
+
+
+def _tagged(tag: str, value: Any) -> dict[str, Any]:
+    return {_TYPE: tag, _VALUE: value}
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+class Encoder:
+    """Turns values into plain JSON data; tensors and problems gather on the side.
+
+    Attributes:
+        tensors: the tensors met, detached CPU copies, by their place in the tree.
+        problems: one sentence per value that cannot be stored, with its place.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.problems: list[str] = []
+
+    def encode(self, value: Any, path: str) -> Any:
+        """Return ``value`` as JSON data; ``path`` says where in the tree it stands."""
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else _tagged("float", repr(value))
+        if type(value) is list:
+            return [self.encode(v, f"{path}[{i}]") for i, v in enumerate(value)]
+        if isinstance(value, dict):
+            return self._encode_dict(value, path)
+        if (tag := _SEQUENCE_TAGS.get(type(value))) is not None:
+            return _tagged(tag, [self.encode(v, f"{path}[{i}]") for i, v in enumerate(value)])
+        if (tag := _LEAF_TAGS.get(type(value))) is not None:
+            return _tagged(tag, _LEAVES[tag][1](value))
+        return self._encode_object(value, path)
+
+    def _encode_dict(self, value: dict[Any, Any], path: str) -> Any:
+        """Encode a dict; an unknown subclass (like Lightning's AttributeDict) becomes a dict."""
+        keys = list(value)
+        if all(type(k) is str for k in keys) and _TYPE not in value:
+            plain: Any = {k: self.encode(v, f"{path}.{k}") for k, v in value.items()}
+            whole = plain
+        else:
+            plain = [
+                [self.encode(k, f"{path} (a key)"), self.encode(v, f"{path}.{k}")]
+                for k, v in value.items()
+            ]
+            whole = _tagged("dict", plain)
+        if type(value) is Counter:
+            return _tagged("Counter", whole)
+        if type(value) is OrderedDict:
+            return _tagged("OrderedDict", whole)
+        if isinstance(value, defaultdict) and value.default_factory is not None:
+            factory = getattr(value.default_factory, "__name__", "")
+            if _FACTORIES.get(factory) is value.default_factory:
+                return _tagged("defaultdict", [factory, whole])
+        return whole
+
+    def _encode_object(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value, path)
+        if isinstance(value, np.ndarray | np.generic):
+            return self._encode_array(value, path)
+        if isinstance(value, Enum):
+            return _tagged("enum", [_class_name(kind), value.name, self.encode(value.value, path)])
+        if isinstance(value, PurePath):
+            return _tagged("path", str(value))
+        if kind is Namespace:
+            return _tagged("Namespace", self.encode(vars(value), path))
+        if dataclasses.is_dataclass(kind) and _CONFIG_CLASS.fullmatch(_class_name(kind)):
+            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(kind) if f.init}
+            return _tagged("config", [_class_name(kind), self.encode(fields, path)])
+        return self._problem(value, path, "has no plain form")
+
+    def _encode_tensor(self, value: Tensor, path: str) -> Any:
+        if isinstance(value, DTensor):
+            return self._problem(value, path, "is spread over ranks: store value.full_tensor()")
+        if value.is_meta or value.layout is not torch.strided or value.dtype not in _TENSOR_DTYPES:
+            return self._problem(value, path, f"({value.dtype}, {value.layout}) has no plain form")
+        return _tagged("tensor", self._keep(value.detach(), path))
+
+    def _encode_array(self, value: Any, path: str) -> Any:
+        if value.dtype.kind not in _ARRAY_KINDS:
+            return self._problem(value, path, f"of dtype {value.dtype} has no plain form")
+        if isinstance(value, np.generic):
+            raw = base64.b64encode(value.tobytes()).decode()
+            return _tagged("numpy scalar", [value.dtype.str, raw])
+        raw_bytes = torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)
+        key = self._keep(raw_bytes[: value.nbytes], path)
+        return _tagged("ndarray", [value.dtype.str, list(value.shape), key])
+
+    def _keep(self, value: Tensor, path: str) -> str:
+        key, number = path, 1
+        while key in self.tensors:
+            number += 1
+            key = f"{path}#{number}"
+        self.tensors[key] = value.cpu().contiguous().clone()
+        return key
+
+    def _problem(self, value: Any, path: str, reason: str) -> None:
+        kind = type(value)
+        self.problems.append(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} {reason}; a checkpoint holds "
+            "numbers, strings, containers, tensors, numpy values, paths, times, enums"
+        )
+
+
+class Decoder:
+    """Reverses `Encoder`.
+
+    Args:
+        tensors: the table that the encoder filled.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def decode(self, data: Any) -> Any:
+        """Return the value that ``data`` stands for.
+
+        Raises:
+            CheckpointError: the data was not written by an `Encoder`.
+        """
+        try:
+            return self._decode(data)
+        except CheckpointError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"the stored state is damaged: {error!r}") from error
+
+    def _decode(self, data: Any) -> Any:
+        if isinstance(data, list):
+            return [self._decode(v) for v in data]
+        if not isinstance(data, dict):
+            return data
+        if _TYPE not in data:
+            return {k: self._decode(v) for k, v in data.items()}
+        return self._decode_tagged(data[_TYPE], data[_VALUE])
+
+    def _decode_tagged(self, tag: str, value: Any) -> Any:
+        if tag in _LEAVES:
+            return _LEAVES[tag][2](value)
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](self._decode(v) for v in value)
+        rules: Mapping[str, Callable[[Any], Any]] = {
+            "float": float,
+            "path": Path,
+            "dict": lambda v: {self._decode(key): self._decode(item) for key, item in v},
+            "Counter": lambda v: Counter(self._decode(v)),
+            "OrderedDict": lambda v: OrderedDict(self._decode(v)),
+            "defaultdict": lambda v: defaultdict(_FACTORIES[v[0]], self._decode(v[1])),
+            "Namespace": lambda v: Namespace(**self._decode(v)),
+            "tensor": lambda v: self._tensors[v],
+            "numpy scalar": lambda v: _array(v[0], (), base64.b64decode(v[1]))[()],
+            "ndarray": lambda v: _array(v[0], v[1], self._tensors[v[2]].numpy().tobytes()),
+            "enum": lambda v: _enum_member(v[0], v[1], self._decode(v[2])),
+            "config": lambda v: _config_class(v[0])(**self._decode(v[1])),
+        }
+        if tag not in rules:
+            raise CheckpointError(f"the stored state is damaged: unknown type tag {tag!r}")
+        return rules[tag](value)
+
+
+def _array(dtype: str, shape: Any, raw: bytes) -> Any:
+    kind = np.dtype(dtype)
+    if kind.kind not in _ARRAY_KINDS:
+        raise ValueError(f"array dtype {dtype!r}")
+    return np.frombuffer(raw, dtype=kind).reshape(shape).copy()
+
+
+def _enum_member(name: str, member: str, value: Any) -> Any:
+    """Return the member of an enum that is already imported, else its plain value."""
+    module, _, qualname = name.partition(":")
+    kind: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        kind = getattr(kind, part, None)
+    if isinstance(kind, type) and issubclass(kind, Enum) and member in kind.__members__:
+        return kind.__members__[member]
+    logger.warning("%s.%s is not imported here: its value %r stands in", name, member, value)
+    return value
+
+
+def _config_class(name: str) -> Any:
+    """Return one of this package's frozen dataclasses."""
+    match = _CONFIG_CLASS.fullmatch(name)
+    if match is None:
+        raise CheckpointError(f"the stored state refers to {name!r}, not a class of this package")
+    kind = getattr(importlib.import_module(match[1]), match[2])
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise CheckpointError(f"the stored state refers to {name!r}, which is not a dataclass")
+    return kind

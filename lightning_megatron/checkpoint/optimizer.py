@@ -1,0 +1,281 @@
+"""The state of an optimizer, by parameter name.
+
+``Optimizer.state_dict`` numbers the parameters of this process, which means nothing in another
+layout. Here every state tensor belongs to a named parameter: one of the parameter's shape (like
+momentum) is cut as the parameter is, a small one (``step``) is stored whole. Options (learning
+rate, betas, ...) are stored with the names of the parameters they apply to, gathered from all
+pipeline stages, and found again by those names, however the groups are then spread over ranks.
+
+Restoring creates the state of this process' parameters from the checkpoint alone, as optimizers
+create theirs only in the first step.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoint.index import summary
+from lightning_megatron.checkpoint.state import Chunk, local_tensor, whole
+from lightning_megatron.errors import ConfigError
+
+# How a step is computed, not what: the current run's choice (which may be on another device).
+_OWN_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_BOOKKEEPING = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """Options that a set of parameters shares."""
+
+    index: int
+    """Position of the parameter group in its optimizer."""
+    options: Mapping[str, Any]
+    """Learning rate and so on."""
+    parameters: tuple[str, ...]
+    """Canonical names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSnapshot:
+    """The state of one optimizer on this process."""
+
+    tensors: Mapping[str, Chunk]
+    """By ``<parameter>.<key>``."""
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """State that is not a tensor, by parameter and key."""
+    groups: Sequence[GroupOptions] = ()
+    """Options of the local parameters."""
+
+    def without_tensors(self) -> "OptimizerSnapshot":
+        """Return the part that is small."""
+        return replace(self, tensors={})
+
+
+def capture_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], chunks: Mapping[str, Any]
+) -> OptimizerSnapshot:
+    """Describe the state of an optimizer, sharing its memory.
+
+    Args:
+        optimizer: of torch, or with the same layout of ``state`` and ``param_groups``.
+        names: canonical name of every tensor that the optimizer updates.
+        chunks: the chunk of every parameter, as `model_chunks` returns it.
+
+    Raises:
+        ConfigError: a state tensor has a shape that cannot be stored independently of the layout.
+    """
+    tensors: dict[str, Chunk] = {}
+    values: dict[str, dict[str, Any]] = {}
+    problems = []
+    for parameter, state in optimizer.state.items():
+        name = _name_of(parameter, names, optimizer)
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                values.setdefault(name, {})[key] = value
+            elif (chunk := _state_chunk(value, chunks[name])) is None or "." in str(key):
+                problems.append(
+                    f"{type(optimizer).__name__} state {key!r} of {name!r} has shape "
+                    f"{tuple(local_tensor(value).shape)}, its parameter's shard has "
+                    f"{chunks[name].sizes} of {chunks[name].full_shape}: it cannot be loaded under "
+                    "another layout; nearest valid: an optimizer with element-wise state"
+                )
+            else:
+                tensors[f"{name}.{key}"] = chunk
+    if problems:
+        raise ConfigError(problems)
+    groups = [
+        GroupOptions(
+            index=index,
+            options={k: v for k, v in group.items() if k not in _BOOKKEEPING},
+            parameters=tuple(_name_of(p, names, optimizer) for p in group["params"]),
+        )
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    return OptimizerSnapshot(tensors=tensors, values=values, groups=groups)
+
+
+def merge_snapshots(snapshots: Iterable[OptimizerSnapshot]) -> dict[str, Any]:
+    """Unite what the ranks hold of one optimizer, without tensors, to plain data."""
+    values: dict[str, Mapping[str, Any]] = {}
+    groups: dict[tuple[int, str], tuple[GroupOptions, dict[str, None]]] = {}
+    for snapshot in snapshots:
+        values |= {name: v for name, v in snapshot.values.items() if name not in values}
+        for group in snapshot.groups:
+            key = group.index, _fingerprint(group.options)
+            _, parameters = groups.setdefault(key, (group, {}))
+            parameters |= dict.fromkeys(group.parameters)
+    return {
+        "values": values,
+        "groups": [
+            {"index": g.index, "options": dict(g.options), "parameters": list(parameters)}
+            for g, parameters in sorted(groups.values(), key=lambda item: item[0].index)
+        ],
+    }
+
+
+class OptimizerRestore:
+    """Brings an optimizer to a stored state, in two steps.
+
+    The constructor checks and allocates; nothing changes before `apply`, which is called once
+    ``chunks`` were read.
+
+    Args:
+        optimizer: its state is replaced.
+        names: canonical name of every tensor that the optimizer updates.
+        chunks: the chunk of every parameter.
+        stored_names: for every canonical name, the name in the checkpoint.
+        prefix: of this optimizer's tensors in the checkpoint, like ``optimizer.0``.
+        metadata: the index of the checkpoint.
+        saved: the result of `merge_snapshots`, decoded.
+
+    Attributes:
+        chunks: what to read, by stored name.
+
+    Raises:
+        ConfigError: parameters of one group have different stored options, or none.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[Tensor, str],
+        chunks: Mapping[str, Chunk],
+        *,
+        stored_names: Mapping[str, str],
+        prefix: str,
+        metadata: Metadata,
+        saved: Mapping[str, Any],
+    ) -> None:
+        self._optimizer = optimizer
+        self.chunks: dict[str, Chunk] = {}
+        self._state: dict[Tensor, dict[str, Any]] = {}
+        entries = _entries_by_parameter(metadata, prefix)
+        groups = [
+            GroupOptions(index=g["index"], options=g["options"], parameters=tuple(g["parameters"]))
+            for g in saved["groups"]
+        ]
+        self._options: list[Mapping[str, Any]] = []
+        for index, group in enumerate(optimizer.param_groups):
+            local = [_name_of(p, names, optimizer) for p in group["params"]]
+            stored = [stored_names.get(name, name) for name in local]
+            self._options.append(_find_options(index, stored, groups, type(optimizer).__name__))
+            for parameter, name, stored_name in zip(group["params"], local, stored, strict=True):
+                state = dict(saved["values"].get(stored_name, {}))
+                model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
+                for key, entry in entries.get(stored_name, {}).items():
+                    state[key], chunk = _allocate(
+                        key, entry, parameter, chunks[name], group, model_entry
+                    )
+                    self.chunks[f"{prefix}.{stored_name}.{key}"] = chunk
+                if state:
+                    self._state[parameter] = state
+
+    def apply(self) -> None:
+        """Put the state and the options into the optimizer."""
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            for key, value in options.items():
+                if key in _OWN_OPTIONS or key in _BOOKKEEPING:
+                    continue
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor | float | int):
+                    group[key].copy_(torch.as_tensor(value))
+                else:
+                    group[key] = value
+
+
+def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimizer) -> str:
+    if parameter not in names:
+        raise ConfigError(
+            f"{type(optimizer).__name__} updates a tensor of shape {tuple(parameter.shape)} that "
+            "is no parameter of the module: its state cannot be stored by name"
+        )
+    return names[parameter]
+
+
+def _state_chunk(value: Tensor, parameter: Chunk) -> Chunk | None:
+    """Describe one state tensor; None when its shape has no meaning in another layout."""
+    local = local_tensor(value)
+    if tuple(local.shape) == parameter.sizes:
+        return replace(parameter, tensor=local, aliases=())
+    if local.numel() == 1 or parameter.is_whole:
+        return whole(local)
+    return None
+
+
+def _fingerprint(options: Mapping[str, Any]) -> str:
+    plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in options.items()}
+    return repr(sorted(plain.items()))
+
+
+def _entries_by_parameter(
+    metadata: Metadata, prefix: str
+) -> dict[str, dict[str, TensorStorageMetadata]]:
+    found: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for full_name, entry in metadata.state_dict_metadata.items():
+        if full_name.startswith(f"{prefix}.") and isinstance(entry, TensorStorageMetadata):
+            name, _, key = full_name[len(prefix) + 1 :].rpartition(".")
+            found.setdefault(name, {})[key] = entry
+    return found
+
+
+def _find_options(
+    index: int, names: Sequence[str], groups: Sequence[GroupOptions], optimizer: str
+) -> Mapping[str, Any]:
+    """Return the stored options that apply to all of ``names``."""
+    if not names:  # a stage without parameters of this group: its position has to do
+        same = [g for g in groups if g.index == index]
+        return same[0].options if len(same) == 1 else {}
+    owner = {name: group for group in groups for name in group.parameters}
+    unknown = [name for name in names if name not in owner]
+    if unknown:
+        raise ConfigError(
+            f"{optimizer} group {index}: no options are stored for {summary(unknown)}; nearest "
+            "valid: the parameters that the checkpoint's optimizer had"
+        )
+    found: dict[str, tuple[str, GroupOptions]] = {}
+    for name in names:
+        found.setdefault(_fingerprint(owner[name].options), (name, owner[name]))
+    if len(found) > 1:
+        (first, one), (second, other) = list(found.values())[:2]
+        differing = sorted(
+            k for k in {*one.options, *other.options} if one.options.get(k) != other.options.get(k)
+        )
+        raise ConfigError(
+            f"{optimizer} group {index} unites parameters that had different options: "
+            + "; ".join(
+                f"{k}={one.options.get(k)!r} for {first!r} but {other.options.get(k)!r} for "
+                f"{second!r}"
+                for k in differing
+            )
+            + "; nearest valid: the parameter groups of the run that wrote the checkpoint"
+        )
+    return next(iter(found.values()))[1].options
+
+
+def _allocate(
+    key: str,
+    entry: TensorStorageMetadata,
+    parameter: Tensor,
+    chunk: Chunk,
+    group: Mapping[str, Any],
+    model_entry: Any,
+) -> tuple[Tensor, Chunk]:
+    """Make one state tensor of this process, and the chunk to read it into."""
+    dtype = entry.properties.dtype
+    if tuple(entry.size) == chunk.full_shape:
+        # State in the parameter's format follows it when a run goes on in another precision.
+        if isinstance(model_entry, TensorStorageMetadata) and model_entry.properties.dtype == dtype:
+            dtype = parameter.dtype
+        value = torch.zeros_like(parameter.detach(), dtype=dtype)
+        return value, replace(chunk, tensor=local_tensor(value), aliases=())
+    # Optimizers keep the step count on the host, unless the whole step runs on the device.
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    device = local_tensor(parameter).device if on_device else torch.device("cpu")
+    value = torch.zeros(tuple(entry.size), dtype=dtype, device=device)
+    return value, whole(value)

@@ -1,0 +1,137 @@
+"""Ranks that do one thing together and agree on whether it worked.
+
+Every step of saving and loading may fail on one rank only: a full disk, a parameter that one stage
+holds. If that rank alone raised, its peers would wait for it in the next collective until the
+timeout. `Peers.run` is the one primitive that everything here is built from: each rank does its
+part, the first rank sees all outcomes and draws the conclusion, and every rank then returns the
+same result or raises the same error. Cost: one gather and one broadcast of small objects.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_megatron.errors import CheckpointError, ConfigError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+    problems: tuple[str, ...] | None
+    """The faults of a `ConfigError`; None for any other error."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: Any = None
+    failure: _Failure | None = None
+
+
+class Peers:
+    """The ranks that save or load one checkpoint.
+
+    Args:
+        group: the ranks; all of them when None. A group of its own (gloo) keeps these messages
+            apart from training.
+        alone: take this process by itself, whatever process groups there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        together = not alone and dist.is_available() and dist.is_initialized()
+        self.group = group if together else None
+        self.size = dist.get_world_size(group) if together else 1
+        self.rank = dist.get_rank(group) if together else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank concludes and commits."""
+        return self.rank == 0
+
+    def run(self, what: str, each: Callable[[], T], first: Callable[[list[T]], R]) -> R:
+        """Run ``each`` on every rank, then ``first`` on the values, on the first rank.
+
+        Args:
+            what: what is being done; begins the message of an error.
+            each: this rank's part; its value must be picklable.
+            first: receives the values by rank; its result must be picklable.
+
+        Returns:
+            What ``first`` returned, on every rank.
+
+        Raises:
+            ConfigError: with the faults of all ranks, if nothing worse happened.
+            CheckpointError: any other error, with the ranks where it arose.
+        """
+        outcome, error = _attempt(each)
+        outcomes = self._gather(outcome)
+        failures: dict[int, _Failure] = {}
+        result: Any = None
+        if outcomes is not None:
+            failures = {i: o.failure for i, o in enumerate(outcomes) if o.failure is not None}
+            if not failures:
+                values = [o.value for o in outcomes]
+                conclusion, error = _attempt(lambda: first(values))
+                result = conclusion.value
+                failures = {} if conclusion.failure is None else {0: conclusion.failure}
+        failures, result = self._broadcast((failures, result))
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt stays one
+        if failures:
+            raise _joint_error(what, failures, self.size) from error
+        agreed: R = result
+        return agreed
+
+    def share(self, value: T) -> T:
+        """Return the first rank's ``value`` on every rank."""
+        return self._broadcast(value)
+
+    def _gather(self, outcome: _Outcome) -> list[_Outcome] | None:
+        if self.size == 1:
+            return [outcome]
+        gathered: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(outcome, gathered, dst=self._first_global_rank, group=self.group)
+        return gathered
+
+    def _broadcast(self, value: T) -> T:
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self._first_global_rank, group=self.group)
+        return box[0]
+
+    @property
+    def _first_global_rank(self) -> int:
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:
+    try:
+        return _Outcome(value=function()), None
+    except BaseException as error:
+        return _Outcome(failure=_describe(error)), error
+
+
+def _describe(error: BaseException) -> _Failure:
+    if isinstance(error, ConfigError):
+        return _Failure(str(error), error.problems)
+    if isinstance(error, CheckpointError):
+        return _Failure(str(error), None)
+    return _Failure(f"{type(error).__name__}: {error}", None)
+
+
+def _joint_error(what: str, failures: dict[int, _Failure], size: int) -> Exception:
+    by_text: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        by_text.setdefault(failure.text, []).append(rank)
+    if all(f.problems is not None for f in failures.values()):
+        return ConfigError([p for f in failures.values() for p in f.problems or ()])
+    parts = [
+        text if size == 1 else f"rank {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in by_text.items()
+    ]
+    return CheckpointError(f"{what}: {'; '.join(parts)}")

@@ -1,0 +1,318 @@
+"""Tensors in files: torch.distributed.checkpoint, driven by chunks.
+
+DCP (``torch.distributed.checkpoint``) writes one file per rank and an index of which rectangle of
+which tensor lies where. Its planners decide who writes and reads what; ours take `Chunk` objects:
+
+* saving: every rank offers its chunks, and the coordinator gives each rectangle that several ranks
+  hold to the one with the fewest bytes so far (parameters are identical on replicas; where values
+  may differ, the lowest rank writes). It then checks that the chunks of every tensor tile it.
+* loading: every rank reads the stored rectangles that overlap its own, without communication.
+
+Files are written by one thread, as DCP loses the errors of its helper threads (pytorch issue
+191391). What DCP leaves unchecked when it loads, index.py checks before.
+"""
+
+import io
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning_megatron.checkpoint.index import coverage_fault, summary
+from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.errors import CheckpointError
+
+
+def write_chunks(directory: Path, chunks: Mapping[str, Chunk], peers: Peers) -> None:
+    """Write the chunks of all ranks; collective.
+
+    Args:
+        directory: an existing empty directory that all ranks see.
+        chunks: this rank's part, by name of the whole tensor.
+        peers: the ranks that write.
+
+    Raises:
+        CheckpointError: on every rank, when any of them fails or the chunks do not tile a tensor.
+    """
+    with _translated_errors(f"writing {directory}"):
+        save(
+            {},
+            storage_writer=_Writer(directory),
+            planner=_SavePlanner(chunks),
+            process_group=peers.group,
+            no_dist=peers.size == 1,
+        )
+
+
+def read_chunks(
+    directory: Path, metadata: Metadata, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+) -> None:
+    """Fill this rank's chunks in place; not collective.
+
+    Args:
+        directory: the checkpoint.
+        metadata: its index, checked.
+        chunks: what to fill.
+        stored: the stored name of every chunk.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    with _translated_errors(f"reading {directory}"):
+        load(
+            {},
+            storage_reader=_Reader(directory, metadata),
+            planner=_LoadPlanner(chunks, stored),
+            no_dist=True,
+        )
+
+
+def _metadata_of(chunk: Chunk) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=chunk.tensor.shape)
+
+
+class _SavePlanner(SavePlanner):
+    def __init__(self, chunks: Mapping[str, Chunk]) -> None:
+        self._chunks = chunks
+
+    @override
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        pass
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        # An empty chunk says nothing, unless the whole tensor is empty.
+        items = [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_metadata_of(chunk),
+                    properties=TensorProperties(dtype=chunk.tensor.dtype),
+                    size=torch.Size(chunk.full_shape),
+                ),
+            )
+            for name, chunk in self._chunks.items()
+            if chunk.tensor.numel() or not math.prod(chunk.full_shape)
+        ]
+        pinned = frozenset(name for name, chunk in self._chunks.items() if not chunk.identical)
+        return SavePlan(items, planner_data=pinned)
+
+    @override
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        _check_agreement(all_plans)
+        plans, metadata = create_default_global_save_plan(_assign_writers(all_plans))
+        faults = [
+            f"{name}: {fault}"
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            and (fault := coverage_fault(entry.size, entry.chunks))
+        ]
+        if faults:
+            raise CheckpointError(f"the ranks do not hold the whole state: {summary(faults)}")
+        return plans, metadata
+
+    @override
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return self._chunks[write_item.index.fqn].tensor
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def _check_agreement(plans: Sequence[SavePlan]) -> None:
+    """Refuse ranks that mean different tensors by one name."""
+    seen: dict[str, tuple[Any, ...]] = {}
+    for plan in plans:
+        for item in plan.items:
+            kind = tuple(_data(item).size), _data(item).properties.dtype
+            if seen.setdefault(item.index.fqn, kind) != kind:
+                both = f"{seen[item.index.fqn]} and {kind}"
+                raise CheckpointError(f"{item.index.fqn}: ranks differ in shape or dtype: {both}")
+
+
+def _assign_writers(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Leave every rectangle in one plan only, balancing the bytes that the ranks write."""
+    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders[item.index].append(rank)
+    items = {item.index: item for plan in plans for item in plan.items}
+    load = [0] * len(plans)
+    writer: dict[MetadataIndex, int] = {}
+    for index in sorted(items, key=lambda i: len(holders[i])):  # those without a choice first
+        ranks = holders[index]
+        pinned = any(index.fqn in plans[rank].planner_data for rank in ranks)
+        writer[index] = chosen = min(ranks) if pinned else min(ranks, key=load.__getitem__)
+        data = _data(items[index])
+        load[chosen] += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+    return [
+        replace(plan, items=[i for i in plan.items if writer[i.index] == rank], planner_data=None)
+        for rank, plan in enumerate(plans)
+    ]
+
+
+class _LoadPlanner(LoadPlanner):
+    def __init__(self, chunks: Mapping[str, Chunk], stored: Mapping[str, str]) -> None:
+        self._chunks = chunks
+        self._stored = stored
+        self._metadata = Metadata({})
+
+    @override
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        assert metadata is not None
+        self._metadata = metadata
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, chunk in self._chunks.items():
+            if not chunk.tensor.numel():
+                continue
+            stored = self._stored[name]
+            entry = self._metadata.state_dict_metadata[stored]
+            assert isinstance(entry, TensorStorageMetadata)
+            wanted = create_read_items_for_chunk_list(stored, entry, [_metadata_of(chunk)])
+            target = MetadataIndex(name, chunk.offsets)
+            items += [replace(item, dest_index=target) for item in wanted]
+        return LoadPlan(items)
+
+    @override
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    @override
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn}: not a tensor")
+
+    @override
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        tensor = self._chunks[read_item.dest_index.fqn].tensor
+        for dim, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    @override
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+class _Writer(FileSystemWriter):
+    """Writes no file for a rank that has nothing to write, and no path into the index."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, thread_count=1, sync_files=True, overwrite=False)
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        if plan.items:
+            result: Future[list[WriteResult]] = super().write_data(plan, planner)
+            return result
+        nothing: Future[list[WriteResult]] = Future()
+        nothing.set_result([])
+        return nothing
+
+    @override
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta()
+
+
+class _Reader(FileSystemReader):
+    """Reads with an index that was read and checked before, each file from front to back."""
+
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    @override
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        storage = self._metadata.storage_data
+        return replace(
+            plan, items=sorted(plan.items, key=lambda i: storage[i.storage_index].offset)
+        )
+
+
+@contextmanager
+def _translated_errors(what: str) -> Iterator[None]:
+    """Turn DCP's exception, which is not even an `Exception`, into one of ours."""
+    try:
+        with warnings.catch_warnings():
+            # It announces that it works in a single process, which we asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        raise _translate(what, error) from error
+
+
+def _translate(what: str, error: CheckpointException) -> BaseException:
+    failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+    for failure in failures.values():
+        if not isinstance(failure, Exception):
+            return failure  # an interrupt stays one
+        if isinstance(failure, CheckpointError):
+            return CheckpointError(f"{what}: {failure}")
+    texts = dict.fromkeys(
+        f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items()
+    )
+    return CheckpointError(f"{what}: {'; '.join(texts)}")

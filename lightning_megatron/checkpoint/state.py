@@ -1,0 +1,171 @@
+"""Where the tensors of this process lie in the tensors of the whole model.
+
+A parameter is cut twice: tensor parallelism keeps a slice along one dimension, described by the
+layer's `TensorShard`; ZeRO (FSDP2) then splits that slice along dimension 0 over the data-parallel
+ranks, as a DTensor whose "global" shape is the slice. Both cuts are rectangles, and so is their
+product: with tp offset ``a`` along dimension ``k`` and FSDP offset ``b`` along dimension 0, this
+process holds the `Chunk` at offset ``a * e_k + b * e_0`` of the full parameter. Checkpoints are
+written and read in chunks, which is why they do not depend on the layout.
+
+Names are those of the unpartitioned module: pipeline items keep their names on every rank, the
+prefixes of ``torch.compile`` and activation checkpointing are removed, and a shared parameter has
+one canonical name (the first) with the others as aliases.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from lightning_megatron._torch import WRAPPER_NAMES
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.base import ParallelLayer, TensorShard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A rectangle of a tensor of the whole model, held by this process."""
+
+    tensor: Tensor
+    """The values: a plain local tensor, shares memory with what it describes."""
+    full_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offsets: tuple[int, ...]
+    """Index of the first element, per dimension."""
+    identical: bool = True
+    """Whether all holders of this rectangle have the same bits, so that any of them may write it.
+    Where they may differ (batch norm statistics), the lowest rank's value is kept."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the tensor."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Extent of the rectangle."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole tensor."""
+        return self.sizes == self.full_shape
+
+
+def whole(tensor: Tensor, *, identical: bool = True) -> Chunk:
+    """Describe a tensor that this process holds in full."""
+    shape = tuple(tensor.shape)
+    return Chunk(
+        tensor=tensor.detach(), full_shape=shape, offsets=(0,) * len(shape), identical=identical
+    )
+
+
+def clean_name(name: str) -> str:
+    """Remove what wrappers insert into a parameter name.
+
+    >>> clean_name("trunk.layers.0._orig_mod.weight")
+    'trunk.layers.0.weight'
+    """
+    for part in WRAPPER_NAMES:
+        name = name.replace(part, "")
+    return name
+
+
+def parameter_names(
+    module: nn.Module, canonical: Mapping[str, str] | None = None
+) -> dict[Tensor, str]:
+    """Return the canonical name of every parameter of ``module``.
+
+    Args:
+        module: its parameters may be sharded by FSDP2 (and must not be gathered at the moment).
+        canonical: for names that are aliases of a parameter of another stage, its name.
+    """
+    given = canonical or {}
+    names = ((p, clean_name(name)) for name, p in module.named_parameters())
+    return {parameter: given.get(name, name) for parameter, name in names}
+
+
+def model_chunks(module: nn.Module, canonical: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Describe the state of a module, by canonical name.
+
+    Parameters that FSDP2 has gathered are returned to their shards first.
+
+    Args:
+        module: the module as this rank holds it.
+        canonical: for names that are aliases of a parameter of another stage, its name.
+
+    Returns:
+        A `Chunk` for every parameter and persistent buffer; whatever else ``state_dict`` holds
+        (``get_extra_state``, persistent metric states) as it is.
+
+    Raises:
+        ConfigError: a parameter is cut in a way that is not one rectangle.
+    """
+    state = {clean_name(name): value for name, value in module.state_dict().items()}
+    first_names = parameter_names(module, canonical)
+    names = {
+        clean_name(name): first_names[parameter]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    buffers = {clean_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+    shards = _tensor_shards(module)
+    result: dict[str, Any] = {}
+    for name, value in state.items():
+        if name in buffers and isinstance(value, Tensor):
+            result[name] = whole(value, identical=False)
+        elif name not in names or not isinstance(value, Tensor):
+            result[name] = value
+        elif (owner := names[name]) in result:
+            result[owner] = _with_alias(result[owner], name, owner)
+        else:
+            result[owner] = _with_alias(_parameter_chunk(name, value, shards), name, owner)
+    return result
+
+
+def chunks_of(state: Mapping[str, Any]) -> dict[str, Chunk]:
+    """Return the part of `model_chunks` that consists of chunks."""
+    return {name: value for name, value in state.items() if isinstance(value, Chunk)}
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this process' part of a tensor, detached, sharing its memory."""
+    detached = tensor.detach()
+    local = detached.to_local() if isinstance(detached, DTensor) else detached
+    assert isinstance(local, Tensor)
+    return local
+
+
+def _with_alias(chunk: Chunk, name: str, owner: str) -> Chunk:
+    return chunk if name == owner else replace(chunk, aliases=(*chunk.aliases, name))
+
+
+def _tensor_shards(module: nn.Module) -> dict[str, TensorShard]:
+    found = {}
+    for prefix, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, ParallelLayer):
+            for name, shard in layer.tensor_shards.items():
+                found[clean_name(f"{prefix}.{name}" if prefix else name)] = shard
+    return found
+
+
+def _parameter_chunk(name: str, value: Tensor, shards: Mapping[str, TensorShard]) -> Chunk:
+    """Combine the offsets of tensor parallelism and of FSDP2."""
+    slice_shape = tuple(value.shape)
+    shard = shards.get(name, TensorShard(full_shape=slice_shape))
+    offsets = list(_fsdp_offsets(name, value))
+    if shard.dim is not None:
+        offsets[shard.dim] += shard.offset
+    return Chunk(tensor=local_tensor(value), full_shape=shard.full_shape, offsets=tuple(offsets))
+
+
+def _fsdp_offsets(name: str, value: Tensor) -> tuple[int, ...]:
+    """Return where the local part of a DTensor begins; zeros for a plain tensor."""
+    if not isinstance(value, DTensor):
+        return (0,) * value.dim()
+    pieces: list[ChunkStorageMetadata] = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    if len(pieces) != 1:
+        raise ConfigError(
+            f"parameter {name!r}, placements {value.placements}: a checkpoint needs one rectangle "
+            "per rank; nearest valid: fully_shard without shard_placement_fn"
+        )
+    return tuple(pieces[0].offsets)
