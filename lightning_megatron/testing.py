@@ -206,6 +206,7 @@ class WorkerPool:
         Raises:
             WorkerError: a rank raised, died or did not finish in time.
         """
+        __tracebackhide__ = True  # pytest shows the test's line and the rank's own traceback
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size={world_size} must be within 1 and the pool's {self.size}")
         payload = pickle.dumps((fn, args, kwargs))

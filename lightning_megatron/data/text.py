@@ -196,10 +196,7 @@ class TextDataModule(pl.LightningDataModule):
             matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
             paths = [Path(match) for match in matches if Path(match).is_file()]
             if not paths:
-                problems.append(
-                    f"files={pattern!r}: no such file; a folder needs a pattern, "
-                    f"as in {str(Path(pattern, '**', '*.txt'))!r}"
-                )
+                problems.append(f"files={pattern!r}: no such file{_hint(pattern)}")
             found.update(paths)
         if not self.files:
             problems.append("files=[]: name at least one file, or leave it out")
@@ -228,6 +225,12 @@ class TextDataModule(pl.LightningDataModule):
             val_bytes += sizes[kept[count]]
             count += 1
         return kept[count:], kept[:count]
+
+
+def _hint(pattern: str) -> str:
+    if not Path(pattern).expanduser().is_dir():
+        return "; paths are relative to the working directory"
+    return f", but a folder; nearest valid: {str(Path(pattern, '**', '*.txt'))!r}"
 
 
 def _read(files: Sequence[Path]) -> Tensor:

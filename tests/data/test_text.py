@@ -121,7 +121,7 @@ def test_patterns_descend_and_do_not_repeat(folder: Path) -> None:
     [
         ({"files": []}, r"files=\[\]"),
         ({"files": ["nothing/*.txt"]}, "nothing.*no such file"),
-        ({"files": ["{folder}"]}, r"a folder needs a pattern"),
+        ({"files": ["{folder}"]}, r"but a folder; nearest valid"),
         ({"files": ["{folder}/0.txt"]}, "split into training and validation is by file"),
         ({"files": ["{folder}/*.txt"], "seq_len": 2000}, "training text of"),
         ({"files": ["{folder}/*.txt"], "batch_size": 2000}, "at least 2000 are needed"),

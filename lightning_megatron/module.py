@@ -1,0 +1,205 @@
+"""The LightningModule of the recipes: a decoder-only transformer that predicts the next token.
+
+It is an ordinary LightningModule and uses nothing that a user's own could not: a
+`PipelineSequential` of parallel layers built in `configure_model`, one call of it per step, a loss
+that takes vocabulary-parallel logits. Copy it as the start of your own.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.comm.functional import gather_from
+from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.transformer import build_trunk
+from lightning_megatron.optim.groups import decay_groups
+from lightning_megatron.optim.schedule import warmup_cosine
+from lightning_megatron.pipeline.sequential import PipelineSequential
+
+
+class LanguageModel(pl.LightningModule):
+    """A transformer trained to predict the next token.
+
+    A batch is `(tokens, labels)` or a dict with these keys: int64 `[b, s]`, where `labels[:, t]` is
+    the token that follows `tokens[:, : t + 1]`, or -100 where no loss is wanted. Logs `train_loss`
+    every step, and `val_loss` and `val_perplexity` (likewise `test_...`) every evaluation, in nats
+    per token.
+
+    Args:
+        config: the sizes of the model, the name of a preset of `TransformerConfig`, or a mapping of
+            its fields.
+        lr: peak learning rate.
+        warmup_steps: steps of linear warmup.
+        min_lr_ratio: the cosine ends at this part of the peak, at the Trainer's last step.
+        weight_decay: decay of matrices; vectors (norms, biases) are not decayed.
+        betas: of AdamW.
+        label_smoothing: probability mass spread over the vocabulary.
+        z_loss: weight of the squared log-partition that keeps logits from drifting.
+
+    Raises:
+        ConfigError: an option is out of range.
+    """
+
+    trunk: PipelineSequential
+
+    def __init__(
+        self,
+        config: TransformerConfig | str | dict[str, Any] = "tiny",
+        *,
+        lr: float = 1e-3,
+        warmup_steps: int = 20,
+        min_lr_ratio: float = 0.1,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> None:
+        super().__init__()
+        raise_if_any(_option_problems(lr, warmup_steps, min_lr_ratio, weight_decay))
+        self.config = _as_config(config)
+        self.lr = lr
+        self.warmup_steps = warmup_steps
+        self.min_lr_ratio = min_lr_ratio
+        self.weight_decay = weight_decay
+        self.betas = (betas[0], betas[1])
+        # Plain values only: they are stored in the checkpoint and read by `load_from_checkpoint`.
+        self.save_hyperparameters(
+            {
+                "config": asdict(self.config),
+                "lr": lr,
+                "warmup_steps": warmup_steps,
+                "min_lr_ratio": min_lr_ratio,
+                "weight_decay": weight_decay,
+                "betas": list(self.betas),
+                "label_smoothing": label_smoothing,
+                "z_loss": z_loss,
+            }
+        )
+        self.loss = VocabParallelCrossEntropy(
+            label_smoothing=label_smoothing, z_loss=z_loss, vocab_size=self.config.vocab_size
+        )
+
+    @override
+    def configure_model(self) -> None:
+        """Build the trunk; under the strategy this runs on the meta device."""
+        if not hasattr(self, "trunk"):
+            self.trunk = build_trunk(self.config)
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits `[b, s, vocab_size / tp]` of the next token at every position."""
+        logits: Tensor = self.trunk(tokens)
+        return logits
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the mean loss of the batch."""
+        loss = self._batch_loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log `val_loss`."""
+        self.log("val_loss", self._batch_loss(batch), prog_bar=True, sync_dist=True)
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log `test_loss`."""
+        self.log("test_loss", self._batch_loss(batch), prog_bar=True, sync_dist=True)
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the logits `[b, s, vocab_size]` of the whole vocabulary."""
+        tokens = batch if isinstance(batch, Tensor) else _tokens_and_labels(batch)[0]
+        logits: Tensor = self(tokens)
+        topology = self.loss.topology
+        if topology is None or logits.shape[-1] == self.config.vocab_size:
+            return logits
+        return gather_from(logits, topology.tp, -1)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        """Log the perplexity of the mean loss, which is not the mean of perplexities."""
+        self._log_perplexity("val")
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        """Log the perplexity of the mean loss."""
+        self._log_perplexity("test")
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Return AdamW and a schedule over the Trainer's steps."""
+        optimizer = torch.optim.AdamW(
+            decay_groups(self, self.weight_decay), lr=self.lr, betas=self.betas
+        )
+        total = self.trainer.estimated_stepping_batches
+        if not math.isfinite(total) or total < 1:
+            return optimizer
+        schedule = warmup_cosine(
+            optimizer,
+            warmup_steps=self.warmup_steps,
+            total_steps=int(total),
+            min_lr_ratio=self.min_lr_ratio,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _batch_loss(self, batch: Any) -> Tensor:
+        tokens, labels = _tokens_and_labels(batch)
+        loss: Tensor = self.loss(self(tokens), labels)
+        return loss
+
+    def _log_perplexity(self, split: str) -> None:
+        loss = self.trainer.callback_metrics.get(f"{split}_loss")
+        if loss is not None:
+            self.log(f"{split}_perplexity", loss.detach().exp())
+
+
+def _as_config(config: TransformerConfig | str | Mapping[str, Any]) -> TransformerConfig:
+    if isinstance(config, TransformerConfig):
+        return config
+    if isinstance(config, str):
+        return TransformerConfig.preset(config)
+    unknown = [name for name in config if name not in TransformerConfig.__dataclass_fields__]
+    raise_if_any([f"config.{name}: TransformerConfig has no such field" for name in unknown])
+    return TransformerConfig(**config)
+
+
+def _tokens_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys():
+        return batch["tokens"], batch["labels"]
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    found = f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else f"{type(batch)}"
+    raise ConfigError(
+        f"batch={found}: LanguageModel takes (tokens, labels), or a dict with these keys"
+    )
+
+
+def _option_problems(
+    lr: float, warmup_steps: int, min_lr_ratio: float, weight_decay: float
+) -> list[str]:
+    problems = [
+        f"{name}={value}: must not be negative; nearest valid: {name}=0"
+        for name, value in (("warmup_steps", warmup_steps), ("weight_decay", weight_decay))
+        if value < 0
+    ]
+    if lr <= 0:
+        problems.append(f"lr={lr}: must be positive; nearest valid: lr=1e-3")
+    if not 0 <= min_lr_ratio <= 1:
+        nearest = min(max(min_lr_ratio, 0.0), 1.0)
+        problems.append(
+            f"min_lr_ratio={min_lr_ratio}: must lie in [0, 1]; "
+            f"nearest valid: min_lr_ratio={nearest}"
+        )
+    return problems

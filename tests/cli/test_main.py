@@ -1,0 +1,72 @@
+"""The command itself, in this process; `test_quickstart` starts it as a user does."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.cli import config_error_in, main
+from lightning_megatron.errors import ConfigError
+
+TINY = [
+    *["--model.config.hidden_size=16", "--model.config.num_layers=1"],
+    *["--model.config.num_heads=2", "--data.max_bytes=60000", "--data.seq_len=16"],
+    *["--data.batch_size=2", "--trainer.accelerator=cpu", "--trainer.devices=1"],
+    *["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.logger=false"],
+    *["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"],
+]
+
+
+def test_fit_then_the_other_subcommands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    place = f"--trainer.default_root_dir={tmp_path}"
+    assert main(["fit", *TINY, place]) == 0
+    printed = capsys.readouterr().out
+    assert "Trained to step 2." in printed
+    checkpoint = next(tmp_path.rglob("*.ckpt"))
+    assert str(checkpoint) in printed
+    assert main(["validate", *TINY, place, f"--ckpt_path={checkpoint}"]) == 0
+    assert "val_perplexity" in capsys.readouterr().out
+    assert main(["test", *TINY, place, "--trainer.limit_test_batches=1"]) == 0
+    assert "test_perplexity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--model.lr=-1", "lr=-1.0: must be positive"),
+        ("--model.config.num_heads=5", "num_heads=5"),
+        ("--data.files=[/nowhere/*.txt]", "no such file"),
+    ],
+)
+def test_a_mistake_exits_with_2_and_its_message_alone(
+    tmp_path: Path,
+    option: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    assert main(["fit", *TINY, f"--trainer.default_root_dir={tmp_path}", option]) == 2
+    written = capsys.readouterr().err
+    assert message in written
+    assert "Traceback" not in written
+
+
+def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**kwargs: object) -> None:
+        raise ValueError("something else")
+
+    monkeypatch.setattr("lightning_megatron.cli.train.MegatronCLI", fail)
+    with pytest.raises(ValueError, match="something else"):
+        main(["fit"])
+
+
+def test_the_mistake_is_found_below_wrappers() -> None:
+    inner = ConfigError("x=1: wrong")
+    middle, outer = ValueError("middle"), ValueError("outer")
+    middle.__cause__, outer.__cause__ = inner, middle
+    assert config_error_in(outer) is inner
+    assert config_error_in(middle) is inner
+    assert config_error_in(ValueError("alone")) is None

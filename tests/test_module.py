@@ -1,0 +1,173 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.module import LanguageModel
+from lightning_megatron.testing import WorkerPool
+from lightning_megatron.topology.degrees import Degrees
+from lightning_megatron.topology.mesh import Topology
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_seq_len": 16,
+}
+
+
+def make(**options: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    model = LanguageModel(SIZES, **options)
+    model.configure_model()
+    return model
+
+
+def batches(count: int = 6, as_dict: bool = True) -> DataLoader[Any]:
+    tokens = torch.randint(32, (2 * count, 9), generator=torch.Generator().manual_seed(1))
+    pairs = [(row[:-1], row[1:]) for row in tokens]
+    data: list[Any] = [{"tokens": a, "labels": b} for a, b in pairs] if as_dict else pairs
+    return DataLoader(data, batch_size=2)
+
+
+def trainer(folder: Path, **options: Any) -> pl.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+    }
+    return pl.Trainer(**defaults | options)
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_trains_and_logs(tmp_path: Path, as_dict: bool) -> None:
+    model = make(lr=1e-2, warmup_steps=2)
+    run = trainer(tmp_path, max_epochs=8, enable_checkpointing=False)
+    run.fit(model, batches(as_dict=as_dict), batches(as_dict=as_dict))
+    logged = run.callback_metrics
+    assert logged["train_loss"] < math.log(32) - 0.3
+    assert logged["val_perplexity"] == pytest.approx(logged["val_loss"].exp().item())
+    run.test(model, batches(), verbose=False)
+    assert run.callback_metrics["test_perplexity"] == pytest.approx(
+        run.callback_metrics["test_loss"].exp().item()
+    )
+
+
+def test_loss_is_the_cross_entropy_of_the_logits() -> None:
+    model = make()
+    batch = next(iter(batches()))
+    expected = torch.nn.functional.cross_entropy(
+        model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+    )
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    torch.testing.assert_close(model.training_step(batch, 0), expected)
+
+
+def test_optimizer_and_schedule(tmp_path: Path) -> None:
+    model = make(lr=0.5, warmup_steps=4, weight_decay=0.3, betas=(0.8, 0.9), min_lr_ratio=0.1)
+    rates: list[float] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    run = trainer(tmp_path, max_epochs=2, enable_checkpointing=False, callbacks=[Watch()])
+    run.fit(model, batches())
+    groups = run.optimizers[0].param_groups
+    decays = {group["weight_decay"]: {p.ndim for p in group["params"]} for group in groups}
+    assert decays == {0.3: {2}, 0.0: {1}}
+    assert groups[0]["betas"] == (0.8, 0.9)
+    assert len(rates) == 12
+    assert rates[0] == pytest.approx(0.5 / 4)
+    assert max(rates) == pytest.approx(0.5)
+    assert groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_configure_model_builds_once() -> None:
+    model = make()
+    trunk = model.trunk
+    model.configure_model()
+    assert model.trunk is trunk
+    assert "trunk.layers.1.attention.wo.weight" in dict(model.named_parameters())
+
+
+def test_config_by_name_object_or_mapping() -> None:
+    assert LanguageModel().config == TransformerConfig.preset("tiny")
+    config = TransformerConfig(**SIZES)
+    assert LanguageModel(config).config is config
+    assert LanguageModel(SIZES).config == config
+
+
+def test_hyperparameters_are_plain_and_rebuild_the_module() -> None:
+    model = make(lr=0.25, z_loss=0.5)
+    copy = LanguageModel(**model.hparams)
+    assert copy.config == model.config
+    assert (copy.lr, copy.loss.z_loss) == (0.25, 0.5)
+    assert isinstance(model.hparams["config"], dict)
+
+
+def test_predicts_logits(tmp_path: Path) -> None:
+    model = make()
+    out: Any = trainer(tmp_path).predict(model, batches(count=1))
+    assert out[0].shape == (2, 8, 32)
+    tokens = next(iter(batches()))["tokens"]
+    assert torch.equal(model.predict_step(tokens, 0), model(tokens))
+
+
+def predict_split() -> tuple[Tensor, Tensor]:
+    model = make().double().eval()
+    tokens = next(iter(batches()))["tokens"]
+    whole = model.predict_step(tokens, 0)
+    dist.init_process_group("gloo")
+    topology = Topology(Degrees(tp=2), torch.device("cpu"))
+    for module in model.modules():
+        if hasattr(module, "distribute"):
+            module.distribute(topology)
+    assert model(tokens).shape[-1] == 16
+    return whole, model.predict_step(tokens, 0)
+
+
+def test_predicts_whole_logits_under_tp(pool: WorkerPool) -> None:
+    for whole, gathered in pool.run(2, predict_split):
+        torch.testing.assert_close(gathered, whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0"),
+        ({"min_lr_ratio": 2.0}, "nearest valid: min_lr_ratio=1.0"),
+        ({"config": {"hidden": 4}}, "config.hidden: TransformerConfig has no such field"),
+        ({"config": "huge"}, "preset=huge"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LanguageModel(**options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": torch.zeros(1, 2)}, "a dict with .'input_ids'."),
+        (torch.zeros(1, 2), "Tensor"),
+        ([torch.zeros(1, 2)], "list"),
+    ],
+)
+def test_a_foreign_batch_is_explained(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make().training_step(batch, 0)
