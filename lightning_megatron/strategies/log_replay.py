@@ -122,7 +122,8 @@ class StageMetric(Metric):
     full_state_update = False
 
     def __init__(self, metric: Metric | None, pp: Axis, device: torch.device) -> None:
-        super().__init__()
+        # `compute` communicates by itself, every time it is called.
+        super().__init__(sync_on_compute=False, compute_with_cache=False)
         self.__dict__["_source"] = metric
         self._pp = pp
         self.to(device)
@@ -154,10 +155,13 @@ class LogReplay:
         module: whose ``log`` is replayed.
         pp: pipeline axis; size 1 replays locally.
         device: for the packed tensor.
+        dtype: of the logged values.
     """
 
-    def __init__(self, module: LightningModule, pp: Axis, device: torch.device) -> None:
-        self._module, self._pp, self._device = module, pp, device
+    def __init__(
+        self, module: LightningModule, pp: Axis, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._module, self._pp, self._device, self._dtype = module, pp, device, dtype
         self._schemas: dict[str, list[Any]] = {}
         self._metrics: dict[str, StageMetric] = {}
         self._is_last = pp.rank == pp.size - 1
@@ -184,15 +188,16 @@ class LogReplay:
             schema, values, extra = self._exchange(hook, schema, values, extra)
         for (name, options, attribute, has_forward), value in zip(schema, values, strict=True):
             if attribute is None:
-                self._module.log(name, torch.tensor(value, device=self._device), **options)
+                self._module.log(name, self._scalar(value), **options)
             else:
                 metric = self._stage_metric(recorder, name, attribute)
-                metric._forward_cache = (
-                    torch.tensor(value, device=self._device) if has_forward else None
-                )
+                metric._forward_cache = self._scalar(value) if has_forward else None
                 options = {**options, "metric_attribute": attribute}
                 self._module.log(name, metric, **options)
         return list(extra)
+
+    def _scalar(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self._dtype, device=self._device)
 
     def _packed(self, recorder: LogRecorder, call: LogCall) -> float:
         if call.metric is None:

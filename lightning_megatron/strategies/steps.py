@@ -61,7 +61,9 @@ class StepEngine:
             assert parallel.trunk is not None
             self.executor = Pipeline(topology, parallel.trunk, schedule, host_group)
         self.interleaved = topology.pp.size > 1 or not rule.single
-        self._replay = LogReplay(module, topology.pp, topology.device)
+        wide = any(p.dtype == torch.float64 for p in module.parameters())
+        self._dtype = torch.float64 if wide else torch.float32
+        self._replay = LogReplay(module, topology.pp, topology.device, self._dtype)
         self._by_token: bool | None = None
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -198,10 +200,10 @@ class StepEngine:
         total, tokens = self._replay.share("training_step", recorder, [total, tokens])
         pair = torch.tensor([total, tokens], dtype=torch.float64, device=self._topology.device)
         if tokens < 0:
-            return pair[0].to(torch.get_default_dtype()), None
+            return pair[0].to(self._dtype), None
         if self._topology.loss.group is not None:
             dist.all_reduce(pair, group=self._topology.loss.group)
-        return (pair[0] / pair[1]).to(torch.get_default_dtype()), pair[1]
+        return (pair[0] / pair[1]).to(self._dtype), pair[1]
 
     def _training_output(
         self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor
