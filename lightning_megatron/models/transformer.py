@@ -104,6 +104,7 @@ class Transformer(nn.Module):
         config: sizes of the model.
 
     Example:
+        >>> import torch
         >>> model = Transformer(TransformerConfig.preset("tiny", num_layers=1))
         >>> model(torch.zeros(1, 8, dtype=torch.long)).shape
         torch.Size([1, 8, 256])

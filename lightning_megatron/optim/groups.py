@@ -30,7 +30,8 @@ def decay_groups(
         >>> [len(g["params"]) for g in decay_groups(nn.Linear(2, 2), 0.1)]
         [1, 1]
     """
-    decayed, others = [], []
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
