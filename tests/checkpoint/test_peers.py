@@ -1,0 +1,68 @@
+import pytest
+import torch.distributed as dist
+
+from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.errors import CheckpointError, ConfigError
+
+
+def test_alone_the_value_goes_through_both_parts():
+    assert Peers().run("adding", lambda: 1, lambda values: [*values, 2]) == [1, 2]
+
+
+def test_error_says_what_was_being_done():
+    with pytest.raises(CheckpointError, match=r"^counting: ZeroDivisionError: ") as info:
+        Peers().run("counting", lambda: 1 / 0, len)
+    assert isinstance(info.value.__cause__, ZeroDivisionError)
+    with pytest.raises(CheckpointError, match="^counting: ZeroDivisionError"):
+        Peers().run("counting", lambda: 1, lambda values: 1 / 0)
+
+
+def test_config_error_and_interrupt_stay_what_they_are():
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def mistake():
+        raise ConfigError(["a", "b"])
+
+    with pytest.raises(KeyboardInterrupt):
+        Peers().run("waiting", interrupt, len)
+    with pytest.raises(ConfigError) as info:
+        Peers().run("checking", mistake, len)
+    assert info.value.problems == ("a", "b")
+
+
+def job(use_group):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    group = dist.new_group([1, 2]) if use_group else None
+    if use_group and rank == 0:
+        return None
+    peers = Peers(group)
+    out = [peers.rank, peers.share(f"from {rank}"), peers.run("x", lambda: rank, list)]
+
+    def each():
+        if rank:
+            raise ConfigError([f"fault {rank}", "both"])
+
+    for attempt in (each, lambda: 1 / (2 - rank)):
+        try:
+            peers.run("trying", attempt, list)
+        except (ConfigError, CheckpointError) as error:
+            out.append((type(error).__name__, str(error)))
+    return out
+
+
+def test_ranks_agree(pool):
+    results = pool.run(3, job, False)
+    for rank, (own, shared, values, config, other) in enumerate(results):
+        assert (own, shared, values) == (rank, "from 0", [0, 1, 2])
+        assert config[0] == "ConfigError"
+        assert all(text in config[1] for text in ("fault 1", "fault 2", "3. fault 2"))
+        assert other == ("CheckpointError", "trying: rank 2: ZeroDivisionError: division by zero")
+
+
+def test_ranks_of_a_group_agree_without_the_others(pool):
+    none, first, second = pool.run(3, job, True)
+    assert none is None
+    assert first[:3] == [0, "from 1", [1, 2]]
+    assert second[:3] == [1, "from 1", [1, 2]]
