@@ -36,13 +36,15 @@ def assert_same(actual, expected):
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory):
-    """Save once per layout and optimizer: `saved(layout, kind)` gives path and gathered tensors."""
+    """Gives path, gathered tensors, and those after two more steps in one process."""
     done = {}
 
     def save(name, kind):
         if (name, kind) not in done:
             path = tmp_path_factory.mktemp("saved") / "step.ckpt"
-            done[name, kind] = path, run(pool, name, jobs.save_job, path, kind)[0]
+            gathered = run(pool, name, jobs.save_job, path, kind)[0]
+            later = jobs.load_job(path, None, kind)[3]
+            done[name, kind] = path, gathered, later
         return done[name, kind]
 
     return save
@@ -58,28 +60,21 @@ def saved(pool, tmp_path_factory):
         ("hybrid8", "tp2_shard2", "amsgrad"),
         ("hybrid8", "replicate2_tp2", "amsgrad"),
         ("one", "tp2_shard2", "sgd"),
-        ("one", "hybrid8", "sgd"),
     ],
 )
 def test_weights_and_optimizer_state_are_bit_exact(pool, saved, source, target, kind):
-    path, expected = saved(source, kind)
+    path, expected, later = saved(source, kind)
     assert any(key.startswith("0/") for key in expected)
-    for loaded, options, state, _ in run(pool, target, jobs.load_job, path, kind):
+    for loaded, options, state, after in run(pool, target, jobs.load_job, path, kind):
         assert_same(loaded, expected)
         assert options[0] == (0.125, 0.1 if kind != "sgd" else 0)
         assert state == {"global_step": 2, "loops": {"seen": (1, 2)}}
-
-
-def test_training_goes_on_as_without_interruption(pool, saved):
-    path, _ = saved("tp2_shard2", "adamw")
-    reference = run(pool, "one", jobs.load_job, path, "adamw")[0][3]
-    for *_, after in run(pool, "shard4", jobs.load_job, path, "adamw"):
-        for name, value in reference.items():
+        for name, value in later.items():  # and training goes on the same
             torch.testing.assert_close(after[name], value, rtol=1e-6, atol=1e-7)
 
 
 def test_full_state_dict_needs_no_process_group(saved):
-    path, expected = saved("hybrid8", "amsgrad")
+    path, expected, _ = saved("hybrid8", "amsgrad")
     state = load_full_state_dict(path)
     assert state["head.weight"] is state["embed.weight"]
     assert "head.weight" not in load_full_state_dict(path, aliases=False)
