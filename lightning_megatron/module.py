@@ -162,7 +162,7 @@ class LanguageModel(pl.LightningModule):
     def _log_perplexity(self, split: str) -> None:
         loss = self.trainer.callback_metrics.get(f"{split}_loss")
         if loss is not None:
-            self.log(f"{split}_perplexity", loss.detach().exp())
+            self.log(f"{split}_perplexity", loss.detach().exp(), sync_dist=True)
 
 
 def _as_config(config: TransformerConfig | str | Mapping[str, Any]) -> TransformerConfig:

@@ -1,0 +1,39 @@
+# make train   a language model on this machine, in four processes
+# make test    the whole suite
+# make lint    ruff, mypy and the layering test
+#
+# TORCH=2.12.0 installs another torch, PYTHON=python3.12 uses another interpreter, and PIP_ARGS goes
+# to pip: on Linux without a GPU, `PIP_ARGS='--extra-index-url <index of CPU builds>'` saves the
+# download of the CUDA libraries.
+
+PYTHON ?= python3
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+PIP_ARGS ?=
+BIN := .venv/bin
+
+.PHONY: train test lint clean
+
+train: .venv/train-$(TORCH)
+	$(BIN)/lightning-megatron fit --config recipes/quickstart.yaml
+
+test: .venv/dev-$(TORCH)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+lint: .venv/dev-$(TORCH)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_layering.py
+
+# One file per torch and set of extras says that they are installed.
+.venv/train-$(TORCH): EXTRAS = monitor
+.venv/dev-$(TORCH): EXTRAS = dev
+.venv/train-$(TORCH) .venv/dev-$(TORCH): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > .venv/constraints.txt
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt $(PIP_ARGS) -e '.[$(EXTRAS)]'
+	rm -f $(filter-out $@,$(wildcard .venv/train-* .venv/dev-*))
+	touch $@
+
+clean:
+	rm -rf .venv runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
