@@ -88,5 +88,7 @@ def _quieten() -> None:
     )
     # Lightning 2.6 with torch 2.13; both are right and the user can do nothing about it.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+    # A resumed run has a folder of its own; Lightning says so from every rank.
+    warnings.filterwarnings("ignore", message="The dirpath has changed from")
     # Whether a second loader process pays off is the user's decision, taken in the datamodule.
     warnings.filterwarnings("ignore", message=".*does not have many workers")
