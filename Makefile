@@ -32,7 +32,7 @@ lint: .venv/dev-$(TORCH)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > .venv/constraints.txt
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt $(PIP_ARGS) -e '.[$(EXTRAS)]'
-	rm -f $(filter-out $@,$(wildcard .venv/train-* .venv/dev-*))
+	rm -f $(filter-out %-$(TORCH),$(wildcard .venv/train-* .venv/dev-*))
 	touch $@
 
 clean:
