@@ -1,4 +1,4 @@
-"""Collectives that autograd understands, and their asynchronous building blocks.
+"""Collectives that autograd understands.
 
 Tensor parallelism (Megatron-LM, arXiv 1909.08053 and, for the sequence, 2205.05198) alternates
 between activations that every rank of the axis holds whole and equal (*replicated*), activations of
@@ -26,97 +26,24 @@ all-reduce, and half as many in an all-gather or a reduce-scatter, which is why 
 sequence-parallel pair costs what one all-reduce does.
 
 All functions return their input unchanged on an axis of size 1. Sums are taken in the tensor's own
-dtype. The layers of `lightning_megatron.layers.linear` use the building blocks below directly, to
-overlap them with matrix products.
+dtype. The layers of `lightning_megatron.layers.linear` use the building blocks in
+`lightning_megatron.comm.collectives` directly, to overlap them with matrix products.
 """
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightning_megatron._torch import start_all_gather, start_reduce_scatter
-from lightning_megatron.errors import ConfigError
-from lightning_megatron.topology.degrees import divisibility_problem
+from lightning_megatron.comm.collectives import (
+    own_slice,
+    start_gather,
+    start_sum,
+    start_sum_scatter,
+)
 from lightning_megatron.topology.mesh import Axis
-
-
-class Pending:
-    """A collective under way.
-
-    Args:
-        work: the collective.
-        tensor: what it fills.
-        source: what it reads, kept alive until the end.
-        join: for a gather, the number of parts in ``tensor`` and the dim along which to join them.
-    """
-
-    __slots__ = ("_join", "_source", "_tensor", "_work")
-
-    def __init__(
-        self,
-        work: dist.Work | None,
-        tensor: Tensor,
-        source: Tensor | None = None,
-        join: tuple[int, int] | None = None,
-    ) -> None:
-        self._work = work
-        self._tensor = tensor
-        self._source = source
-        self._join = join
-
-    def wait(self) -> Tensor:
-        """Finish the collective and return its result."""
-        if self._work is not None:
-            self._work.wait()
-        self._source = None
-        return self._tensor if self._join is None else _joined(self._tensor, *self._join)
-
-
-def start_sum(x: Tensor, axis: Axis) -> Pending:
-    """Begin to sum ``x`` over the axis in place; ``x`` must be contiguous."""
-    return Pending(dist.all_reduce(x, group=axis.group, async_op=True), x)
-
-
-def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
-    """Begin to join the axis' slices ``x`` along ``dim``; all have the same shape."""
-    assert axis.group is not None
-    x = x.contiguous()
-    buffer = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
-    work = start_all_gather(buffer, x, axis.group)
-    return Pending(work, buffer, x, (axis.size, dim % x.dim()))
-
-
-def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
-    """Begin to sum ``x`` over the axis, keeping this rank's slice along ``dim``.
-
-    Raises:
-        ConfigError: ``dim`` cannot be divided by the axis' size.
-    """
-    assert axis.group is not None
-    dim %= x.dim()
-    length = x.shape[dim]
-    _check_divisible(length, axis, dim)
-    shape = (*x.shape[:dim], length // axis.size, *x.shape[dim + 1 :])
-    split = (*x.shape[:dim], axis.size, length // axis.size, *x.shape[dim + 1 :])
-    parts = x.view(split).movedim(dim, 0).flatten(0, 1).contiguous()
-    output = x.new_empty(shape)
-    return Pending(start_reduce_scatter(output, parts, axis.group), output, parts)
-
-
-def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's equal slice of a replicated tensor along ``dim`` (a view).
-
-    Raises:
-        ConfigError: ``dim`` cannot be divided by the axis' size.
-    """
-    dim %= x.dim()
-    _check_divisible(x.shape[dim], axis, dim)
-    length = x.shape[dim] // axis.size
-    return x.narrow(dim, axis.rank * length, length)
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
@@ -152,21 +79,6 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def _apply(function: Any, *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)
     return result
-
-
-def _joined(buffer: Tensor, parts: int, dim: int) -> Tensor:
-    """Parts that lie one after another, joined along ``dim``; a view where memory allows."""
-    if dim == 0:
-        return buffer
-    return buffer.view(parts, -1, *buffer.shape[1:]).movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _check_divisible(length: int, axis: Axis, dim: int) -> None:
-    if length % axis.size == 0:
-        return
-    name = "sequence length" if dim == 1 else f"size of dim {dim}"
-    problem = divisibility_problem(name, length, axis.name, axis.size)
-    raise ConfigError(problem or "")
 
 
 class _CopyTo(Function):

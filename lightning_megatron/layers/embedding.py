@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_megatron.comm.functional import own_slice, reduce_from, reduce_scatter
+from lightning_megatron.comm.collectives import own_slice
+from lightning_megatron.comm.functional import reduce_from, reduce_scatter
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.linear import SEQUENCE_DIM
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem

@@ -37,14 +37,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_megatron.comm.functional import (
+from lightning_megatron.comm.collectives import (
     Pending,
-    gather_from,
-    split_to,
     start_gather,
     start_sum,
     start_sum_scatter,
 )
+from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
 from lightning_megatron.topology.mesh import Axis, Topology

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_megatron.comm.functional import start_gather
+from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.topology.mesh import Axis
