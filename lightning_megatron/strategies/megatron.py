@@ -37,7 +37,9 @@ from lightning_megatron.parallel.apply import ParallelModule, Transforms, parall
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
+from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
+from lightning_megatron.strategies.data_sampling import split_dataloader
 from lightning_megatron.strategies.data_seeding import seed_dataloader
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.steps import StepEngine, mean_over_tokens
@@ -55,7 +57,7 @@ class ConnectionConfig:
     """Seconds after which a collective that a peer does not join fails."""
 
 
-class MegatronStrategy(TopologyCollectives, ParallelStrategy):
+class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
     The data-parallel degree is what remains: ``devices * num_nodes / (tp * pp)``. Layers from
@@ -119,6 +121,7 @@ class MegatronStrategy(TopologyCollectives, ParallelStrategy):
         self._engine: StepEngine | None = None
         self._defer_init = False
         self._blocked = False
+        self._splits_data = False
         self._seed = 0
 
     # Processes ---------------------------------------------------------------------------------
@@ -265,6 +268,11 @@ class MegatronStrategy(TopologyCollectives, ParallelStrategy):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # inference tensors cannot take part in later training
         trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
+        # Lightning would shuffle every training loader; `split_dataloader` asks the user's loader.
+        connector = trainer._accelerator_connector
+        self._splits_data |= connector.use_distributed_sampler
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        connector.use_distributed_sampler = self._splits_data and not fitting
         self._parallel = self._parallelize(module)
         self.model = module
         precision = self.precision_plugin
@@ -315,7 +323,8 @@ class MegatronStrategy(TopologyCollectives, ParallelStrategy):
         for child in module.modules():
             if isinstance(child, Metric) and child.process_group is None:
                 child.process_group = group
-                child.sync_on_compute = group is not None
+                if group is None:  # a metric takes this for the whole world
+                    child.distributed_available_fn = _nobody_else
 
     @override
     def model_to_device(self) -> None:
@@ -328,7 +337,11 @@ class MegatronStrategy(TopologyCollectives, ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if isinstance(dataloader, DataLoader) and self.world_size > 1:
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        if self._splits_data and self._module().trainer.state.fn == TrainerFn.FITTING:
+            dataloader = split_dataloader(dataloader, self.topology)
+        if self.world_size > 1:
             seed_dataloader(dataloader, self.topology)
         return dataloader
 
@@ -405,18 +418,6 @@ class MegatronStrategy(TopologyCollectives, ParallelStrategy):
     def on_validation_end(self) -> None:
         self.parallel.data.reshard()
 
-    # Checkpoints -----------------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
-
     # End -------------------------------------------------------------------------------------------
 
     @override
@@ -440,6 +441,11 @@ class MegatronStrategy(TopologyCollectives, ParallelStrategy):
     def _steps(self) -> StepEngine:
         assert self._engine is not None
         return self._engine
+
+
+def _nobody_else() -> bool:
+    """What a metric is told that has no ranks to be synchronised with."""
+    return False
 
 
 _PARALLEL = "_lightning_megatron_parallel"
