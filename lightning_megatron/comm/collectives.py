@@ -57,7 +57,7 @@ class Pending:
 
 def start_sum(x: Tensor, axis: Axis) -> Pending:
     """Begin to sum ``x`` over the axis in place; ``x`` must be contiguous."""
-    if axis.size > 2 and x.device.type == "cpu" and _bytes(x) <= _SMALL_SUM:
+    if axis.size > 2 and exchanges(x) and _bytes(x) <= _SMALL_SUM:
         received, work, sent = _exchange(x.expand(axis.size, *x.shape), axis)
         return Pending(work, sent, lambda: torch.sum(received, 0, out=x))
     return Pending(dist.all_reduce(x, group=axis.group, async_op=True), None, lambda: x)
@@ -67,7 +67,7 @@ def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     """Begin to join the axis' slices ``x`` along ``dim``; all have the same shape."""
     assert axis.group is not None
     dim %= x.dim()
-    if x.device.type == "cpu" and _bytes(x) * axis.size <= _SMALL_GATHER:
+    if exchanges(x) and _bytes(x) * axis.size <= _SMALL_GATHER:
         parts, work, source = _exchange(x.expand(axis.size, *x.shape), axis)
     else:
         source = x.contiguous()
@@ -88,7 +88,7 @@ def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     length = _slice_length(x, axis, dim)
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     parts = x.view(*before, axis.size, length, *after).movedim(dim, 0)
-    if x.device.type == "cpu":
+    if exchanges(x):
         received, work, sent = _exchange(parts, axis)
         return Pending(work, sent, lambda: received.sum(0))
     source = parts.flatten(0, 1).contiguous()
@@ -105,6 +105,11 @@ def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     dim %= x.dim()
     length = _slice_length(x, axis, dim)
     return x.narrow(dim, axis.rank * length, length)
+
+
+def exchanges(x: Tensor) -> bool:
+    """Whether to exchange pieces directly rather than call the backend's collective."""
+    return x.device.type == "cpu"
 
 
 def _exchange(parts: Tensor, axis: Axis) -> tuple[Tensor, dist.Work, Tensor]:
