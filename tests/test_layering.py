@@ -43,6 +43,7 @@ LAYERS = {
     # A container like nn.Sequential: users and models/ build networks from it, and it runs alone.
     # What makes a pipeline of it (stage, runner) is on layer 5 with the rest of pipeline/.
     "pipeline/sequential": 3,
+    "pipeline/entering": 3,  # what both a stage and a ZeRO unit do to their inputs
     "pipeline/__init__": 3,  # imported before pipeline/sequential
     # 4: networks
     "models": 4,

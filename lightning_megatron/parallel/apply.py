@@ -20,7 +20,12 @@ from typing_extensions import override
 
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init import materialize
-from lightning_megatron.parallel.data import ComputeTypes, DataParallel, ShardingConfig
+from lightning_megatron.parallel.data import (
+    ComputeTypes,
+    DataParallel,
+    ShardingConfig,
+    is_unmanaged,
+)
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
@@ -97,7 +102,12 @@ def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -
         plan.trunk.keep(plan.stages, topology.pp.rank)
         _avoid_empty_stage(plan.trunk)
     _distribute(module, topology)
-    data = DataParallel(topology, transforms.zero, transforms.types)
+    data = DataParallel(
+        topology,
+        transforms.zero,
+        transforms.types,
+        follow_freezing=transforms.manual_optimization,
+    )
     step = _wrap(module, plan, topology, transforms, data)
     roles = _roles(module, plan, topology, transforms, tied_groups)
     return ParallelModule(
@@ -239,13 +249,15 @@ def _roles(
         if canonical is None:  # the placeholder of an empty stage
             continue
         stages = plan.tied_stages.get(canonical, ())
-        outside = (pipelined and name not in plan.stage_of) or (alone and "." not in name)
+        outside = pipelined and name not in plan.stage_of
+        unmanaged = outside or is_unmanaged(parameter) or (alone and "." not in name)
         roles.append(
             ParameterRole(
                 name=canonical,
                 parameter=parameter,
                 shard=_shard_of(module, name),
                 outside=outside,
+                unmanaged=unmanaged,
                 tied_stages=stages,
                 tied_group=tied_groups.get(stages) if stages else None,
             )

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_megatron._torch import replicate
+from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -52,6 +53,11 @@ class ComputeTypes:
     """Format in which gradients are reduced."""
 
 
+def is_unmanaged(parameter: nn.Parameter) -> bool:
+    """Whether FSDP2 cannot take ``parameter``: it has no dimension to shard."""
+    return parameter.ndim == 0
+
+
 class DataParallel:
     """Wraps modules with FSDP2 and steers its communication.
 
@@ -59,14 +65,24 @@ class DataParallel:
         topology: the layout.
         zero: ZeRO stage.
         types: number formats.
+        follow_freezing: whether ``requires_grad`` may change between the forwards of one step, as
+            ``toggle_optimizer`` does under manual optimization.
     """
 
-    def __init__(self, topology: Topology, zero: int, types: ComputeTypes) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        zero: int,
+        types: ComputeTypes,
+        *,
+        follow_freezing: bool = False,
+    ) -> None:
         self._topology = topology
         self._zero = zero
         self._policy = MixedPrecisionPolicy(
             param_dtype=types.parameters, reduce_dtype=types.reduction, cast_forward_inputs=False
         )
+        self._follow_freezing = follow_freezing
         self.enabled = topology.batch.size > 1 or types.parameters is not None
         self._units: list[FSDPModule] = []
         self._roots: list[FSDPModule] = []
@@ -75,8 +91,14 @@ class DataParallel:
     def wrap(self, module: nn.Module, *, root: bool = False) -> None:
         """Shard (or replicate) the parameters of ``module`` that no unit inside it holds yet."""
         mesh = self._topology.mesh
+        unmanaged = {p for p in module.parameters() if is_unmanaged(p)}
         if self._zero == 0:
-            replicate(module, mesh=mesh["dp_replicate"], mp_policy=self._policy)
+            replicate(
+                module,
+                mesh=mesh["dp_replicate"],
+                mp_policy=self._policy,
+                ignored_params=unmanaged,
+            )
         else:
             hybrid = self._topology.dp_replicate.size > 1
             names: Any = ("dp_replicate", "dp_shard") if hybrid else "dp_shard"
@@ -85,8 +107,13 @@ class DataParallel:
                 mesh=mesh[names],
                 reshard_after_forward=self._zero == 3,
                 mp_policy=self._policy,
+                ignored_params=unmanaged,
             )
         assert isinstance(module, FSDPModule)
+        if works_in_place(module):
+            module.register_forward_pre_hook(_enter)  # runs after FSDP2's
+        if self._follow_freezing:
+            module.register_forward_pre_hook(_FreezeFollower(module))
         self._units.append(module)
         if root:
             self._roots.append(module)
@@ -115,3 +142,37 @@ class DataParallel:
             if reshard != self._reshard:
                 root.set_reshard_after_backward(reshard)
         self._sync, self._last, self._reshard = sync, last, reshard
+
+
+def _enter(module: nn.Module, args: Any) -> Any:
+    return as_results(args)
+
+
+class _FreezeFollower:
+    """Forward pre-hook that keeps ``requires_grad`` of gathered parameters and their shards alike.
+
+    FSDP2 copies the flag when it gathers a parameter, and below ZeRO 3 a parameter stays gathered
+    from its forward to its backward. The optimizer (and ``toggle_optimizer``) holds the shards, the
+    module shows the gathered parameters: whichever of the two changed last is what the user wants.
+
+    Args:
+        module: just wrapped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._entries = [
+            (owner, name, shard)
+            for owner in module.modules()
+            for name, shard in owner.named_parameters(recurse=False)
+        ]
+        self._seen = [shard.requires_grad for _, _, shard in self._entries]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for index, (owner, name, shard) in enumerate(self._entries):
+            gathered, flag = getattr(owner, name), shard.requires_grad
+            if flag == self._seen[index] and gathered.requires_grad != flag:
+                flag = gathered.requires_grad
+                shard.requires_grad_(flag)
+            elif gathered.requires_grad != flag:
+                gathered.requires_grad_(flag)
+            self._seen[index] = flag

@@ -1,7 +1,7 @@
 """What remains to be done to gradients after backward and data-parallel reduction.
 
 Rule: after `GradientSet.finish`, ``.grad`` of every parameter is this rank's part of the exact
-global gradient, whatever the layout. FSDP2 leaves three kinds that it cannot know about:
+global gradient, whatever the layout. FSDP2 leaves four kinds that it cannot know about:
 
 * *partial over tp*: parameters held whole by all tp ranks that each saw only a part of the sequence
   (norms and row-parallel biases under sequence parallelism, replicated key/value projections). Their
@@ -9,8 +9,10 @@ global gradient, whatever the layout. FSDP2 leaves three kinds that it cannot kn
 * *tied over stages*: one parameter that items of several pipeline stages share (embedding and head).
   Summed over those stages.
 * *outside the trunk*: parameters of a pipelined module that are not in its `PipelineSequential`.
-  Every stage holds them, FSDP2 does not manage them: averaged over the data-parallel ranks and
-  summed over the stages, so it does not matter which stages used them.
+  Every stage holds them. Averaged over the data-parallel ranks and summed over the stages, so it
+  does not matter which stages used them.
+* *unmanaged*: further parameters that FSDP2 does not take (scalars, and under manual optimization
+  those directly in the module). Averaged over the data-parallel ranks.
 
 Each kind costs one coalesced all-reduce per group, in float32 for narrower gradients.
 """
@@ -40,6 +42,8 @@ class ParameterRole:
     """Tensor-parallel placement; None for a parameter of an ordinary module."""
     outside: bool = False
     """Whether it lies outside the trunk of a pipelined module."""
+    unmanaged: bool = False
+    """Whether FSDP2 leaves its gradient as each data-parallel rank found it."""
     tied_stages: tuple[int, ...] = ()
     """Stages that hold it, when several do."""
     tied_group: dist.ProcessGroup | None = None
@@ -69,6 +73,7 @@ class GradientSet:
             if topology.tp.size > 1 and r.shard is not None and r.shard.sum_gradients
         ]
         self._outside = [r.parameter for r in self.roles if r.outside]
+        self._unmanaged = [r.parameter for r in self.roles if r.unmanaged]
         self._tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
         for role in self.roles:
             if role.tied_group is not None:
@@ -83,8 +88,9 @@ class GradientSet:
 
     def finish(self) -> None:
         """Complete the gradients; collective over the ranks of each group."""
+        if self._unmanaged:
+            _sum_gradients(self._unmanaged, self._topology.batch.group, mean=True)
         if self._outside:
-            _sum_gradients(self._outside, self._topology.batch.group, mean=True)
             _sum_gradients(self._outside, self._topology.pp.group)
         for group, parameters in self._tied.values():
             _sum_gradients(parameters, group)

@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_megatron._torch import tree_flatten
 from lightning_megatron.comm.point_to_point import Channel, DeviceChannel, InlineChannel
+from lightning_megatron.pipeline.entering import as_results
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.schedule import Kind, Schedule, forward_only, make_schedule
 from lightning_megatron.pipeline.sequential import PipelineSequential
@@ -200,7 +201,8 @@ class Pipeline:
 
     def _run_step(self, step: Callable[[int], Any], index: int) -> tuple[Any, Any]:
         received = None if self.is_first else _present(self._from_previous).receive()
-        port = _Port(first=self.is_first, last=self.is_last, received=received)
+        entering = as_results(received)
+        port = _Port(first=self.is_first, last=self.is_last, received=entering)
         self._trunk.connect(port)
         try:
             output = step(index)

@@ -1,0 +1,41 @@
+"""Inputs that the first module of a stage or unit may change in place.
+
+``nn.ReLU(inplace=True)`` as first module is legal in one process, where its input is the result of
+an operation. Autograd forbids it on a leaf, which a received activation is, and on what FSDP2's own
+hook makes of a unit's input. `as_results` turns such tensors into results of an operation that does
+nothing and shares their memory.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from lightning_megatron._torch import tree_map
+
+
+class _Entering(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def as_results(tree: Any) -> Any:
+    """``tree`` with every tensor that requires grad as the result of an operation."""
+    return tree_map(_as_result, tree)
+
+
+def works_in_place(module: nn.Module) -> bool:
+    """Whether a module in ``module`` says that it works in place."""
+    return any(getattr(child, "inplace", False) for child in module.modules())
+
+
+def _as_result(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+        return _Entering.apply(leaf)  # type: ignore[no-untyped-call]
+    return leaf
