@@ -23,6 +23,7 @@ from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_o
 from lightning_megatron.checkpoint.state import chunks_of, model_chunks, parameter_names
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.strategies.data_position import KEY, DataPosition
 from lightning_megatron.topology.degrees import AXES
 
 
@@ -34,6 +35,7 @@ class CheckpointHooks:
     lightning_module: LightningModule | None
     checkpoint_io: CheckpointIO
     is_global_zero: bool
+    _data_position: DataPosition
     _checkpoint_group: dist.ProcessGroup | None = None
 
     @property
@@ -69,13 +71,16 @@ class CheckpointHooks:
             rank_zero_warn("storage_options is ignored: MegatronStrategy writes a local directory")
         model = checkpoint.pop("state_dict")
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
-        degrees = self.parallel.topology.degrees
+        topology = self.parallel.topology
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        checkpoint[KEY] = self._data_position.save(trainer, topology)
         save_directory(
             filepath,
             model,
             checkpoint,
             optimizers=optimizers,
-            layout={axis: getattr(degrees, axis) for axis in AXES},
+            layout={axis: getattr(topology.degrees, axis) for axis in AXES},
             group=self._host_world(),
         )
 
@@ -102,7 +107,7 @@ class CheckpointHooks:
             )
         self.parallel.data.reshard()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        return load_directory(
+        checkpoint = load_directory(
             checkpoint_path,
             module,
             self.optimizers if fitting else (),
@@ -111,6 +116,9 @@ class CheckpointHooks:
             strict=module.strict_loading,
             group=self._host_world(),
         )
+        if fitting:
+            self._data_position.load(checkpoint.get(KEY))
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: `load_checkpoint` has loaded the module."""

@@ -64,14 +64,19 @@ class TopologyCollectives:
         dist.all_reduce(result, op=op, group=group)
         return result / size if mean else result
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of the ranks that saw different samples (or of ``group``), stacked on a new dim 0.
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Stack on a new dim 0 the tensors of the ranks that saw different samples.
 
         Args:
             tensor: of the same shape on all ranks.
-            group: None for the batch axis.
+            group: other ranks. None is the batch axis, and so is the whole world, which
+                ``LightningModule.all_gather`` fills in when the user gives no group.
             sync_grads: whether gradients flow back to every rank's tensor.
         """
+        if dist.is_initialized() and group is dist.group.WORLD:
+            group = None
         group, size = self._group(group) if self._topology is not None else (None, 1)
         if group is None:
             return tensor.unsqueeze(0)

@@ -39,6 +39,7 @@ from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
+from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.data_sampling import split_dataloader
 from lightning_megatron.strategies.data_seeding import seed_dataloader
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
@@ -122,6 +123,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         self._defer_init = False
         self._blocked = False
         self._splits_data = False
+        self._data_position = DataPosition()
         self._seed = 0
 
     # Processes ---------------------------------------------------------------------------------
@@ -339,10 +341,15 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        if self._splits_data and self._module().trainer.state.fn == TrainerFn.FITTING:
+        trainer = self._module().trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._splits_data and fitting:
             dataloader = split_dataloader(dataloader, self.topology)
         if self.world_size > 1:
             seed_dataloader(dataloader, self.topology)
+        if fitting and not trainer.sanity_checking and trainer.fit_loop._combined_loader is None:
+            # The training loader comes first.
+            dataloader = self._data_position.resume(trainer, dataloader, self.topology)
         return dataloader
 
     # Steps ---------------------------------------------------------------------------------------
