@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import numpy
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
@@ -33,6 +34,7 @@ from typing_extensions import override
 
 from lightning_megatron import env
 from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
@@ -242,6 +244,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
             torch.manual_seed(seed)
             if env.global_seed() is None:
                 random.seed(seed)
+                numpy.random.seed(seed % 2**32)
 
     # Module, optimizer, data ---------------------------------------------------------------------
 
@@ -302,7 +305,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         precision = self.precision_plugin
         assert isinstance(precision, ShardedPrecision)
         if self._layer_sync is not None:
-            module = self._layer_sync.apply(module)
+            synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(
             zero=self.options.zero,
             types=precision.types,

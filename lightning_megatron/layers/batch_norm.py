@@ -1,0 +1,96 @@
+"""Batch normalisation over the samples of all data-parallel ranks.
+
+``Trainer(sync_batchnorm=True)`` asks for statistics of the global batch, which make a run with
+``dp`` ranks compute what one process would. ``torch.nn.SyncBatchNorm`` does it on GPUs and refuses
+CPUs; `SyncBatchNorm` is the same arithmetic out of autograd operations, for any device. Per layer
+and forward it sums ``2 c + 1`` numbers over the ranks (mean and count, then squared deviations, so
+that nothing cancels), and as many in backward.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from lightning_megatron.comm.functional import copy_to, reduce_from
+from lightning_megatron.topology.mesh import Axis
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalises by the statistics of the global batch while training.
+
+    Args:
+        source: the layer whose parameters, buffers and options are taken over.
+        batch: the ranks that see different samples.
+    """
+
+    def __init__(self, source: _BatchNorm, batch: Axis) -> None:
+        super().__init__(
+            source.num_features,
+            source.eps,
+            source.momentum,
+            affine=source.affine,
+            track_running_stats=source.track_running_stats,
+            device="meta",
+        )
+        self.batch = batch
+        self._parameters.update(source._parameters)
+        self._buffers.update(source._buffers)
+        self.training = source.training
+
+    @override
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dims, got {input.dim()}")
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``[n, c, ...]`` per channel."""
+        self._check_input_dim(input)
+        if self.batch.size == 1 or not self.training:
+            return super().forward(input)
+        x = input.transpose(0, 1).reshape(self.num_features, -1)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        sums = self._sum(torch.cat([wide.sum(1), wide.new_tensor([wide.shape[1]])]))
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        variance = self._sum((wide - mean[:, None]).square().sum(1)) / count
+        self._track(mean.detach(), variance.detach(), count)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        scale = torch.rsqrt(variance + self.eps)
+        out = (input - mean.view(shape)) * scale.view(shape)
+        if self.affine:
+            out = out * self.weight.view(shape) + self.bias.view(shape)
+        return out.to(input.dtype)
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        """Sum over the ranks, in forward and for gradients in backward."""
+        return copy_to(reduce_from(partial, self.batch), self.batch)
+
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def synchronize_batch_norm(module: nn.Module, batch: Axis, device: torch.device) -> nn.Module:
+    """Replace every batch norm in ``module`` by one over the ranks of ``batch``; returns the module.
+
+    On GPUs torch's own is used.
+    """
+    if batch.group is None:
+        return module
+    if device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module, batch.group)
+    for child in list(module.modules()):
+        for name, layer in child.named_children():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+                setattr(child, name, SyncBatchNorm(layer, batch))
+    return module
