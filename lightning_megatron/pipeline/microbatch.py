@@ -99,7 +99,9 @@ def split(batch: Any, rule: MicrobatchRule, own: SplitBatch | None = None) -> Mi
     else:
         sizes = _sizes(size or 0, count, rule.size)
         pieces = _cut(batch, sizes)
-    return Microbatches(pieces, tuple(s / sum(sizes) for s in sizes))
+    total = sum(sizes)
+    weights = tuple(s / total if total else 1 / count for s in sizes)
+    return Microbatches(pieces, weights)
 
 
 def _sizes(batch_size: int, count: int, size: int | None) -> list[int]:
