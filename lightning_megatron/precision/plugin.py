@@ -17,7 +17,11 @@ Under ``bf16-mixed`` parameters are gathered in bfloat16 and the step runs under
 softmax, losses and norms stay in float32.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -28,6 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.local_step import ELEMENTWISE, LocalShards, local_shards
 from lightning_megatron.parallel.data import ComputeTypes
 from lightning_megatron.parallel.gradients import GradientSet
 
@@ -42,11 +47,31 @@ class ShardedPrecision(Precision):
     """
 
     gradients: GradientSet | None = None
+    _shards: LocalShards | None = None
 
     @property
     def types(self) -> ComputeTypes:
         """Number formats for ZeRO."""
         return ComputeTypes()
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, then step on local shards where the optimizer allows it."""
+        if type(optimizer) not in ELEMENTWISE:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        self._after_closure(model, optimizer)
+        if self._shards is None:
+            self._shards = LocalShards()
+        with local_shards(optimizer, self._shards):
+            optimizer.step(**kwargs)
+        return result
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -35,6 +35,7 @@ from typing_extensions import override
 from lightning_megatron import env
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
+from lightning_megatron.optim.local_step import check_optimizer
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
@@ -332,6 +333,14 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
                     child.distributed_available_fn = _nobody_else
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            warning = check_optimizer(optimizer, self.topology.tp.size)
+            if warning:
+                rank_zero_warn(warning)
+
+    @override
     def model_to_device(self) -> None:
         """Nothing: the layout put every parameter where it belongs."""
 
@@ -462,11 +471,11 @@ _PARALLEL = "_lightning_megatron_parallel"
 """Attribute under which a module remembers its layout, for a second Trainer."""
 
 
-def register() -> None:
-    """Make ``Trainer(strategy="megatron")`` work."""
-    if MegatronStrategy.strategy_name not in StrategyRegistry:
-        StrategyRegistry.register(
-            MegatronStrategy.strategy_name,
-            MegatronStrategy,
-            description="Tensor, pipeline and ZeRO data parallelism for any LightningModule",
-        )
+# As Lightning's own strategies do when they are imported; `lightning_megatron` registers the name
+# before that, without importing this file.
+StrategyRegistry.register(
+    MegatronStrategy.strategy_name,
+    MegatronStrategy,
+    description="Tensor, pipeline and ZeRO data parallelism for any LightningModule",
+    override=True,
+)
