@@ -15,6 +15,7 @@ which what surrounds the arithmetic costs most: dispatch, autograd nodes, number
 import argparse
 import itertools
 import json
+import os
 import platform
 import statistics
 import time
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps of each side per round")
     parser.add_argument("--output", type=Path, help="folder for tensor_parallel.json and .md")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     rows = []
     with WorkerPool(2, timeout=600) as pool:
         for h, attention, sequence in itertools.product(SHAPES, (False, True), (False, True)):
@@ -255,15 +257,18 @@ def main() -> None:
     about = (
         f"Step time (forward and backward, float32) of {BLOCKS} blocks under tp=2, ours against "
         f"torch's parallelize_module in eager mode; at most {TARGET} is the target. torch "
-        f"{torch.__version__}, gloo, two processes of one thread each on {platform.machine()}, "
-        f"Python {platform.python_version()}; medians of {options.rounds} alternating rounds of "
+        f"{torch.__version__}, gloo, two processes of one thread each on {os.cpu_count()} cores "
+        f"({platform.machine()}) with a load average of {load:.1f} before the run, Python "
+        f"{platform.python_version()}; medians of {options.rounds} alternating rounds of "
         f"{options.steps} steps, ratios taken round by round."
     )
     print(f"\n{about}\n\n{_table(rows)}")
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         stem = options.output / "tensor_parallel"
-        stem.with_suffix(".json").write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+        stem.with_suffix(".json").write_text(
+            json.dumps({"about": about, "rows": rows}, indent=1) + "\n"
+        )
         stem.with_suffix(".md").write_text(
             f"# Tensor parallelism on small layers\n\n{about}\n\n{_table(rows)}\n"
         )
