@@ -193,9 +193,14 @@ def _wrap(
     step = Step(module)
     if data.enabled:
         min_numel = 1 if transforms.zero == 3 else transforms.sharding.min_numel
-        for unit in list(units(module, transforms.sharding.wrap, min_numel)):
+        # What lies outside the trunk of a pipeline is held and reduced by `GradientSet`.
+        scope = plan.trunk if topology.pp.size > 1 and plan.trunk is not None else module
+        found = list(units(scope, transforms.sharding.wrap, min_numel))
+        for unit in found:
             ready(unit)
             data.wrap(unit, root=transforms.manual_optimization)
+        if topology.pp.size > 1:
+            data.gather_backwards(found)
     ready(module)
     if data.enabled:
         _wrap_roots(step, plan, topology, transforms, data)

@@ -19,6 +19,7 @@ arXiv 1910.02054; FSDP2's ``set_requires_gradient_sync`` and ``reshard_after_for
 switches.) Reduction is a mean over the data-parallel ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +127,23 @@ class DataParallel:
             blocked: whether further batches are accumulated before the optimizer step.
         """
         done = last and not blocked
-        self._set(sync=done or self._zero >= 2, last=last, reshard=done or self._zero == 3)
+        # FSDP2 keeps its record of the forwards until the last backward. In a pipeline the forwards
+        # of other microbatches are in it; one after the other, a stale record makes the backward
+        # gather units that it is done with.
+        in_flight = not last and self._topology.pp.size > 1
+        self._set(sync=done or self._zero >= 2, last=not in_flight, reshard=done or self._zero == 3)
+
+    def gather_backwards(self, units: Sequence[nn.Module]) -> None:
+        """Fix the order in which backward gathers ahead, for ``units`` that run one after another.
+
+        FSDP2 derives it from the order of the forwards, which in a pipeline are interleaved with
+        the backwards of other microbatches.
+        """
+        managed = [unit for unit in units if isinstance(unit, FSDPModule)]
+        for index, unit in enumerate(managed):
+            # The first unit has none before it; its own is there already, and keeps FSDP2 from
+            # choosing another.
+            unit.set_modules_to_backward_prefetch([managed[max(index - 1, 0)]])
 
     def reshard(self) -> None:
         """Return every parameter to its state at rest (after evaluation, before saving)."""

@@ -1,0 +1,156 @@
+"""The layouts under which the model is trained: data, chosen so that they cover all pairs.
+
+The full product of the options below has more than two thousand legal members within eight
+processes. The table covers every pair of option values that some legal layout has (a value counts
+only where it makes a difference: a ZeRO stage needs `dp > 1`, a schedule `pp > 1`).
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lightning_megatron.parallel.data import ShardingConfig
+from tests.parity.reference import Architecture
+
+MOST_PROCESSES = 8
+BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One way to spread the training over processes."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    zero: int = 1
+    dp_replicate: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    small_units: bool = False
+    """Whether every item is a unit of ZeRO; otherwise a small model is one unit below stage 3."""
+    architecture: Architecture = "llama"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def legal(self) -> bool:
+        return (
+            self.world_size <= MOST_PROCESSES
+            and self.dp * self.num_microbatches <= BATCH
+            and (self.tp > 1 or not self.sequence_parallel)
+            and (self.dp_replicate == 1 or (self.zero > 0 and self.dp % self.dp_replicate == 0))
+        )
+
+    def strategy_options(self) -> dict[str, Any]:
+        """Arguments of the strategy."""
+        given = asdict(self)
+        del given["dp"], given["architecture"]
+        smallest = 1 if given.pop("small_units") else 10**6
+        return {**given, "sharding": ShardingConfig(min_numel=smallest)}
+
+    def pairs(self) -> set[frozenset[tuple[str, Any]]]:
+        """The pairs of values that this layout puts to the test."""
+        idle = {"schedule"} if self.pp == 1 else set()
+        if self.dp == 1:
+            idle |= {"zero", "dp_replicate", "small_units"}
+        if self.zero in (0, 3):
+            idle.add("small_units")
+        values = [(name, value) for name, value in asdict(self).items() if name not in idle]
+        return {frozenset(pair) for pair in itertools.combinations(values, 2)}
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return " ".join(changed) or "single"
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4),
+    "pp": (1, 2, 3, 4),
+    "dp": (1, 2, 4),
+    "zero": (0, 1, 2, 3),
+    "dp_replicate": (1, 2),
+    "sequence_parallel": (False, True),
+    "schedule": ("1f1b", "gpipe"),
+    "num_microbatches": (1, 2, 4),
+    "small_units": (False, True),
+    "architecture": ("llama", "gpt"),
+}
+
+
+def legal_layouts() -> Iterator[Layout]:
+    for values in itertools.product(*VALUES.values()):
+        layout = Layout(**dict(zip(VALUES, values, strict=True)))
+        if layout.legal:
+            yield layout
+
+
+LAYOUTS = (
+    Layout(),
+    Layout(num_microbatches=2, architecture="gpt"),
+    Layout(dp=4, dp_replicate=2, architecture="gpt"),
+    Layout(pp=2, dp=2, zero=2, dp_replicate=2, num_microbatches=4, small_units=True),
+    Layout(tp=2, dp=2, zero=0, sequence_parallel=True, num_microbatches=4),
+    Layout(pp=3, dp=2, zero=0, schedule="gpipe", num_microbatches=2),
+    Layout(pp=3, dp=2, dp_replicate=2),
+    Layout(
+        pp=3,
+        dp=2,
+        zero=2,
+        schedule="gpipe",
+        num_microbatches=4,
+        small_units=True,
+        architecture="gpt",
+    ),
+    Layout(pp=3, dp=2, zero=3, dp_replicate=2, num_microbatches=2, architecture="gpt"),
+    Layout(tp=2, pp=3, sequence_parallel=True, num_microbatches=4, architecture="gpt"),
+    Layout(pp=2, dp=4, zero=0),
+    Layout(pp=2, dp=4, zero=3, dp_replicate=2, schedule="gpipe"),
+    Layout(pp=4, dp=2, zero=0, schedule="gpipe", num_microbatches=4),
+    Layout(pp=4, dp=2, dp_replicate=2, schedule="gpipe", num_microbatches=4, architecture="gpt"),
+    Layout(
+        pp=4,
+        dp=2,
+        zero=2,
+        dp_replicate=2,
+        schedule="gpipe",
+        num_microbatches=2,
+        small_units=True,
+        architecture="gpt",
+    ),
+    Layout(pp=4, dp=2, zero=3, num_microbatches=4, architecture="gpt"),
+    Layout(tp=2, dp=4, zero=2, sequence_parallel=True, small_units=True),
+    Layout(tp=2, dp=4, zero=3, dp_replicate=2, num_microbatches=2, architecture="gpt"),
+    Layout(
+        tp=2,
+        pp=2,
+        dp=2,
+        sequence_parallel=True,
+        schedule="gpipe",
+        num_microbatches=2,
+        architecture="gpt",
+    ),
+    Layout(tp=2, pp=4, sequence_parallel=True, schedule="gpipe"),
+    Layout(tp=4, dp=2, zero=0, sequence_parallel=True, num_microbatches=4, architecture="gpt"),
+    Layout(tp=4, dp=2, dp_replicate=2, sequence_parallel=True, small_units=True),
+    Layout(
+        tp=4,
+        dp=2,
+        zero=2,
+        dp_replicate=2,
+        sequence_parallel=True,
+        num_microbatches=2,
+        architecture="gpt",
+    ),
+    Layout(tp=4, dp=2, zero=3, dp_replicate=2, sequence_parallel=True, num_microbatches=2),
+    Layout(tp=4, pp=2, schedule="gpipe", architecture="gpt"),
+    Layout(tp=4, pp=2, num_microbatches=4, architecture="gpt"),
+)

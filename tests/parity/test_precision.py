@@ -1,0 +1,122 @@
+"""Lower precisions give, in every layout, what they give in one process, to their rounding."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.models.transformer import Transformer
+from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.testing import WorkerPool
+from tests.parity import reference
+from tests.parity.jobs import (
+    GlobalBatches,
+    Outcome,
+    Recorder,
+    merge_stages,
+    quiet_trainer,
+    transformer_config,
+    whole_parameters,
+)
+from tests.parity.reference import Data
+
+STEPS = 5
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp=2": {"tp": 2},
+    "tp=2 sequence parallel": {"tp": 2, "sequence_parallel": True},
+    "pp=2": {"pp": 2, "num_microbatches": 2},
+    "dp=2 zero 0": {"zero": 0},
+    "dp=2 zero 1": {"zero": 1},
+    "dp=2 zero 3": {"zero": 3},
+}
+# Of losses and gradient norms, relative. A bfloat16 has 8 significant bits: one rounding is worth
+# up to 2**-9 = 0.002. Layouts round sums of partial results, so losses differ by a few roundings
+# averaged over 64 positions, and the norm of the gradient, a sum over thousands of elements that
+# pass eight matrix products, by a few more. (Adam would divide such errors by themselves: SGD.)
+TOLERANCES = {"bf16-mixed": (2e-3, 2e-2), "bf16-true": (4e-3, 3e-2), "32-true": (1e-6, 1e-5)}
+
+
+class Deferred(GlobalBatches):
+    """The transformer built in configure_model."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = Transformer(transformer_config("llama"))
+            self.loss = VocabParallelCrossEntropy()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(self.model(batch[0]), batch[1])
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+class Types(L.Callback):
+    """Number formats of parameters and their gradients before the optimizer step."""
+
+    def __init__(self) -> None:
+        self.at_rest: set[str] = set()
+        self.gradients: set[str] = set()
+
+    def on_before_optimizer_step(self, trainer: Any, module: L.LightningModule, _: Any) -> None:
+        self.at_rest |= {str(p.dtype) for p in module.parameters()}
+        self.gradients |= {str(p.grad.dtype) for p in module.parameters() if p.grad is not None}
+
+
+def run_once(strategy_options: dict[str, Any], precision: str) -> Outcome:
+    L.seed_everything(3, verbose=False)
+    strategy, recorder, types = MegatronStrategy(**strategy_options), Recorder(1), Types()
+    trainer = quiet_trainer(
+        strategy,
+        precision=precision,
+        callbacks=[recorder, types],
+        gradient_clip_val=reference.CLIP,
+    )
+    module = Deferred(Data(steps=STEPS).batches())
+    trainer.fit(module)
+    losses = [float(strategy.reduce(loss.float())) for loss in recorder.losses]
+    weights = whole_parameters(module.model, strategy.topology)
+    return Outcome(losses, recorder.norms, weights, (types.at_rest, types.gradients))
+
+
+def precision_job(strategy_options: dict[str, Any]) -> dict[str, Outcome]:
+    return {precision: run_once(strategy_options, precision) for precision in TOLERANCES}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> dict[str, Outcome]:
+    """The run of one process in each precision."""
+    found: dict[str, Outcome] = pool.run(1, precision_job, {})[0]
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_is_close_to_one_process(pool: WorkerPool, alone: dict[str, Outcome], name: str) -> None:
+    by_rank = pool.run(2, precision_job, LAYOUTS[name])
+    for precision, expected in alone.items():
+        at_rest = "torch.bfloat16" if precision == "bf16-true" else "torch.float32"
+        loss_tolerance, norm_tolerance = TOLERANCES[precision]
+        outcomes = [found[precision] for found in by_rank]
+        for outcome in outcomes:
+            assert outcome.extra == ({at_rest}, {at_rest})
+            close(precision, outcome.losses, expected.losses, loss_tolerance)
+            close(precision, outcome.norms, expected.norms, norm_tolerance)
+        merge_stages(outcomes)  # replicas are equal to the bit in low precision too
+
+
+def close(what: str, found: list[float], expected: list[float], tolerance: float) -> None:
+    pair = (torch.tensor(found), torch.tensor(expected))
+    error = ((pair[0] - pair[1]) / pair[1]).abs().max()
+    assert error <= tolerance, f"{what}: {error:.1e} between {found} and {expected}"
+
+
+def test_low_precision_is_low(alone: dict[str, Outcome]) -> None:
+    """The tolerances above would hide it if the low precisions computed in float32."""
+    full = torch.tensor(alone["32-true"].losses)
+    for precision in ("bf16-mixed", "bf16-true"):
+        difference = (torch.tensor(alone[precision].losses) - full).abs() / full
+        assert 1e-5 < difference.max() < 2e-2, precision
