@@ -19,6 +19,7 @@ stage keeps only the graph edge of its output, not its memory.
 """
 
 import json
+import struct
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
@@ -29,6 +30,7 @@ from torch import Tensor
 
 _HEADER_BYTES = 64
 _ALIGN = 64
+_NUMBERS = struct.Struct("<qq")
 _OVERFLOW_TAG = 1 << 16
 _FIRST_CAPACITY = 4096
 LOOKAHEAD = 2
@@ -106,7 +108,8 @@ class InlineChannel:
     """
 
     def __init__(self, peer: int, group: dist.ProcessGroup, tag: int) -> None:
-        self._peer, self._group, self._tag = peer, group, tag
+        # The group's own methods: torch.distributed.isend adds as much Python as all of a message.
+        self._peer, self._group, self._tag = dist.get_group_rank(group, peer), group, tag
         self._base = _FIRST_CAPACITY
         self._sizes: list[int] = []
         self._count = 0
@@ -145,7 +148,7 @@ class InlineChannel:
         total = _read_header(buffer)[0]
         if total > buffer.numel():
             buffer = torch.empty(total, dtype=torch.uint8)
-            _wait(dist.irecv(buffer, self._peer, self._group, self._tag + _OVERFLOW_TAG))
+            self._group.recv([buffer], self._peer, self._tag + _OVERFLOW_TAG).wait()
         self._sizes.append(total)
         if index + LOOKAHEAD < self._count:
             self._post(self._capacity(index + LOOKAHEAD))
@@ -161,12 +164,10 @@ class InlineChannel:
 
     def _post(self, capacity: int) -> None:
         buffer = torch.empty(capacity, dtype=torch.uint8)
-        work = dist.irecv(buffer, self._peer, self._group, self._tag)
-        self._posted.append((_not_none(work), buffer))
+        self._posted.append((self._group.recv([buffer], self._peer, self._tag), buffer))
 
     def _isend(self, buffer: Tensor, tag: int) -> None:
-        work = dist.isend(buffer, self._peer, self._group, tag)
-        self._sending.append((_not_none(work), buffer))
+        self._sending.append((self._group.send([buffer], self._peer, tag), buffer))
 
     def _pack(self, tree: Tree) -> Tensor:
         leaves: list[Tensor] = []
@@ -179,10 +180,10 @@ class InlineChannel:
             offsets.append(offset)
             offset += _aligned(leaf.numel() * leaf.element_size())
         buffer = torch.empty(offset, dtype=torch.uint8)
-        buffer[:_HEADER_BYTES].view(torch.int64)[:2] = torch.tensor([offset, len(meta)])
+        raw = buffer.numpy()  # shares the memory; small accesses are much cheaper than a tensor's
+        raw[:_NUMBERS.size] = bytearray(_NUMBERS.pack(offset, len(meta)))
         if meta:
-            end = _HEADER_BYTES + len(meta)
-            buffer[_HEADER_BYTES:end] = torch.frombuffer(bytearray(meta), dtype=torch.uint8)
+            raw[_HEADER_BYTES : _HEADER_BYTES + len(meta)] = bytearray(meta)
         for leaf, begin in zip(leaves, offsets, strict=True):
             _view(buffer, begin, leaf.dtype, tuple(leaf.shape)).copy_(leaf.detach())
         return buffer
@@ -269,7 +270,7 @@ def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...
 
 
 def _read_header(buffer: Tensor) -> tuple[int, int]:
-    total, meta_length = buffer[:16].view(torch.int64).tolist()
+    total, meta_length = _NUMBERS.unpack(buffer.numpy()[: _NUMBERS.size])
     return total, meta_length
 
 
@@ -278,6 +279,3 @@ def _not_none(work: dist.Work | None) -> dist.Work:
         raise RuntimeError("A pipeline channel was used by a rank outside its group")
     return work
 
-
-def _wait(work: dist.Work | None) -> None:
-    _not_none(work).wait()

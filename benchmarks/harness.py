@@ -1,0 +1,143 @@
+"""What the benchmarks share: interleaved runs, medians, tables, files.
+
+A ratio of two times is taken from one run: the variants take turns, round after round, in the same
+processes, so that what else the machine does hits all of them alike. The figure of a variant is the
+median over all its steps; of several ranks, the slowest.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.transformer import build_trunk
+
+WARMUP = 5
+"""Steps of each fit that are not counted."""
+
+
+class StepTimer(pl.Callback):
+    """Seconds from the end of one training batch to the end of the next."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._last: float | None = None
+
+    @override
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        if self._last is not None:
+            self.seconds.append(now - self._last)
+        self._last = now
+
+
+class Tokens(Dataset[tuple[Tensor, Tensor]]):
+    """Random tokens; no time is spent on data."""
+
+    def __init__(self, samples: int, length: int, vocabulary: int) -> None:
+        self._tokens = torch.randint(vocabulary, (samples, length + 1))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self._tokens[index, :-1], self._tokens[index, 1:]
+
+
+class Model(pl.LightningModule):
+    """A small transformer built in ``__init__``: an ordinary module for any strategy."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = build_trunk(config)
+        self.loss = VocabParallelCrossEntropy()
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(self.trunk(batch[0]), batch[1])
+        return loss
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(module: pl.LightningModule, strategy: Any, steps: int, batch_size: int, length: int) -> list[float]:
+    """Train for ``steps`` steps; seconds of each counted step."""
+    timer = StepTimer()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ.get("WORLD_SIZE", "1")),
+        strategy=strategy,
+        max_steps=steps,
+        callbacks=[timer],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = Tokens(batch_size * (steps + 1) * trainer.world_size, length, 256)
+    trainer.fit(module, DataLoader(data, batch_size=batch_size))
+    return timer.seconds[WARMUP:]
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], Sequence[float]]], rounds: int
+) -> dict[str, float]:
+    """Median seconds per step of every variant, taking turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            seconds[name] += run()
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def slowest(by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """For every variant the time of the slowest rank."""
+    return {name: max(times[name] for times in by_rank) for name in by_rank[0]}
+
+
+def arguments(description: str | None, *, rounds: int, steps: int) -> argparse.Namespace:
+    """Options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of every variant")
+    parser.add_argument("--steps", type=int, default=steps, help="steps per turn")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    return parser.parse_args()
+
+
+def report(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Path) -> None:
+    """Print a table, and write it as Markdown and JSON with the machine it was measured on."""
+    header = list(rows[0])
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_before": round(os.getloadavg()[1], 1),
+        "torch": torch.__version__,
+        "lightning": pl.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+    facts = ", ".join(f"{key} {value}" for key, value in machine.items())
+    text = f"# {title}\n\n" + "\n".join(lines) + f"\n\n{facts}\n"
+    output.mkdir(parents=True, exist_ok=True)
+    (output / f"{name}.md").write_text(text)
+    data = {"title": title, "rows": [dict(row) for row in rows], "machine": machine}
+    (output / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
+    print(text)
