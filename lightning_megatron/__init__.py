@@ -3,6 +3,7 @@
 Names are imported when they are first used, so that ``import lightning_megatron`` costs nothing.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,3 +46,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _megatron(**options: Any) -> "MegatronStrategy":
+    """Build the strategy for ``Trainer(strategy="megatron")``."""
+    from lightning_megatron.strategies.megatron import MegatronStrategy
+
+    return MegatronStrategy(**options)
+
+
+if (_lightning := sys.modules.get("lightning.pytorch.strategies")) is not None:
+    # Whoever imports Lightning first has the name from here on; otherwise it is known as soon as
+    # a strategy of this package is imported.
+    _lightning.StrategyRegistry.register("megatron", _megatron, override=True)

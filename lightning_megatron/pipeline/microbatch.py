@@ -132,10 +132,12 @@ def _cut(batch: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
 
 def _is_column(node: Any, total: int) -> bool:
     """Whether ``node`` is a list with one plain value per sample (as the collate function makes)."""
-    return (
-        isinstance(node, list)
-        and len(node) == total
-        and all(isinstance(item, str | bytes | int | float | bool) for item in node)
+    return _is_plain_list(node) and len(node) == total
+
+
+def _is_plain_list(node: Any) -> bool:
+    return isinstance(node, list) and all(
+        isinstance(item, str | bytes | int | float | bool) for item in node
     )
 
 
@@ -149,12 +151,12 @@ def _cannot_cut(what: str) -> ConfigError:
 def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     """Put the outputs of the microbatches together.
 
-    Scalars become their weighted mean, tensors with a first dimension are concatenated on it, and
-    of anything else the last one is kept.
+    Scalars become their weighted mean; tensors with a first dimension are concatenated on it, lists
+    of strings and numbers (what `split` cuts) as well; of anything else the last one is kept.
     """
     if len(outputs) == 1:
         return outputs[0]
-    flat = [tree_flatten(output) for output in outputs]
+    flat = [tree_flatten(output, is_leaf=_is_plain_list) for output in outputs]
     if any(spec != flat[0][1] for _, spec in flat):
         return list(outputs)
     merged = [_merge_leaf(column, weights) for column in zip(*(leaves for leaves, _ in flat))]  # noqa: B905
@@ -163,6 +165,8 @@ def merge(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
 
 def _merge_leaf(column: Sequence[Any], weights: Sequence[float]) -> Any:
     first = column[0]
+    if isinstance(first, list):
+        return [item for leaf in column for item in leaf]
     if isinstance(first, Tensor):
         if first.ndim:
             same = all(leaf.shape[1:] == first.shape[1:] for leaf in column)

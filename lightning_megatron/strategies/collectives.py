@@ -124,8 +124,8 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
 
 def _reduce_op(op: ReduceOp | str | None) -> tuple[bool, Any]:
     """Whether to divide by the size afterwards, and the operation to communicate."""
-    if op is None or op in ("mean", "avg") or op == ReduceOp.AVG:
-        return True, ReduceOp.SUM
-    if isinstance(op, str):
+    if op is None or isinstance(op, str):
+        if op in (None, "mean", "avg"):
+            return True, ReduceOp.SUM
         return False, getattr(ReduceOp, op.upper())
-    return False, op
+    return (True, ReduceOp.SUM) if op == ReduceOp.AVG else (False, op)

@@ -5,8 +5,11 @@ Hooks only. What they do is decided in `strategies.preflight` (is the run legal)
 """
 
 import random
+import signal
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,14 +21,14 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -104,7 +107,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         schedule: str = "1f1b",
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008 (frozen)
         sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
-        connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
+        connection: ConnectionConfig = ConnectionConfig(),
     ) -> None:
         super().__init__()
         self.options = LayoutOptions(
@@ -133,7 +136,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
 
     @property
     @override
-    def root_device(self) -> torch.device:
+    def root_device(self) -> torch.device:  # type: ignore[override]
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
@@ -150,7 +153,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         return self._topology
 
     @property
-    def parallel(self) -> ParallelModule:
+    def parallel(self) -> ParallelModule:  # type: ignore[override]
         """The module on its layout; exists once the strategy has set it up."""
         if self._parallel is None:
             raise RuntimeError("the module is put on its layout in Strategy.setup")
@@ -170,7 +173,8 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for function in (rank_zero_only, utilities_rank_zero_only):
+            setattr(function, "rank", self.global_rank)  # noqa: B010 (of a function)
 
     @override
     def setup_environment(self) -> None:
@@ -226,7 +230,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
                 )
             return earlier.topology
         seed = env.global_seed()
-        self._seed = seed if seed is not None else self._agree_on(random.SystemRandom().getrandbits(31))
+        self._seed = (
+            seed if seed is not None else self._agree_on(random.SystemRandom().getrandbits(31))
+        )
         return Topology(
             degrees,
             self.root_device,
@@ -236,7 +242,8 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         )
 
     def _agree_on(self, value: int) -> int:
-        return self.broadcast(value)
+        agreed: int = self.broadcast(value)
+        return agreed
 
     def _seed_process(self) -> None:
         """Equal default random streams on ranks that read the same samples, others elsewhere."""
@@ -414,7 +421,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, args, kwargs
+        )
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -422,7 +431,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+        return self._evaluate(
+            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
+        )
 
     def _evaluate(
         self,
@@ -437,7 +448,21 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
     def on_validation_end(self) -> None:
         self.parallel.data.reshard()
 
-    # End -------------------------------------------------------------------------------------------
+    # End ------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """End the processes that this one started, which may wait for it for ever.
+
+        They get a moment to fail by themselves: when this exception is but the echo of theirs, it
+        is their traceback that tells the user what went wrong.
+        """
+        if isinstance(self._launcher, _SubprocessScriptLauncher):
+            deadline = time.monotonic() + _GRACE_S
+            for process in self._launcher.procs:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0))
+            self._launcher.kill(signal.SIGKILL)
 
     @override
     def teardown(self) -> None:
@@ -466,6 +491,9 @@ def _nobody_else() -> bool:
     """What a metric is told that has no ranks to be synchronised with."""
     return False
 
+
+_GRACE_S = 3.0
+"""How long after a failure of rank 0 the other processes of the node may go on."""
 
 _PARALLEL = "_lightning_megatron_parallel"
 """Attribute under which a module remembers its layout, for a second Trainer."""

@@ -51,9 +51,7 @@ def loader(dataset: Dataset[Any] | None = None, *, dp: int = 1, **options: Any) 
     return DataLoader(dataset or samples(), batch_size=GLOBAL_BATCH // dp, **options)
 
 
-def make_trainer(
-    layout: Mapping[str, Any] | None, devices: int = 1, **options: Any
-) -> pl.Trainer:
+def make_trainer(layout: Mapping[str, Any] | None, devices: int = 1, **options: Any) -> pl.Trainer:
     """A Trainer without files and bars; ``layout`` None is plain Lightning."""
     strategy: Any = "auto" if layout is None else MegatronStrategy(**layout)
     quiet: dict[str, Any] = {
@@ -109,6 +107,6 @@ def dp_of(processes: int, layout: Mapping[str, Any]) -> int:
 
 
 def run(pool: WorkerPool, layout: str | None, job: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """``job(layout, devices, *args)`` on the ranks of a layout of `LAYOUTS`; None: plain Lightning."""
+    """Call ``job(layout, devices, *args)`` under one of `LAYOUTS`; None is plain Lightning."""
     devices, options = (1, None) if layout is None else LAYOUTS[layout]
     return pool.run(devices, job, options, devices, *args, **kwargs)

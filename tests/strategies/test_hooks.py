@@ -135,9 +135,7 @@ def gradients_at_hooks(
     layout: Mapping[str, Any] | None, devices: int, accumulate: int
 ) -> tuple[list[tuple[str, dict[str, Tensor]]], list[float], dict[str, Tensor]]:
     module, witness = Small(), Witness()
-    trainer = make_trainer(
-        layout, devices, accumulate_grad_batches=accumulate, callbacks=[witness]
-    )
+    trainer = make_trainer(layout, devices, accumulate_grad_batches=accumulate, callbacks=[witness])
     trainer.fit(module, loader(samples(48), dp=dp_of(devices, layout or {})))
     if layout is not None:
         losses = trainer.strategy.reduce(torch.tensor(witness.losses, dtype=torch.float64))

@@ -139,9 +139,7 @@ class Stopping(Small):
         }
 
 
-def decisions(
-    layout: Mapping[str, Any] | None, devices: int, folder: str
-) -> dict[str, Any]:
+def decisions(layout: Mapping[str, Any] | None, devices: int, folder: str) -> dict[str, Any]:
     dp, logger = dp_of(devices, layout or {}), RecordingLogger()
     best = ModelCheckpoint(
         folder, monitor="val", save_top_k=2, filename="{epoch}-{val:.4f}", save_weights_only=True
@@ -167,9 +165,7 @@ def decisions(
     }
 
 
-@pytest.mark.parametrize(
-    "layout", ["one process, 4 microbatches", "pp=2", "pp=2 x dp=2"]
-)
+@pytest.mark.parametrize("layout", ["one process, 4 microbatches", "pp=2", "pp=2 x dp=2"])
 def test_trap_06_monitors_decide_alike_on_all_ranks(
     pool: WorkerPool, layout: str, tmp_path: Any
 ) -> None:

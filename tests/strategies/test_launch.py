@@ -1,0 +1,199 @@
+"""How a run begins: names, command lines, launchers, and several Trainers in one process."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.strategies.small import (
+    Small,
+    assert_same,
+    dp_of,
+    loader,
+    make_trainer,
+    merged,
+    weights,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a fresh interpreter, as a user's shell does."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, *command], env=clean, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_strategy_is_known_by_name() -> None:
+    trainer = pl.Trainer(strategy="megatron", accelerator="cpu", devices=1, logger=False)
+    assert isinstance(trainer.strategy, MegatronStrategy)
+    assert trainer.strategy.options.tp == 1
+
+
+NAMED = """
+import lightning.pytorch as pl
+import lightning_megatron
+assert "lightning_megatron.strategies.megatron" not in __import__("sys").modules
+trainer = pl.Trainer(strategy="megatron", accelerator="cpu", devices=1, logger=False)
+print(type(trainer.strategy).__name__)
+"""
+
+
+def test_the_strategy_is_known_by_name_once_the_package_is_imported() -> None:
+    """Without loading it: the import of the package stays light."""
+    result = python("-c", NAMED)
+    assert result.stdout.split() == ["MegatronStrategy"], result.stderr
+
+
+def test_lightning_cli_parses_every_option() -> None:
+    """Plain values and nested dataclasses alike."""
+    options = {
+        "tp": "1",
+        "pp": "1",
+        "zero": "3",
+        "dp_replicate": "1",
+        "sequence_parallel": "false",
+        "num_microbatches": "2",
+        "schedule": "gpipe",
+        "pipeline.partition": "[2, 2]",
+        "sharding.min_numel": "10",
+        "sharding.wrap": "[Linear]",
+        "connection.timeout_s": "20",
+    }
+    args = ["--trainer.strategy=MegatronStrategy", "--trainer.accelerator=cpu"]
+    args += ["--trainer.devices=1", "--trainer.logger=false"]
+    args += [f"--trainer.strategy.{name}={value}" for name, value in options.items()]
+    cli = LightningCLI(Small, args=args, run=False, save_config_callback=None)
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, MegatronStrategy)
+    assert strategy.options.zero == 3
+    assert strategy.options.num_microbatches == 2
+    assert strategy.options.schedule == "gpipe"
+    assert strategy.options.pipeline.partition == [2, 2]
+    assert strategy._sharding.wrap == ["Linear"]
+    assert strategy._sharding.min_numel == 10
+    assert strategy._connection.timeout_s == 20
+
+
+def test_lightning_cli_names_an_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--trainer.strategy=MegatronStrategy", "--trainer.strategy.tpp=2"]
+    with pytest.raises(SystemExit) as error:
+        LightningCLI(Small, args=args, run=False, save_config_callback=None)
+    assert error.value.code == 2
+    assert "tpp" in capsys.readouterr().err
+
+
+SCRIPT = """
+import torch
+from tests.strategies.small import Small, loader, make_trainer, weights
+trainer = make_trainer({"pp": 2}, 2)
+module = Small()
+trainer.fit(module, loader())
+own = [name for name in weights(module)]
+print("rank", trainer.global_rank, len(own), trainer.callback_metrics)
+second = Small()  # another Trainer, with another layout, in the same processes
+trainer = make_trainer({"zero": 3}, 2)
+trainer.fit(second, loader(dp=2))
+if trainer.is_global_zero:
+    torch.save((len(own), sorted(weights(second))), "done.pt")
+else:
+    weights(second)
+"""
+
+
+def test_the_subprocess_launcher_starts_one_process_per_device(tmp_path: Path) -> None:
+    """And a second Trainer of the script uses the same processes."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    ranks = sorted(line.split()[1] for line in result.stdout.splitlines() if "rank " in line)
+    assert ranks == ["0", "1"]
+    held, names = torch.load(tmp_path / "done.pt")
+    assert held == 4  # half of the four layers
+    assert len(names) == 8
+
+
+def two_layouts(
+    first: Mapping[str, Any], second: Mapping[str, Any], devices: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    results = []
+    for layout in (first, second):
+        module = Small()
+        data = loader(dp=dp_of(devices, layout))
+        make_trainer(layout, devices, gradient_clip_val=0.1).fit(module, data)
+        results.append(weights(module))
+    return results[0], results[1]
+
+
+def fit_plain() -> dict[str, Tensor]:
+    module = Small()
+    make_trainer(None, 1, gradient_clip_val=0.1).fit(module, loader())
+    return weights(module)
+
+
+@pytest.mark.parametrize(
+    ("devices", "first", "second"),
+    [(2, {"pp": 2}, {"zero": 3}), (4, {"tp": 2}, {"pp": 2, "zero": 0})],
+)
+def test_two_trainers_with_different_layouts_do_not_see_each_other(
+    pool: WorkerPool, devices: int, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    [plain] = pool.run(1, fit_plain)
+    results = pool.run(devices, two_layouts, first, second, devices)
+    for number in (0, 1):
+        assert_same(merged([result[number] for result in results]), plain)
+
+
+def fit_twice(layouts: list[dict[str, Any]], devices: int) -> dict[str, Tensor]:
+    module = Small()
+    for layout in layouts:
+        make_trainer(layout, devices).fit(module, loader(dp=dp_of(devices, layout)))
+    return weights(module)
+
+
+def fit_plain_twice() -> dict[str, Tensor]:
+    module = Small()
+    for _ in range(2):
+        make_trainer(None, 1).fit(module, loader())
+    return weights(module)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"zero": 1}, {"zero": 3}])
+def test_a_module_goes_on_under_a_second_trainer_of_the_same_layout(
+    pool: WorkerPool, layout: dict[str, Any]
+) -> None:
+    [plain] = pool.run(1, fit_plain_twice)
+    assert_same(merged(pool.run(2, fit_twice, [layout, layout], 2)), plain)
+
+
+@pytest.mark.parametrize("other", [{"zero": 1}, {"zero": 3}, {"tp": 2}])
+def test_a_module_cannot_change_its_layout(pool: WorkerPool, other: dict[str, Any]) -> None:
+    first = {"pp": 2} if other != {"zero": 3} else {"zero": 0}
+    with pytest.raises(WorkerError, match="earlier Trainer") as failure:
+        pool.run(2, fit_twice, [first, other], 2)
+    assert isinstance(failure.value.__cause__, ConfigError)
+    assert len(failure.value.failures) == 2
