@@ -1,8 +1,8 @@
 """Data parallelism in two processes against Lightning's own strategies.
 
-ZeRO 0 and 1 against ``DDPStrategy`` (target: at most 1.05), ZeRO 3 against ``ModelParallelStrategy``
-with FSDP2 applied to every block and the root, as Lightning's documentation shows it (target: at
-most 1.0).
+ZeRO 0 and 1 against ``DDPStrategy`` (target: at most 1.05), ZeRO 3 against
+``ModelParallelStrategy`` with FSDP2 applied to every block and the root, as Lightning's
+documentation shows it (target: at most 1.0).
 
     python -m benchmarks.data_parallel [--rounds 6] [--steps 40]
 """

@@ -76,7 +76,9 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def fit(module: pl.LightningModule, strategy: Any, steps: int, batch_size: int, length: int) -> list[float]:
+def fit(
+    module: pl.LightningModule, strategy: Any, steps: int, batch_size: int, length: int
+) -> list[float]:
     """Train for ``steps`` steps; seconds of each counted step."""
     timer = StepTimer()
     trainer = pl.Trainer(

@@ -7,8 +7,8 @@ between steps::
     zero 1, 2   (P + P + 2P) / d      (gathered parameters exist during the step only)
     zero 3      (P + P + 2P) / d
 
-and while backward runs, besides that, full parameters (zero 0 to 2) and full gradients (zero 0 and 1)
-of its units. This benchmark counts what the tensors at rest occupy, after a step.
+and while backward runs, besides that, full parameters (zero 0 to 2) and full gradients (zero 0 and
+1) of its units. This benchmark counts what the tensors at rest occupy, after a step.
 
     python -m benchmarks.memory
 """

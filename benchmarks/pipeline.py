@@ -154,9 +154,7 @@ def main() -> None:
                         "ideal bubble": "" if hidden else round(ideal.bubble_fraction, 3),
                         "our bubble": ""
                         if hidden
-                        else round(
-                            1 - MICROBATCHES * (FORWARD_S + BACKWARD_S) / times["ours"], 3
-                        ),
+                        else round(1 - MICROBATCHES * (FORWARD_S + BACKWARD_S) / times["ours"], 3),
                     }
                 )
     title = f"1F1B against torch.distributed.pipelining, {MICROBATCHES} microbatches"

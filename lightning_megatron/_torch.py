@@ -14,7 +14,6 @@ from torch import Tensor
 # The FSDP2-based replicate (ZeRO 0) has no public home in 2.11-2.13; the older
 # torch.distributed._composable.replicate is built on DDP and mixes with no DTensor.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
-
 from torch.distributed.tensor import DTensor
 
 # Undocumented in 2.11-2.13, though every distributed module of torch leans on it.

@@ -55,8 +55,8 @@ LAYERS = {
     # 5: transforms on any model
     "parallel": 5,
     "pipeline": 5,
-    "precision": 5,
-    # 6: what is kept, and planned
+    # 6: what is kept, and planned; number formats, which clip what parallel/ has spread
+    "precision": 6,
     "checkpoint": 6,
     "planner": 6,
     "data/datamodule": 6,

@@ -8,9 +8,9 @@ header would double the latency. So a message is one flat buffer::
     | bytes, meta length | meta (JSON), only if it changed | tensor | tensor | ...
 
 and each receive is posted ahead with a *capacity* that both ends compute alike: the longest message
-of earlier steps, and of this step up to the one consumed when the receive was posted. A message that
-fits is sent as it is (gloo accepts shorter ones); one that does not is announced by a message of one
-header and follows under another tag. `InlineChannel` does this. On devices whose header
+of earlier steps, and of this step up to the one consumed when the receive was posted. A message
+that fits is sent as it is (gloo accepts shorter ones); one that does not is announced by a message
+of one header and follows under another tag. `InlineChannel` does this. On devices whose header
 could not be read without a synchronisation, `DeviceChannel` sends the meta through an
 `InlineChannel` between the hosts and each tensor, in its exact size, through the device's group.
 
@@ -181,7 +181,7 @@ class InlineChannel:
             offset += _aligned(leaf.numel() * leaf.element_size())
         buffer = torch.empty(offset, dtype=torch.uint8)
         raw = buffer.numpy()  # shares the memory; small accesses are much cheaper than a tensor's
-        raw[:_NUMBERS.size] = bytearray(_NUMBERS.pack(offset, len(meta)))
+        raw[: _NUMBERS.size] = bytearray(_NUMBERS.pack(offset, len(meta)))
         if meta:
             raw[_HEADER_BYTES : _HEADER_BYTES + len(meta)] = bytearray(meta)
         for leaf, begin in zip(leaves, offsets, strict=True):
@@ -270,7 +270,7 @@ def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...
 
 
 def _read_header(buffer: Tensor) -> tuple[int, int]:
-    total, meta_length = _NUMBERS.unpack(buffer.numpy()[: _NUMBERS.size])
+    total, meta_length = _NUMBERS.unpack(buffer.numpy()[: _NUMBERS.size].tobytes())
     return total, meta_length
 
 
@@ -278,4 +278,3 @@ def _not_none(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise RuntimeError("A pipeline channel was used by a rank outside its group")
     return work
-

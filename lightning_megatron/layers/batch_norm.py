@@ -7,16 +7,20 @@ and forward it sums ``2 c + 1`` numbers over the ranks (mean and count, then squ
 that nothing cancels), and as many in backward.
 """
 
+from typing import Any, TypeAlias
+
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_megatron.comm.functional import copy_to, reduce_from
 from lightning_megatron.topology.mesh import Axis
 
 
-class SyncBatchNorm(_BatchNorm):
+BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+
+
+class SyncBatchNorm(nn.BatchNorm1d):
     """Normalises by the statistics of the global batch while training.
 
     Args:
@@ -24,7 +28,7 @@ class SyncBatchNorm(_BatchNorm):
         batch: the ranks that see different samples.
     """
 
-    def __init__(self, source: _BatchNorm, batch: Axis) -> None:
+    def __init__(self, source: BatchNorm, batch: Axis) -> None:
         super().__init__(
             source.num_features,
             source.eps,
@@ -81,16 +85,18 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronize_batch_norm(module: nn.Module, batch: Axis, device: torch.device) -> nn.Module:
-    """Replace every batch norm in ``module`` by one over the ranks of ``batch``; returns the module.
+    """Replace every batch norm in ``module`` by one over the ranks of ``batch``, in place.
 
     On GPUs torch's own is used.
     """
     if batch.group is None:
         return module
     if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module, batch.group)
+        convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        native: nn.Module = convert(module, batch.group)
+        return native
     for child in list(module.modules()):
         for name, layer in child.named_children():
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+            if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm):
                 setattr(child, name, SyncBatchNorm(layer, batch))
     return module

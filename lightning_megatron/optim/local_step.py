@@ -99,12 +99,12 @@ def check_optimizer(optimizer: Optimizer, tp: int) -> str | None:
         return None
     if name in _WHOLE_TENSOR:
         raise ConfigError(
-            f"tp={tp}, optimizer={name}: it computes on whole matrices, but under tp every rank holds "
-            "a slice; nearest valid: an element-wise optimizer such as AdamW, or tp=1"
+            f"tp={tp}, optimizer={name}: it computes on whole matrices, but under tp every rank "
+            "holds a slice; nearest valid: an element-wise optimizer such as AdamW, or tp=1"
         )
     return (
-        f"tp={tp}, optimizer={name}: every rank steps on its slices of the parallel layers, which is "
-        "right for element-wise optimizers only"
+        f"tp={tp}, optimizer={name}: every rank steps on its slices of the parallel layers, "
+        "which is right for element-wise optimizers only"
     )
 
 

@@ -1,4 +1,6 @@
-"""Puts a module on a layout. The order of the transforms is fixed here and nowhere else:
+"""Puts a module on a layout.
+
+The order of the transforms is fixed here and nowhere else:
 
 1. plan on the whole module (names, ties, stages);
 2. copy rank 0's weights to all ranks, if the module was built with real ones;

@@ -20,6 +20,7 @@ switches.) Reduction is a mean over the data-parallel ranks.
 """
 
 from collections.abc import Sequence
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +39,31 @@ class ShardingConfig:
 
     wrap: list[str] | None = None
     """Class names of the modules to treat as units. None: the items of a PipelineSequential and of
-    every other ``nn.ModuleList`` or ``nn.Sequential``. An empty list: the whole module is one unit."""
+    every other ``nn.ModuleList`` or ``nn.Sequential``. An empty list: the whole module is one
+    unit."""
     min_numel: int = 1_000_000
     """Below ZeRO 3, units with fewer parameters are joined with the rest of the module, so that a
     collective is worth its latency."""
+
+    def problems(self, module: nn.Module | None) -> list[str]:
+        """Faults of the options, and if ``module`` is given, of naming its classes."""
+        problems = []
+        if not isinstance(self.min_numel, int) or self.min_numel < 0:
+            problems.append(
+                f"sharding.min_numel={self.min_numel!r}: must be a whole number of at least 0; "
+                "nearest valid: min_numel=0"
+            )
+        if module is None:
+            return problems
+        classes = sorted({type(child).__name__ for child in module.modules()})
+        for name in self.wrap or ():
+            if name not in classes:
+                close = difflib.get_close_matches(str(name), classes, n=1, cutoff=0.0)
+                problems.append(
+                    f"sharding.wrap={name!r}: the module holds no {name}, so nothing would be "
+                    f"wrapped; nearest valid: {close[0]!r}, or wrap=None"
+                )
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@ Rule: after `GradientSet.finish`, ``.grad`` of every parameter is this rank's pa
 global gradient, whatever the layout. FSDP2 leaves four kinds that it cannot know about:
 
 * *partial over tp*: parameters held whole by all tp ranks that each saw only a part of the sequence
-  (norms and row-parallel biases under sequence parallelism, replicated key/value projections). Their
-  gradients are summed over tp.
-* *tied over stages*: one parameter that items of several pipeline stages share (embedding and head).
+  (norms and row-parallel biases under sequence parallelism, replicated key/value projections).
+  Their gradients are summed over tp.
+* *tied over stages*: one parameter that items of several pipeline stages share (embedding and
+head).
   Summed over those stages.
 * *outside the trunk*: parameters of a pipelined module that are not in its `PipelineSequential`.
   Every stage holds them. Averaged over the data-parallel ranks and summed over the stages, so it
@@ -105,7 +106,7 @@ class GradientSet:
         return global_norm(counted, self._topology.device, self._world_group)
 
     def clip_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm."""
+        """Scale all gradients to a global norm of at most ``max_norm``; returns the norm."""
         self.last_norm = norm = self.norm()
         scale_(self.local_gradients(), clip_coefficient(norm, max_norm))
         return norm

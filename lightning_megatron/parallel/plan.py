@@ -1,8 +1,8 @@
 """What will happen to a module, worked out on its structure alone.
 
 A `ModulePlan` is made from a module whose parameters may be on the meta device, before any process
-group exists: which item goes to which pipeline stage, which names are aliases of one tied parameter,
-what lies outside the trunk, and everything that is wrong with it.
+group exists: which item goes to which pipeline stage, which names are aliases of one tied
+parameter, what lies outside the trunk, and everything that is wrong with it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from functools import cached_property
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.pipeline.partition import (
     explicit_partition,
     partition_by_cost,
@@ -79,9 +80,7 @@ class ModulePlan:
         trunk = self.trunk
         if trunk is None or self._degrees.pp == 1:
             return {}
-        stage_of_item = {
-            item: stage for stage, part in enumerate(self.stages) for item in part
-        }
+        stage_of_item = {item: stage for stage, part in enumerate(self.stages) for item in part}
         found: dict[str, int] = {}
         for index, item in enumerate(trunk.items()):
             prefix = _join(self.trunk_name or "", trunk.item_names[index])
@@ -97,12 +96,27 @@ class ModulePlan:
             stages.setdefault(self.canonical[alias], set()).add(stage)
         return {name: tuple(sorted(s)) for name, s in stages.items() if len(s) > 1}
 
-    def problems(self) -> list[str]:
+    def problems(self, *, sequence_parallel: bool = False) -> list[str]:
         """Everything about the module that the layout forbids."""
         found = [p for layer in self._module.modules() for p in _own_problems(layer, self._degrees)]
+        if sequence_parallel:
+            found += self._sequence_problems()
         if self._degrees.pp > 1:
             found += self._pipeline_problems()
         return found
+
+    def _sequence_problems(self) -> list[str]:
+        """Plain modules among parallel layers: they would see a part of the sequence unawares."""
+        return [
+            f"sequence_parallel=True: {prefix}.{name} ({type(child).__name__}) is no parallel "
+            "layer, so the gradients of its parameters would miss the other ranks' part of the "
+            "sequence; nearest valid: a layer of lightning_megatron.layers, or "
+            "sequence_parallel=False"
+            for prefix, part in self._module.named_children()
+            if any(isinstance(m, ParallelLayer) for m in part.modules())
+            for name, child in part.named_modules()
+            if not isinstance(child, ParallelLayer) and any(True for _ in _own_parameters(child))
+        ]
 
     def _pipeline_problems(self) -> list[str]:
         pp = self._degrees.pp
@@ -119,22 +133,21 @@ class ModulePlan:
         if problems:
             return problems
         inside = set(self.stage_of)
-        shared = [
+        return [
             f"pp={pp}: parameter {canonical!r} is shared between the PipelineSequential and the "
             f"rest of the module ({alias!r}); nearest valid: move both uses into the "
             "PipelineSequential, or pp=1"
             for alias, canonical in self.canonical.items()
             if (alias in inside) != (canonical in inside)
         ]
-        return shared
 
     def _costs(self, trunk: PipelineSequential) -> Sequence[float]:
         return [sum(p.numel() for p in item.parameters()) for item in trunk.items()]
 
 
 _NO_TRUNK = (
-    "pp={pp}: the module has no PipelineSequential, so there is nothing to cut into stages; nearest "
-    "valid: wrap the sequential part of the network in "
+    "pp={pp}: the module has no PipelineSequential, so there is nothing to cut into stages; "
+    "nearest valid: wrap the sequential part of the network in "
     "lightning_megatron.PipelineSequential(embedding=..., layers=[...], head=...) and call it once "
     "in every step, or pp=1"
 )
@@ -180,9 +193,15 @@ def _fits(module: nn.Module, min_numel: int, owners: Mapping[int, int]) -> bool:
     return size >= max(min_numel, 1) and all(owners[key] == count for key, count in own.items())
 
 
-def _own_problems(layer: nn.Module, degrees: Degrees) -> Sequence[str]:
-    check = getattr(layer, "problems", None)
-    return check(degrees) if callable(check) else ()
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
+
+
+def _layer_problems(module: nn.Module, degrees: Degrees) -> list[str]:
+    """Faults of ``module``, or where it has none, of its parts: a whole speaks for its parts."""
+    check = getattr(module, "problems", None)
+    own = list(check(degrees)) if callable(check) else []
+    return own or [p for child in module.children() for p in _layer_problems(child, degrees)]
 
 
 def _join(prefix: str, name: str) -> str:

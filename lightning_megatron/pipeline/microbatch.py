@@ -1,8 +1,8 @@
 """Cutting a batch into microbatches, and putting their results together again.
 
-One Lightning batch is this data-parallel rank's share of the global batch. Its microbatches may have
-different sizes: each counts with its share of the samples, so that the loss and its gradient are
-those of the whole batch for any loss that is a mean over samples.
+One Lightning batch is this data-parallel rank's share of the global batch. Its microbatches may
+have different sizes: each counts with its share of the samples, so that the loss and its gradient
+are those of the whole batch for any loss that is a mean over samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,7 +119,7 @@ def _cut(batch: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
         if isinstance(leaf, Tensor) and leaf.ndim:
             if leaf.shape[0] != total:
                 raise _cannot_cut(f"a tensor of shape {tuple(leaf.shape)} beside {total} samples")
-            columns.append(leaf.split(list(sizes)))
+            columns.append(torch.split(leaf, list(sizes)))
         elif isinstance(leaf, list):
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
             columns.append([leaf[s : s + n] for s, n in zip(starts, sizes, strict=True)])
@@ -131,7 +131,7 @@ def _cut(batch: Any, sizes: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _is_column(node: Any, total: int) -> bool:
-    """Whether ``node`` is a list with one plain value per sample (as the collate function makes)."""
+    """Whether ``node`` is a list with one plain value per sample, as collating makes it."""
     return _is_plain_list(node) and len(node) == total
 
 

@@ -7,8 +7,8 @@ output. For a backward it receives the gradient of that output, runs autograd fr
 received activation, and sends that activation's gradient back.
 
 Sends return at once; receives are posted ahead of time (`comm.point_to_point`). After a send only
-the output's *gradient edge* is kept, so the memory of an activation that the next stage holds anyway
-is freed here.
+the output's *gradient edge* is kept, so the memory of an activation that the next stage holds
+anyway is freed here.
 """
 
 from collections.abc import Callable, Sequence

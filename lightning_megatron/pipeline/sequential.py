@@ -54,8 +54,8 @@ class RemoteItem(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"Item {self.name!r} of the PipelineSequential lives on pipeline stage {self.stage}; it can "
-            "only be reached by calling the PipelineSequential, not directly."
+            f"Item {self.name!r} of the PipelineSequential lives on pipeline stage {self.stage}; "
+            "it can only be reached by calling the PipelineSequential, not directly."
         )
 
 

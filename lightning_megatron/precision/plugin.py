@@ -106,7 +106,7 @@ class HalfShardedPrecision(ShardedPrecision, HalfPrecision):
         return ComputeTypes(reduction=torch.float32)
 
 
-class MixedShardedPrecision(ShardedPrecision, MixedPrecision):
+class MixedShardedPrecision(ShardedPrecision, MixedPrecision):  # type: ignore[misc]
     """``bf16-mixed``."""
 
     @property

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.io import load_directory, save_directory
@@ -129,7 +129,7 @@ class CheckpointHooks:
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, on rank zero."""
         if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(filepath)
+            self.checkpoint_io.remove_checkpoint(os.fspath(filepath))
 
     def _optimized_names(self) -> dict[torch.Tensor, str]:
         return parameter_names(self.parallel.module, self.parallel.canonical)

@@ -128,4 +128,5 @@ def _reduce_op(op: ReduceOp | str | None) -> tuple[bool, Any]:
         if op in (None, "mean", "avg"):
             return True, ReduceOp.SUM
         return False, getattr(ReduceOp, op.upper())
-    return (True, ReduceOp.SUM) if op == ReduceOp.AVG else (False, op)
+    average: Any = ReduceOp.AVG
+    return (True, ReduceOp.SUM) if op == average else (False, op)

@@ -1,10 +1,10 @@
 """Where a resumed run goes on reading, whatever its layout.
 
 Lightning restores how many batches of the epoch are done, but iterates the loader from its start,
-and creates the iterator before it tells the sampler which epoch it is. Here the epoch is set and the
-samples that were read are skipped when the loader is prepared; skipping draws indices and reads no
-data. The position is counted in samples of the whole job, so it means the same under another
-data-parallel degree.
+and creates the iterator before it tells the sampler which epoch it is. Here the epoch is set and
+the samples that were read are skipped when the loader is prepared; skipping draws indices and
+reads no data. The position is counted in samples of the whole job, so it means the same under
+another data-parallel degree.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.data import _update_dataloader
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_megatron.topology.mesh import Topology
@@ -44,8 +45,8 @@ class DataPosition:
         """The training loader, moved to the restored position if there is one."""
         saved, self.samples_per_batch = self.samples_per_batch, None
         fit_loop = trainer.fit_loop
-        batches = fit_loop.epoch_loop.batch_progress.current.processed
-        epoch = fit_loop.epoch_progress.current.processed
+        batches: int = getattr(fit_loop.epoch_loop.batch_progress.current, "processed", 0)
+        epoch: int = getattr(fit_loop.epoch_progress.current, "processed", 0)
         sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
         if saved is None or has_iterable_dataset(dataloader) or not hasattr(sampler, "__len__"):
             return dataloader
@@ -63,7 +64,9 @@ class DataPosition:
                 f"counts, which is not as many as there are samples left; batch_size="
                 f"{saved // topology.batch.size} would keep the batch"
             )
-        return _update_dataloader(dataloader, _Resumed(sampler, batches * saved // topology.batch.size))
+        return _update_dataloader(
+            dataloader, _Resumed(sampler, batches * saved // topology.batch.size)
+        )
 
 
 class _Resumed(Sampler[Any]):

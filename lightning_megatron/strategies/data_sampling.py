@@ -10,8 +10,9 @@ samples that one process would read.
 
 from typing import Any
 
+from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.utilities.data import _update_dataloader, has_iterable_dataset
+from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_megatron import env

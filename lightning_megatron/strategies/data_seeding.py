@@ -38,7 +38,7 @@ def _samplers(dataloader: DataLoader[object]) -> Iterator[Any]:
     sampler: Any = getattr(dataloader.batch_sampler, "sampler", None)
     yield sampler
     if isinstance(sampler, DistributedSamplerWrapper):
-        yield sampler.dataset._sampler
+        yield getattr(sampler.dataset, "_sampler", None)
 
 
 def _generator(topology: Topology, *names: object) -> torch.Generator:

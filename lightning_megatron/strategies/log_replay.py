@@ -10,7 +10,7 @@ A logged ``torchmetrics.Metric`` is updated where the step runs. The other stage
 whose ``compute`` receives the value from the last stage.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,17 +47,31 @@ class LogCall:
         """The batch's value: the mean over microbatches, or what ``reduce_fx`` says."""
         values = [_number(v) for v in self.values]
         reduce_fx = self.options.get("reduce_fx", "mean")
-        named = {"sum": sum, "max": max, "min": min, torch.sum: sum, torch.max: max, torch.min: min}
-        if reduce_fx in named:
-            return float(named[reduce_fx](values))
+        if reduce_fx in ("sum", torch.sum, sum):
+            return sum(values)
+        if reduce_fx in ("max", torch.max, max):
+            return max(values)
+        if reduce_fx in ("min", torch.min, min):
+            return min(values)
         return sum(v * w for v, w in zip(values, self.weights, strict=True)) / sum(self.weights)
 
-    def schema(self, attribute: str | None) -> tuple[str, dict[str, Any], str | None]:
-        """All that another rank needs to replay the call, but for the value."""
-        options = dict(self.options)
-        if self.batch_sizes:
-            options["batch_size"] = sum(self.batch_sizes)
-        return self.name, options, attribute
+    def all_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``LightningModule.log`` for the whole batch."""
+        if not self.batch_sizes:
+            return self.options
+        return {**self.options, "batch_size": sum(self.batch_sizes)}
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All that another rank needs to repeat a call, but for the value."""
+
+    name: str
+    options: dict[str, Any]
+    attribute: str | None
+    """Name of the logged metric object; None for a number."""
+    has_forward: bool
+    """Whether the metric has a value on the batch alone."""
 
 
 class LogRecorder:
@@ -89,7 +103,7 @@ class LogRecorder:
         options.pop("enable_graph", None)
         batch_size = options.pop("batch_size", None)
         call = self.calls.setdefault(name, LogCall(name, options))
-        if isinstance(value, Metric) and value._forward_cache is not None:
+        if isinstance(value, Metric):
             self._keep_forward_value(name, value._forward_cache)
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.weights.append(self._weight)
@@ -162,13 +176,11 @@ class LogReplay:
         self, module: LightningModule, pp: Axis, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._module, self._pp, self._device, self._dtype = module, pp, device, dtype
-        self._schemas: dict[str, list[Any]] = {}
+        self._schemas: dict[str, list[Replay]] = {}
         self._metrics: dict[str, StageMetric] = {}
         self._is_last = pp.rank == pp.size - 1
 
-    def share(
-        self, hook: str, recorder: LogRecorder, extra: Sequence[float] = ()
-    ) -> list[float]:
+    def share(self, hook: str, recorder: LogRecorder, extra: Sequence[float] = ()) -> list[float]:
         """Replay the calls of one step on this rank; collective over the pipeline.
 
         Args:
@@ -180,20 +192,26 @@ class LogReplay:
             ``extra`` of the last stage.
         """
         schema = [
-            [*call.schema(self._attribute(call)), recorder.forward_value(call.name) is not None]
+            Replay(
+                name=call.name,
+                options=call.all_options(),
+                attribute=self._attribute(call),
+                has_forward=recorder.forward_value(call.name) is not None,
+            )
             for call in recorder.calls.values()
         ]
         values = [self._packed(recorder, call) for call in recorder.calls.values()]
         if self._pp.group is not None:
             schema, values, extra = self._exchange(hook, schema, values, extra)
-        for (name, options, attribute, has_forward), value in zip(schema, values, strict=True):
-            if attribute is None:
-                self._module.log(name, self._scalar(value), **options)
+        for call, value in zip(schema, values, strict=True):
+            if call.attribute is None:
+                self._module.log(call.name, self._scalar(value), **call.options)
             else:
-                metric = self._stage_metric(recorder, name, attribute)
-                metric._forward_cache = self._scalar(value) if has_forward else None
-                options = {**options, "metric_attribute": attribute}
-                self._module.log(name, metric, **options)
+                metric = self._stage_metric(recorder, call.name, call.attribute)
+                cache: Any = self._scalar(value) if call.has_forward else None
+                metric._forward_cache = cache
+                options = {**call.options, "metric_attribute": call.attribute}
+                self._module.log(call.name, metric, **options)
         return list(extra)
 
     def _scalar(self, value: float) -> Tensor:
@@ -206,8 +224,8 @@ class LogReplay:
         return float("nan") if forward is None else float(forward)
 
     def _exchange(
-        self, hook: str, schema: list[Any], values: list[float], extra: Sequence[float]
-    ) -> tuple[list[Any], list[float], list[float]]:
+        self, hook: str, schema: list[Replay], values: list[float], extra: Sequence[float]
+    ) -> tuple[list[Replay], list[float], list[float]]:
         known = self._schemas.get(hook)
         if self._is_last:
             changed = known is None or known != schema
@@ -236,10 +254,10 @@ class LogReplay:
             return given
         for name, module in self._module.named_modules():
             if module is metric:
-                return name
+                return str(name)
         raise ValueError(
-            f"self.log({call.name!r}, <{type(metric).__name__}>): the metric is not an attribute of "
-            "the module; set it as one, or pass metric_attribute="
+            f"self.log({call.name!r}, <{type(metric).__name__}>): the metric is not an attribute "
+            "of the module; set it as one, or pass metric_attribute="
         )
 
     def _stage_metric(self, recorder: LogRecorder, name: str, attribute: str) -> Metric:
@@ -257,5 +275,3 @@ class LogReplay:
 
 def _number(value: Any) -> float:
     return value.item() if isinstance(value, Tensor) else float(value)
-
-

@@ -4,6 +4,7 @@ Hooks only. What they do is decided in `strategies.preflight` (is the run legal)
 (put the module on the layout), `strategies.steps` (run a batch) and `checkpoint` (save and load).
 """
 
+import difflib
 import random
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -29,6 +30,7 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -62,6 +64,26 @@ class ConnectionConfig:
     """``torch.distributed`` backend; None: nccl on GPUs, gloo on CPUs."""
     timeout_s: float = 1800.0
     """Seconds after which a collective that a peer does not join fails."""
+
+    def problems(self) -> list[str]:
+        """Faults of the options."""
+        problems = []
+        known = dist.Backend.backend_list
+        # "cpu:gloo,cuda:nccl" names one for each kind of device.
+        named = [part.rpartition(":")[2] for part in (self.backend or "gloo").split(",")]
+        for name in named:
+            if name.lower() not in known:
+                close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
+                problems.append(
+                    f"connection.backend={self.backend!r}: torch.distributed has {', '.join(known)}"
+                    f"; nearest valid: backend={close[0]!r}"
+                )
+        if not self.timeout_s > 0:
+            problems.append(
+                f"connection.timeout_s={self.timeout_s}: must be positive; nearest valid: "
+                "timeout_s=1800"
+            )
+        return problems
 
 
 class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
@@ -181,8 +203,10 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         module = self._module()
-        findings = examine(module.trainer, module, self.options, self.world_size)
-        raise_if_any(findings.problems)
+        findings = examine(
+            module.trainer, module, self.options, self._sharding, self.world_size
+        )
+        raise_if_any([*self._connection.problems(), *findings.problems])
         self._defer_init = findings.defer_init
         if findings.real_because:
             rank_zero_warn(

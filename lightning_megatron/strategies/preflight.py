@@ -20,11 +20,16 @@ from torch.utils.data import DataLoader
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.init import uninitialisable
+from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
 from lightning_megatron.pipeline.schedule import schedule_problems
-from lightning_megatron.topology.degrees import Degrees, degree_problems, infer_degrees
-from lightning_megatron.topology.degrees import divisibility_problem
+from lightning_megatron.topology.degrees import (
+    Degrees,
+    degree_problems,
+    divisibility_problem,
+    infer_degrees,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +77,12 @@ class LayoutOptions:
                 "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
                 "valid: sequence_parallel=False, or tp=2"
             )
+        if self.pipeline.partition is not None and self.pp == 1:
+            stages = max(len(self.pipeline.partition), 2)
+            problems.append(
+                f"pipeline.partition={self.pipeline.partition}, pp=1: the partition says how a "
+                f"pipeline is cut, and there is none; nearest valid: partition=None, or pp={stages}"
+            )
         return problems + self._microbatch_problems()
 
     def _microbatch_problems(self) -> list[str]:
@@ -85,8 +96,9 @@ class LayoutOptions:
         ]
         if self.microbatch_size is not None and self.num_microbatches is not None:
             problems.append(
-                f"microbatch_size={self.microbatch_size}, num_microbatches={self.num_microbatches}: "
-                "one follows from the other and the batch size; nearest valid: give only one"
+                f"microbatch_size={self.microbatch_size}, num_microbatches="
+                f"{self.num_microbatches}: one follows from the other and the batch size; nearest "
+                "valid: give only one"
             )
         return problems
 
@@ -103,10 +115,17 @@ class Findings:
     """Modules for which it cannot."""
 
 
-def examine(trainer: Trainer, module: LightningModule, options: LayoutOptions, world_size: int) -> Findings:
+def examine(
+    trainer: Trainer,
+    module: LightningModule,
+    options: LayoutOptions,
+    sharding: ShardingConfig,
+    world_size: int,
+) -> Findings:
     """Examine a run; touches nothing."""
     problems = options.problems(world_size)
     layout_is_legal = not problems
+    problems += sharding.problems(None)
     problems += _loop_problems(module, options)
     problems += _data_problems(trainer, options)
     degrees = options.degrees(world_size) if layout_is_legal else None
@@ -120,8 +139,11 @@ def examine(trainer: Trainer, module: LightningModule, options: LayoutOptions, w
         else:
             built = True
             real_because = uninitialisable(module)
+            problems += sharding.problems(module)
             if degrees is not None:
-                problems += ModulePlan(module, degrees, options.pipeline).problems()
+                problems += ModulePlan(module, degrees, options.pipeline).problems(
+                    sequence_parallel=options.sequence_parallel
+                )
                 problems += _shape_problems(trainer, module, options)
     defer = built and not real_because
     return Findings(tuple(dict.fromkeys(problems)), defer, tuple(real_because))
@@ -172,8 +194,8 @@ def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]
     if several and not module.automatic_optimization:
         problems.append(
             f"{given}, automatic_optimization=False: forward and backward of microbatches are "
-            "interleaved by the strategy, so the module cannot call manual_backward; nearest valid: "
-            "automatic_optimization=True, or pp=1 and num_microbatches=1"
+            "interleaved by the strategy, so the module cannot call manual_backward; nearest "
+            "valid: automatic_optimization=True, or pp=1 and num_microbatches=1"
         )
     if several and is_overridden("backward", module):
         problems.append(
@@ -195,15 +217,13 @@ def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
     wanted = options.microbatch_size
     if isinstance(size, int) and wanted is not None and _whole(wanted) > size:
         return [
-            f"microbatch_size={wanted}, batch_size={size}: a microbatch is a part of the batch that "
-            f"one data-parallel rank reads; nearest valid: microbatch_size={size}"
+            f"microbatch_size={wanted}, batch_size={size}: a microbatch is a part of the batch "
+            f"that one data-parallel rank reads; nearest valid: microbatch_size={size}"
         ]
     return []
 
 
-def _shape_problems(
-    trainer: Trainer, module: LightningModule, options: LayoutOptions
-) -> list[str]:
+def _shape_problems(trainer: Trainer, module: LightningModule, options: LayoutOptions) -> list[str]:
     length = _option(trainer, "seq_len")
     uses_layers = any(isinstance(m, ParallelLayer) for m in module.modules())
     if not (options.sequence_parallel and uses_layers and isinstance(length, int)):

@@ -205,9 +205,7 @@ class StepEngine:
             dist.all_reduce(pair, group=self._topology.loss.group)
         return (pair[0] / pair[1]).to(self._dtype), pair[1]
 
-    def _training_output(
-        self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor
-    ) -> Any:
+    def _training_output(self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor) -> Any:
         if not outputs:
             return loss
         merged = merge(outputs, pieces.weights)
@@ -234,13 +232,13 @@ def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
             return output["loss"], None
         return output["loss"], torch.as_tensor(tokens, device=output["loss"].device)
     raise RuntimeError(
-        f"training_step returned {type(output).__name__}; with several processes or microbatches it "
-        "must return the loss as a tensor, or a dict with the key 'loss', for every batch"
+        f"training_step returned {type(output).__name__}; with several processes or microbatches "
+        "it must return the loss as a tensor, or a dict with the key 'loss', for every batch"
     )
 
 
 def mean_over_tokens(output: Any, topology: Any) -> Any:
-    """Turn ``{"loss": sum, "num_tokens": n}`` into a loss whose mean over ranks is the token mean."""
+    """Make of ``{"loss": sum, "num_tokens": n}`` a loss whose mean over ranks is per token."""
     if not isinstance(output, Mapping) or output.get("num_tokens") is None:
         return output
     loss, tokens = loss_and_tokens(output)

@@ -85,7 +85,9 @@ def divisibility_problem(name: str, value: int, degree_name: str, degree: int) -
     )
 
 
-def degree_problems(world_size: int, *, tp: int, pp: int, cp: int, dp_replicate: int, zero: int) -> list[str]:
+def degree_problems(
+    world_size: int, *, tp: int, pp: int, cp: int, dp_replicate: int, zero: int
+) -> list[str]:
     """Faults of a layout on ``world_size`` processes; empty when `infer_degrees` will work."""
     given = {"tp": tp, "pp": pp, "cp": cp, "dp_replicate": dp_replicate}
     problems = [
@@ -94,7 +96,9 @@ def degree_problems(world_size: int, *, tp: int, pp: int, cp: int, dp_replicate:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1
     ]
     if zero not in (0, 1, 2, 3):
-        problems.append(f"zero={zero}: the ZeRO stage is 0, 1, 2 or 3; nearest valid: zero={_clamp(zero)}")
+        problems.append(
+            f"zero={zero}: the ZeRO stage is 0, 1, 2 or 3; nearest valid: zero={_clamp(zero)}"
+        )
     if problems:
         return problems
     model = tp * pp * cp

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 Architecture = Literal["llama", "gpt"]
 IGNORED = -100
-VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 32, 16, 4, 4, 2, 24
+VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 32, 16, 2, 4, 2, 24
 LONGEST = 16
 CLIP = 1.0
 # The gradient of a key bias is zero but for rounding: softmax does not see a shift. With Adam's

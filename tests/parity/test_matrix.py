@@ -1,6 +1,7 @@
 """Every layout trains the same weights as a plain PyTorch loop in one process."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,11 +26,11 @@ def close(what: str, found: Sequence[float], expected: Sequence[float]) -> None:
     )
 
 
-def check(outcomes: Sequence[Outcome], curve: Curve) -> None:
+def check(outcomes: Sequence[Outcome], curve: Curve, what: str = "") -> None:
     """Losses and norms on every rank, and the weights put together from all of them."""
     for rank, outcome in enumerate(outcomes):
-        close(f"losses on rank {rank}", outcome.losses, curve.losses)
-        close(f"gradient norms on rank {rank}", outcome.norms, curve.norms)
+        close(f"{what}losses on rank {rank}", outcome.losses, curve.losses)
+        close(f"{what}gradient norms on rank {rank}", outcome.norms, curve.norms)
     weights = merge_stages(outcomes)
     tied = {"trunk.head.weight": curve.weights["tokens.weight"]}
     expected: dict[str, Tensor] = {our_name(n): w for n, w in curve.weights.items()}
@@ -37,7 +38,7 @@ def check(outcomes: Sequence[Outcome], curve: Curve) -> None:
     for name, weight in (expected | tied).items():
         if name in weights:
             error = (weights[name] - weight).abs().max() / weight.abs().max()
-            assert error <= TOLERANCE, f"{name}: relative error {error:.1e}"
+            assert error <= TOLERANCE, f"{what}{name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -57,59 +58,58 @@ def test_layouts_cover_all_pairs() -> None:
     assert len(set(LAYOUTS)) == len(LAYOUTS)
 
 
-# Batches that are not all alike, in pipelines of two and three stages and on two data ranks.
-PIPELINES: dict[str, dict[str, Any]] = {
-    "pp=2": {"pp": 2, "num_microbatches": 2},
-    "pp=3 gpipe": {"pp": 3, "num_microbatches": 2, "schedule": "gpipe"},
-    "pp=2 dp=2": {"pp": 2, "num_microbatches": 2, "zero": 3},
-    "dp=2 zero 0": {"zero": 0, "num_microbatches": 2},
-    "dp=2 zero 1, one microbatch": {"zero": 1},
-    "dp=2 zero 2": {"zero": 2, "num_microbatches": 2},
+@dataclass(frozen=True)
+class Case:
+    """Batches that are not all alike."""
+
+    data: Data
+    by_token: bool = False
+    accumulate: int = 1
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "gradients accumulate over batches": Case(Data(steps=6), accumulate=2),
+    "batch is no multiple of microbatches": Case(
+        Data(steps=3, batch=10), strategy={"num_microbatches": 4}
+    ),
+    "microbatch size leaves a rest": Case(
+        Data(steps=3, batch=10), strategy={"num_microbatches": None, "microbatch_size": 3}
+    ),
+    "mean over unevenly spread tokens": Case(Data(steps=4, ignored=True), by_token=True),
+    "mean over tokens of accumulated batches": Case(
+        Data(steps=4, ignored=True), by_token=True, accumulate=2
+    ),
+    "shapes change from step to step": Case(Data(steps=5, lengths=(4, 12, 8, 16, 4))),
 }
-WORLDS = {"pp=2": 2, "pp=3 gpipe": 3, "pp=2 dp=2": 4}
+CASE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp=2": (2, {"pp": 2, "num_microbatches": 2}),
+    "pp=3 gpipe": (3, {"pp": 3, "num_microbatches": 2, "schedule": "gpipe"}),
+    "pp=2 dp=2 zero 3": (4, {"pp": 2, "num_microbatches": 2, "zero": 3}),
+    "pp=2 tp=2 sequence parallel": (
+        4,
+        {"pp": 2, "tp": 2, "sequence_parallel": True, "num_microbatches": 2},
+    ),
+    "dp=2 zero 0": (2, {"zero": 0, "num_microbatches": 2}),
+    "dp=2 zero 1 without microbatches": (2, {"zero": 1}),
+    "dp=2 zero 2": (2, {"zero": 2, "num_microbatches": 2}),
+}
 
 
-def run(pool: WorkerPool, name: str, data: Data, **options: Any) -> None:
-    layout = {**PIPELINES[name], **options.pop("strategy", {})}
-    world = WORLDS.get(name, 2)
-    outcomes = pool.run(world, train_job, layout, "llama", data, **options)
-    check(outcomes, reference_curve("llama", data, options.get("accumulate", 1)))
+def cases_job(strategy_options: dict[str, Any]) -> dict[str, Outcome]:
+    """All cases under one layout, in the same processes."""
+    return {
+        name: train_job(
+            strategy_options | case.strategy, "llama", case.data, case.by_token, case.accumulate
+        )
+        for name, case in CASES.items()
+    }
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-def test_gradients_accumulate_over_batches(pool: WorkerPool, name: str) -> None:
-    run(pool, name, Data(steps=6), accumulate=2)
-
-
-@pytest.mark.parametrize("name", ["pp=2", "pp=3 gpipe", "pp=2 dp=2", "dp=2 zero 2"])
-def test_a_batch_that_is_no_multiple_of_the_microbatches(pool: WorkerPool, name: str) -> None:
-    run(pool, name, Data(steps=4, batch=10), strategy={"num_microbatches": 4})
-
-
-def test_microbatch_size_leaves_a_smaller_rest(pool: WorkerPool) -> None:
-    size = {"num_microbatches": None, "microbatch_size": 3}
-    run(pool, "pp=2 dp=2", Data(steps=4, batch=10), strategy=size)
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_mean_over_tokens_that_are_spread_unevenly(pool: WorkerPool, name: str) -> None:
-    run(pool, name, Data(steps=4, ignored=True), by_token=True)
-
-
-def test_mean_over_tokens_while_accumulating(pool: WorkerPool) -> None:
-    run(pool, "pp=2 dp=2", Data(steps=4, ignored=True), by_token=True, accumulate=2)
-
-
-def test_mean_over_tokens_while_accumulating_without_a_pipeline(pool: WorkerPool) -> None:
-    run(pool, "dp=2 zero 0", Data(steps=4, ignored=True), by_token=True, accumulate=2)
-
-
-@pytest.mark.parametrize("name", ["pp=2", "pp=3 gpipe", "pp=2 dp=2"])
-def test_shapes_change_from_step_to_step(pool: WorkerPool, name: str) -> None:
-    run(pool, name, Data(steps=5, lengths=(4, 12, 8, 16, 3)))
-
-
-def test_shapes_change_under_sequence_parallelism(pool: WorkerPool) -> None:
-    data, layout = Data(steps=3, lengths=(8, 16, 4)), {"tp": 2, "sequence_parallel": True}
-    outcomes = pool.run(4, train_job, {**layout, "pp": 2, "num_microbatches": 2}, "llama", data)
-    check(outcomes, reference_curve("llama", data))
+@pytest.mark.parametrize("layout", CASE_LAYOUTS)
+def test_batches_of_every_shape(pool: WorkerPool, layout: str) -> None:
+    world, options = CASE_LAYOUTS[layout]
+    by_rank = pool.run(world, cases_job, options)
+    for name, case in CASES.items():
+        curve = reference_curve("llama", case.data, case.accumulate)
+        check([found[name] for found in by_rank], curve, f"{name}: ")

@@ -1,6 +1,7 @@
 """Modules as users write them train in every layout as they do under Lightning's own strategies."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -29,7 +30,7 @@ PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def plain_job(kind: str, strategy_options: dict[str, Any] | str) -> Outcome:
+def train_module(kind: str, strategy_options: dict[str, Any] | str) -> Outcome:
     """Train a module; a string names one of Lightning's own strategies."""
     L.seed_everything(5, verbose=False)
     module = (ORDINARY | PIPELINED)[kind]()
@@ -54,76 +55,80 @@ def plain_job(kind: str, strategy_options: dict[str, Any] | str) -> Outcome:
     return Outcome(weights=weights, extra=extra)
 
 
+def plain_job(kinds: Sequence[str], strategy_options: dict[str, Any] | str) -> dict[str, Outcome]:
+    """Train several modules one after the other in the same processes."""
+    return {kind: train_module(kind, strategy_options) for kind in kinds}
+
+
 def close(what: str, found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(
         found, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}"
     )
 
 
-def check(outcomes: list[Outcome], expected: Outcome, *, buffers: bool = True) -> None:
+def check(kind: str, outcomes: list[Outcome], expected: Outcome, *, buffers: bool = True) -> None:
     weights = merge_stages(outcomes)
-    assert weights.keys() == expected.weights.keys()
+    assert weights.keys() == expected.weights.keys(), kind
     for name, weight in expected.weights.items():
         assert weight.dtype == torch.float64
-        close(name, weights[name], weight)
+        close(f"{name} of {kind}", weights[name], weight)
     for outcome in outcomes:
-        assert outcome.extra["rates"] == expected.extra["rates"]
+        assert outcome.extra["rates"] == expected.extra["rates"], kind
         assert outcome.extra["logged"] == pytest.approx(expected.extra["logged"], rel=TOLERANCE)
         for name, buffer in outcome.extra["buffers"].items() if buffers else ():
-            close(name, buffer, expected.extra["buffers"][name])
+            close(f"{name} of {kind}", buffer, expected.extra["buffers"][name])
 
 
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool) -> dict[str, Outcome]:
     """What one process with Lightning's default strategy gives."""
-    return {kind: pool.run(1, plain_job, kind, "auto")[0] for kind in ORDINARY | PIPELINED}
+    return pool.run(1, plain_job, [*ORDINARY, *PIPELINED], "auto")[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def data_parallel(pool: WorkerPool) -> Outcome:
+    """The classifier under Lightning's DDP: BatchNorm sees the samples of one rank."""
+    return pool.run(2, plain_job, ["classifier"], "ddp")[0]["classifier"]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ORDINARY)
-def test_trains_as_in_one_process(
-    pool: WorkerPool, alone: dict[str, Outcome], kind: str, layout: str
+def test_modules_train_as_in_one_process(
+    pool: WorkerPool, alone: dict[str, Outcome], data_parallel: Outcome, layout: str
 ) -> None:
-    expected = alone[kind]
-    local_statistics = kind == "classifier" and "dp" in layout
-    if local_statistics:  # BatchNorm sees the samples of one rank: DDP is the peer
-        expected = pool.run(2, plain_job, kind, "ddp")[0]
-    outcomes = pool.run(2, plain_job, kind, LAYOUTS[layout])
-    check(outcomes, expected, buffers=not local_statistics)
-    if local_statistics:
-        for name, buffer in expected.extra["buffers"].items():
+    kinds = [*ORDINARY, *PIPELINED]  # a trunk is an ordinary module where there is no pipeline
+    by_rank = pool.run(2, plain_job, kinds, LAYOUTS[layout])
+    for kind in kinds:
+        outcomes = [found[kind] for found in by_rank]
+        if kind != "classifier" or "tp" in layout:
+            check(kind, outcomes, alone[kind])
+            continue
+        check(kind, outcomes, data_parallel, buffers=False)
+        for name, buffer in data_parallel.extra["buffers"].items():
             if "running" in name:
                 close(name, outcomes[0].extra["buffers"][name], buffer)
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
-@pytest.mark.parametrize("kind", PIPELINED)
-def test_a_pipeline_of_plain_modules_trains_as_in_one_process(
-    pool: WorkerPool, alone: dict[str, Outcome], kind: str, layout: str
+def test_pipelines_of_plain_modules_train_as_in_one_process(
+    pool: WorkerPool, alone: dict[str, Outcome], layout: str
 ) -> None:
     world, options = PIPELINES[layout]
-    check(pool.run(world, plain_job, kind, options), alone[kind])
+    by_rank = pool.run(world, plain_job, list(PIPELINED), options)
+    for kind in PIPELINED:
+        check(kind, [found[kind] for found in by_rank], alone[kind])
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero 3", "tp=2"])
-@pytest.mark.parametrize("kind", PIPELINED)
-def test_a_trunk_trains_without_a_pipeline(
-    pool: WorkerPool, alone: dict[str, Outcome], kind: str, layout: str
-) -> None:
-    check(pool.run(2, plain_job, kind, LAYOUTS[layout]), alone[kind])
-
-
-@pytest.mark.parametrize("kind", ["boring", "groups"])
-def test_microbatches_change_nothing(
-    pool: WorkerPool, alone: dict[str, Outcome], kind: str
-) -> None:
-    check(pool.run(1, plain_job, kind, {"num_microbatches": 4}), alone[kind])
-    check(pool.run(2, plain_job, kind, {"zero": 2, "num_microbatches": 2}), alone[kind])
+def test_microbatches_change_nothing(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
+    kinds = ["boring", "groups", "tied"]
+    for world, options in ((1, {"num_microbatches": 4}), (2, {"zero": 2, "num_microbatches": 2})):
+        by_rank = pool.run(world, plain_job, kinds, options)
+        for kind in kinds:
+            check(kind, [found[kind] for found in by_rank], alone[kind])
 
 
 def test_one_warning_names_the_module_that_tp_does_not_split(pool: WorkerPool) -> None:
-    outcomes = pool.run(2, plain_job, "groups", LAYOUTS["tp=2"])
-    messages = [message for o in outcomes for message in o.extra["replicated"]]
+    outcomes = pool.run(2, plain_job, ["groups"], LAYOUTS["tp=2"])
+    messages = [message for found in outcomes for message in found["groups"].extra["replicated"]]
     assert len(messages) == 1
     assert "Groups" in messages[0]
     assert "tp=2" in messages[0]
