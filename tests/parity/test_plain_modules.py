@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.strategies.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, merge_stages, quiet_trainer, whole_parameters
@@ -116,6 +117,15 @@ def test_pipelines_of_plain_modules_train_as_in_one_process(
     by_rank = pool.run(world, plain_job, list(PIPELINED), options)
     for kind in PIPELINED:
         check(kind, [found[kind] for found in by_rank], alone[kind])
+
+
+def test_a_stage_may_have_no_parameters(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
+    """The second stage is the ReLU alone; its optimizer has nothing to do."""
+    for world, zero in ((3, 1), (6, 3)):
+        options = {"pp": 3, "zero": zero, "num_microbatches": 2}
+        partition = PipelineConfig(partition=[3, 1, 2])
+        by_rank = pool.run(world, plain_job, ["trunk"], options | {"pipeline": partition})
+        check("trunk", [found["trunk"] for found in by_rank], alone["trunk"])
 
 
 def test_microbatches_change_nothing(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
