@@ -19,8 +19,8 @@ arXiv 1910.02054; FSDP2's ``set_requires_gradient_sync`` and ``reshard_after_for
 switches.) Reduction is a mean over the data-parallel ranks.
 """
 
-from collections.abc import Sequence
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 

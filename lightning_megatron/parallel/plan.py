@@ -98,7 +98,7 @@ class ModulePlan:
 
     def problems(self, *, sequence_parallel: bool = False) -> list[str]:
         """Everything about the module that the layout forbids."""
-        found = [p for layer in self._module.modules() for p in _own_problems(layer, self._degrees)]
+        found = _layer_problems(self._module, self._degrees)
         if sequence_parallel:
             found += self._sequence_problems()
         if self._degrees.pp > 1:

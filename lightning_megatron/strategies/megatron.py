@@ -68,7 +68,7 @@ class ConnectionConfig:
     def problems(self) -> list[str]:
         """Faults of the options."""
         problems = []
-        known = dist.Backend.backend_list
+        known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake")]
         # "cpu:gloo,cuda:nccl" names one for each kind of device.
         named = [part.rpartition(":")[2] for part in (self.backend or "gloo").split(",")]
         for name in named:
@@ -203,9 +203,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         module = self._module()
-        findings = examine(
-            module.trainer, module, self.options, self._sharding, self.world_size
-        )
+        findings = examine(module.trainer, module, self.options, self._sharding, self.world_size)
         raise_if_any([*self._connection.problems(), *findings.problems])
         self._defer_init = findings.defer_init
         if findings.real_because:
