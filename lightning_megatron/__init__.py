@@ -8,6 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_megatron.checkpoint.export import (
+        convert_to_lightning,
+        export_safetensors,
+        load_from_checkpoint,
+    )
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.parallel.data import ShardingConfig
@@ -25,6 +30,9 @@ _HOMES = {
     "PipelineConfig": "parallel.plan",
     "PipelineSequential": "pipeline.sequential",
     "ShardingConfig": "parallel.data",
+    "convert_to_lightning": "checkpoint.export",
+    "export_safetensors": "checkpoint.export",
+    "load_from_checkpoint": "checkpoint.export",
 }
 
 __all__ = [
@@ -35,6 +43,9 @@ __all__ = [
     "PipelineConfig",
     "PipelineSequential",
     "ShardingConfig",
+    "convert_to_lightning",
+    "export_safetensors",
+    "load_from_checkpoint",
 ]
 
 

@@ -8,6 +8,7 @@ that takes vocabulary-parallel logits. Copy it as the start of your own.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.checkpoint.export import load_from_checkpoint
 from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
@@ -153,6 +155,18 @@ class LanguageModel(pl.LightningModule):
             min_lr_ratio=self.min_lr_ratio,
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, map_location: Any = None, *args: Any, **kwargs: Any
+    ) -> "LanguageModel":
+        """Return the model of a checkpoint directory of any layout, or of a Lightning file.
+
+        For a module of your own, `lightning_megatron.load_from_checkpoint(Module, path)` does this.
+        """
+        if Path(checkpoint_path).is_dir():
+            return load_from_checkpoint(cls, checkpoint_path, map_location, **kwargs)
+        return super().load_from_checkpoint(checkpoint_path, map_location, *args, **kwargs)
 
     def _batch_loss(self, batch: Any) -> Tensor:
         tokens, labels = _tokens_and_labels(batch)

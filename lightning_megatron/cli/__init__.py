@@ -4,6 +4,8 @@
 module and a datamodule take can be set in a YAML file and overridden on the command line, the
 layout included (`--trainer.strategy.tp=4`). `python -m lightning_megatron` is the same command.
 
+`convert` writes the weights of a checkpoint directory to one file.
+
 A mistake in the configuration ends the command with exit code 2 and the message alone: the stack of
 our own calls would hide it.
 """
@@ -23,11 +25,16 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 for a mistake in the configuration.
     """
+    given = sys.argv[1:] if args is None else list(args)
+    if given[:1] == ["convert"]:
+        from lightning_megatron.cli.convert import convert
+
+        return convert(given[1:])
     # Late, so that `--help` of a broken installation and tests of this file do not pay for torch.
     from lightning_megatron.cli.train import MegatronCLI, is_main_process
 
     try:
-        MegatronCLI(args=None if args is None else list(args))
+        MegatronCLI(args=None if args is None else given)
     except ValueError as error:
         mistake = config_error_in(error)
         if mistake is None:
