@@ -72,7 +72,12 @@ class StageItems(nn.Module):
     ) -> None:
         super().__init__()
         self.items = nn.ModuleList(items)
-        self._accepts = tuple(accepts)
+        self._accepts = list(accepts)
+
+    def replace(self, position: int, item: nn.Module, accepts: frozenset[str] | None) -> None:
+        """Put another item in the place of one."""
+        self.items[position] = item
+        self._accepts[position] = accepts
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,6 +124,7 @@ class PipelineSequential(nn.Module):
         if not names:
             raise ConfigError("PipelineSequential() has no items: give it at least one module")
         self.item_names: tuple[str, ...] = tuple(names)
+        self._paths = tuple(tuple(name.split(".")) for name in names)
         self._accepts = [_accepted_keywords(item) for item in self.items()]
         self._run: StageItems
         self._set_run(range(len(names)))
@@ -149,7 +155,19 @@ class PipelineSequential(nn.Module):
     @property
     def stage_items(self) -> StageItems:
         """The items of this rank as one module; what data parallelism wraps."""
-        return self._run
+        return self._refresh()
+
+    def _refresh(self) -> StageItems:
+        """Look the items up anew: one may have been replaced, by an adapter or a compiled block."""
+        run = self._run
+        for position, (index, held) in enumerate(zip(self._held, run.items, strict=True)):
+            item: nn.Module = self
+            for part in self._paths[index]:
+                item = item._modules[part]  # type: ignore[assignment]  # an item is never None
+            if item is not held:
+                self._accepts[index] = _accepted_keywords(item)
+                run.replace(position, item, self._accepts[index])
+        return run
 
     def keep(self, stages: Sequence[range], stage: int) -> None:
         """Drop every item outside ``stages[stage]``.
@@ -158,6 +176,7 @@ class PipelineSequential(nn.Module):
             stages: the item indices of every stage, in order.
             stage: the stage of this rank.
         """
+        self._refresh()
         for index, part in enumerate(stages):
             if index == stage:
                 continue
@@ -178,6 +197,7 @@ class PipelineSequential(nn.Module):
         run = StageItems([items[i] for i in indices], [self._accepts[i] for i in indices])
         # Not registered as a submodule: every item already has its one name in the trunk.
         object.__setattr__(self, "_run", run)
+        self._held = indices
 
     @override
     def train(self, mode: bool = True) -> "PipelineSequential":
@@ -192,10 +212,11 @@ class PipelineSequential(nn.Module):
         Raises:
             TypeError: no item takes one of the keyword arguments.
         """
+        run = self._refresh()
         self._check_keywords(kwargs)
         if self._port is None:
-            return self._run(*args, **kwargs)
-        return self._port.leave(self._run(*self._port.enter(args), **kwargs))
+            return run(*args, **kwargs)
+        return self._port.leave(run(*self._port.enter(args), **kwargs))
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         for name in kwargs:
