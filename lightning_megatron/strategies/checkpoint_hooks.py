@@ -117,7 +117,7 @@ class CheckpointHooks:
             group=self._host_world(),
         )
         if fitting:
-            self._data_position.load(checkpoint.get(KEY))
+            self._data_position.load(checkpoint, module.trainer, self.parallel.topology)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -7,7 +7,7 @@ reads no data. The position is counted in samples of the whole job, so it means 
 another data-parallel degree.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -24,49 +24,76 @@ KEY = "lightning_megatron"
 """Of our entry in a checkpoint."""
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Saved:
+    """Position in a checkpoint."""
+
+    samples_per_batch: int
+    epoch: int
+    batches: int
+    """Of the epoch, that were trained on."""
+
+
 class DataPosition:
     """Position in the training data; of interest between loading a checkpoint and reading on."""
 
-    samples_per_batch: int | None = None
-    """Of the run that saved, over all ranks; None when nothing is to be resumed."""
+    def __init__(self) -> None:
+        self._saved: _Saved | None = None
 
     def save(self, trainer: Trainer, topology: Topology) -> dict[str, Any]:
-        """What a checkpoint must hold."""
+        """What a checkpoint must hold beside Lightning's own progress."""
         return {"samples_per_batch": _global_batch(trainer.train_dataloader, topology)}
 
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Remember what `save` returned until the loader is prepared."""
-        self.samples_per_batch = (state or {}).get("samples_per_batch")
-
-    def resume(
-        self, trainer: Trainer, dataloader: DataLoader[Any], topology: Topology
-    ) -> DataLoader[Any]:
-        """The training loader, moved to the restored position if there is one."""
-        saved, self.samples_per_batch = self.samples_per_batch, None
+    def load(self, checkpoint: Mapping[str, Any], trainer: Trainer, topology: Topology) -> None:
+        """Move the training loader to where the checkpoint was saved, now or once it exists."""
+        samples = checkpoint.get(KEY, {}).get("samples_per_batch")
+        progress = checkpoint.get("loops", {}).get("fit_loop")
+        if samples is None or progress is None:
+            return
+        self._saved = _Saved(
+            samples_per_batch=samples,
+            epoch=progress["epoch_progress"]["current"]["processed"],
+            batches=progress["epoch_loop.batch_progress"]["current"]["processed"],
+        )
         fit_loop = trainer.fit_loop
-        batches: int = getattr(fit_loop.epoch_loop.batch_progress.current, "processed", 0)
-        epoch: int = getattr(fit_loop.epoch_progress.current, "processed", 0)
-        sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-        if saved is None or has_iterable_dataset(dataloader) or not hasattr(sampler, "__len__"):
+        combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+        if combined is not None and fetcher is not None:
+            # `trainer.estimated_stepping_batches` in configure_optimizers has prepared the loader,
+            # and a batch may have been fetched from its start.
+            saved = self._saved
+            loaders = []
+            for loader in combined.flattened:
+                self._saved = saved
+                loaders.append(self.resume(loader, topology))
+            combined.flattened = loaders
+            fetcher.setup(combined)
+            iter(fetcher)
+
+    def resume(self, dataloader: Any, topology: Topology) -> Any:
+        """The training loader, moved to the restored position if there is one."""
+        saved, self._saved = self._saved, None
+        if saved is None or not isinstance(dataloader, DataLoader):
             return dataloader
+        sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+        if has_iterable_dataset(dataloader) or not hasattr(sampler, "__len__"):
+            return dataloader
+        epoch, batches = saved.epoch, saved.batches
         if batches >= len(dataloader):  # saved with the last batch of an epoch
-            batches, epoch = 0, epoch + 1
+            epoch, batches = epoch + 1, 0
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         if not batches:
             return dataloader
-        now = _global_batch(dataloader, topology)
-        if now != saved:
+        before, now = saved.samples_per_batch, _global_batch(dataloader, topology)
+        if now != before:
             rank_zero_warn(
-                f"The checkpoint was saved with {saved} samples per batch over all ranks and is "
+                f"The checkpoint was saved with {before} samples per batch over all ranks and is "
                 f"resumed with {now}: the rest of this epoch has as many batches as Lightning "
-                f"counts, which is not as many as there are samples left; batch_size="
-                f"{saved // topology.batch.size} would keep the batch"
+                f"counts, which is not as many as there are samples left; "
+                f"batch_size={before // topology.batch.size} would keep the batch"
             )
-        return _update_dataloader(
-            dataloader, _Resumed(sampler, batches * saved // topology.batch.size)
-        )
+        skip = batches * before // topology.batch.size
+        return _update_dataloader(dataloader, _Resumed(sampler, skip))
 
 
 class _Resumed(Sampler[Any]):

@@ -390,7 +390,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
             seed_dataloader(dataloader, self.topology)
         if fitting and not trainer.sanity_checking and trainer.fit_loop._combined_loader is None:
             # The training loader comes first.
-            dataloader = self._data_position.resume(trainer, dataloader, self.topology)
+            dataloader = self._data_position.resume(dataloader, self.topology)
         return dataloader
 
     # Steps ---------------------------------------------------------------------------------------
