@@ -72,6 +72,8 @@ def weights_job(strategy_options: dict[str, Any], precision: str) -> dict[str, O
     """Set the modules up without running a step."""
     found = {}
     for kind in KINDS:
+        if kind == "mixed" and strategy_options.get("sequence_parallel"):
+            continue  # refused: plain modules see a part of the sequence only
         L.seed_everything(7, verbose=False)
         strategy = MegatronStrategy(**strategy_options)
         trainer = quiet_trainer(strategy, max_steps=0, precision=precision)
@@ -114,7 +116,8 @@ def test_are_the_same_in_every_layout(
     pool: WorkerPool, alone: dict[str, dict[str, Tensor]], world: int, options: dict[str, Any]
 ) -> None:
     by_rank = pool.run(world, weights_job, options, "32-true")
-    for kind, expected in alone.items():
+    for kind in by_rank[0]:
+        expected = alone[kind]
         found = merge_stages([outcomes[kind] for outcomes in by_rank])
         tied = found.pop("trunk.head.weight", None)
         if tied is not None:
