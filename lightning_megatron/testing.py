@@ -32,6 +32,7 @@ import faulthandler
 import gc
 import importlib
 import logging
+import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
@@ -73,6 +74,12 @@ _PRELOAD = (
 _GRACE_SECONDS = 3.0
 """How long the peers of a failed rank may take to fail by themselves."""
 
+_STACK_SECONDS = 3.0
+"""How long a stuck worker may take to write its Python stacks."""
+
+_STACK_MARK = "most recent call first"
+"""What stands above every stack that faulthandler writes."""
+
 _OUTPUT_TAIL = 8000
 """How many characters of a worker's output go into an error."""
 
@@ -91,6 +98,8 @@ class Failure:
     """The end of what the rank wrote to standard output and standard error."""
     exception: BaseException | None = None
     """The exception itself, where it could be pickled."""
+    time: float = math.inf
+    """When it was raised, on the clock of the machine; the cause comes before its echoes."""
 
     def __str__(self) -> str:
         """Return the failure as a block of text."""
@@ -104,16 +113,16 @@ class WorkerError(RuntimeError):
     """At least one rank of a run failed.
 
     Args:
-        failures: the failures in order of arrival; the first is the likely cause, the others are
-            mostly peers that lost their connection.
+        failures: of all ranks; the first in time is the likely cause, the others are mostly peers
+            that lost their connection.
 
     Attributes:
-        failures: the failures by order of arrival.
+        failures: the failures in order of time.
         rank: the rank that failed first.
     """
 
     def __init__(self, failures: list[Failure]) -> None:
-        self.failures = failures
+        self.failures = failures = sorted(failures, key=lambda failure: failure.time)
         self.rank = failures[0].rank
         blocks = [str(failures[0])]
         blocks += [f"also rank {f.rank}: {f.summary}" for f in failures[1:]]
@@ -227,7 +236,8 @@ class WorkerPool:
             for rank in run.pending:
                 self._kill(rank)
         if run.failures:
-            raise WorkerError(run.failures) from run.failures[0].exception
+            error = WorkerError(run.failures)
+            raise error from error.failures[0].exception
         return [run.results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -257,7 +267,9 @@ class WorkerPool:
         except (EOFError, ConnectionError):
             worker.process.join(1)
             summary = f"the process ended with exit code {worker.process.exitcode}"
-            answer = Failure(rank=rank, summary=summary, output=worker.output())
+            answer = Failure(
+                rank=rank, summary=summary, output=worker.output(), time=time.monotonic()
+            )
             self._kill(rank)
         del run.pending[rank]
         if isinstance(answer, Failure):
@@ -271,7 +283,11 @@ class WorkerPool:
         for worker in run.pending.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(_pid(worker), signal.SIGUSR1)
-        time.sleep(0.3)
+        patience = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < patience and not all(
+            _STACK_MARK in worker.output() for worker in run.pending.values()
+        ):
+            time.sleep(0.1)
         for rank, worker in list(run.pending.items()):
             summary = "was still running" if secondary else f"no result after {timeout:g} s"
             run.failures.append(Failure(rank=rank, summary=summary, output=worker.output()))
@@ -355,6 +371,8 @@ def _serve(connection: Connection, inherited: list[Connection], log: Path) -> No
             job: _Job = connection.recv()
             os.truncate(log, 0)
             connection.send_bytes(_perform(job, log))
+            # Afterwards: it takes a while, and ends peers whose failure is not to arrive first.
+            _leave_process_group()
     os._exit(0)
 
 
@@ -394,7 +412,6 @@ def _perform(job: _Job, log: Path) -> bytes:
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the job too
         answer = _pickled_failure(rank, error, log)
     finally:
-        _leave_process_group()
         os.environ.clear()
         os.environ.update(before)
     return answer
@@ -402,6 +419,7 @@ def _perform(job: _Job, log: Path) -> bytes:
 
 def _pickled_failure(rank: int, error: BaseException, log: Path) -> bytes:
     """Describe an error, with the exception object where it survives pickling."""
+    raised = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
     summary = traceback.format_exception_only(error)[-1].strip()
@@ -411,6 +429,7 @@ def _pickled_failure(rank: int, error: BaseException, log: Path) -> bytes:
         traceback="".join(traceback.format_exception(error)),
         output=log.read_text(errors="replace")[-_OUTPUT_TAIL:],
         exception=error,
+        time=raised,
     )
     try:
         answer = pickle.dumps(failure)

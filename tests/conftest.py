@@ -1,5 +1,6 @@
 """Fixtures of the whole suite."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,3 +18,13 @@ def pool() -> Iterator[WorkerPool]:
     """Eight warm workers; `pool.run(n, fn, *args)` runs a module-level function on `n` ranks."""
     with WorkerPool(size=8) as workers:
         yield workers
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Undo changes of the environment: Lightning keeps its seed there, and workers inherit it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)

@@ -1,5 +1,6 @@
 """A wrong configuration is one ConfigError: on every rank, the same, before any group forms."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -277,6 +278,24 @@ def test_a_wrong_configuration_is_refused_before_any_group_forms(
     for fragment in case.says:
         assert fragment in text, text
     assert text.count("nearest valid") >= case.count, text
+
+
+def disagree() -> str:
+    rank = int(os.environ["RANK"])
+    try:
+        make_trainer({"num_microbatches": 1 + rank}, 2).fit(Small(), DataLoader(samples()))
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("the run was not refused")
+
+
+def test_ranks_with_different_configurations_are_refused_alike(pool: WorkerPool) -> None:
+    """The one mistake that takes a process group to be seen."""
+    one, other = pool.run(2, disagree)
+    assert one == other
+    assert "num_microbatches=1" in one
+    assert "num_microbatches=2" in one
+    assert "rank 1" in one
 
 
 def test_there_are_enough_mistakes() -> None:

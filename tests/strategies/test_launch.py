@@ -59,6 +59,7 @@ def test_the_strategy_is_known_by_name_once_the_package_is_imported() -> None:
     assert result.stdout.split() == ["MegatronStrategy"], result.stderr
 
 
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
 def test_lightning_cli_parses_every_option() -> None:
     """Plain values and nested dataclasses alike."""
     options = {
@@ -77,7 +78,9 @@ def test_lightning_cli_parses_every_option() -> None:
     args = ["--trainer.strategy=MegatronStrategy", "--trainer.accelerator=cpu"]
     args += ["--trainer.devices=1", "--trainer.logger=false"]
     args += [f"--trainer.strategy.{name}={value}" for name, value in options.items()]
-    cli = LightningCLI(Small, args=args, run=False, save_config_callback=None)
+    cli = LightningCLI(
+        Small, args=args, run=False, save_config_callback=None, seed_everything_default=False
+    )
     strategy = cli.trainer.strategy
     assert isinstance(strategy, MegatronStrategy)
     assert strategy.options.zero == 3
@@ -89,10 +92,13 @@ def test_lightning_cli_parses_every_option() -> None:
     assert strategy._connection.timeout_s == 20
 
 
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
 def test_lightning_cli_names_an_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--trainer.strategy=MegatronStrategy", "--trainer.strategy.tpp=2"]
     with pytest.raises(SystemExit) as error:
-        LightningCLI(Small, args=args, run=False, save_config_callback=None)
+        LightningCLI(
+            Small, args=args, run=False, save_config_callback=None, seed_everything_default=False
+        )
     assert error.value.code == 2
     assert "tpp" in capsys.readouterr().err
 
