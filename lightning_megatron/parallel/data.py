@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -133,6 +134,8 @@ class DataParallel:
                 ignored_params=unmanaged,
             )
         assert isinstance(module, FSDPModule)
+        if self._zero and self._topology.device.type == "cpu":
+            module.set_custom_reduce_scatter(_ExchangedReduceScatter())
         if works_in_place(module):
             module.register_forward_pre_hook(_enter)  # runs after FSDP2's
         if self._follow_freezing:
@@ -181,6 +184,35 @@ class DataParallel:
             if reshard != self._reshard:
                 root.set_reshard_after_backward(reshard)
         self._sync, self._last, self._reshard = sync, last, reshard
+
+
+class _ExchangedReduceScatter:
+    """Reduce-scatter for FSDP2 on CPUs, where gloo's is an all-reduce of which most is dropped.
+
+    Every rank sends each other rank its piece and adds up what arrives (`comm.collectives`).
+    """
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for the input or output of a reduction."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum (or average) ``input_tensor`` over the group, keeping this rank's part."""
+        del async_op
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
 
 
 def _enter(module: nn.Module, args: Any) -> Any:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
@@ -201,6 +202,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        # Lightning's launcher does this for the first process of a node only; the others would
+        # compute with as many threads each as there are cores.
+        _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         module = self._module()
         findings = examine(module.trainer, module, self.options, self._sharding, self.world_size)
