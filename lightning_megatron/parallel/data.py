@@ -135,7 +135,8 @@ class DataParallel:
             )
         assert isinstance(module, FSDPModule)
         if self._zero and self._topology.device.type == "cpu":
-            module.set_custom_reduce_scatter(_ExchangedReduceScatter())
+            exchange: Any = _ExchangedReduceScatter()  # torch keeps the interface's name private
+            module.set_custom_reduce_scatter(exchange)
         if works_in_place(module):
             module.register_forward_pre_hook(_enter)  # runs after FSDP2's
         if self._follow_freezing:
