@@ -130,11 +130,11 @@ def report(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Pat
     machine = {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[1], 1),
+        "load (5 minutes, at the end)": round(os.getloadavg()[1], 1),
         "torch": torch.__version__,
         "lightning": pl.__version__,
         "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
+        "threads per process": 1,  # as WorkerPool sets it
     }
     facts = ", ".join(f"{key} {value}" for key, value in machine.items())
     text = f"# {title}\n\n" + "\n".join(lines) + f"\n\n{facts}\n"
