@@ -20,7 +20,9 @@ the random generators anew: runs do not see each other, yet they keep torch's wa
 When a rank fails, the first failure to arrive is raised as `WorkerError` with that rank's
 traceback and output; peers blocked in a collective get a short grace time and are then replaced.
 When a run takes too long, every stuck worker first writes its Python stacks, then is killed by its
-process id and replaced. The pool stays usable after either.
+process id and replaced. The pool stays usable after either. The time of a run counts from the
+moment at which all its ranks have called the function: a worker may still be leaving the process
+group of the run before, or have just been forked.
 
 Fork is safe here because the parent never starts a second OpenMP thread team or CUDA on behalf of
 the workers, and each worker calls `torch.set_num_threads(1)` before anything else: a child forked
@@ -74,11 +76,14 @@ _PRELOAD = (
 _GRACE_SECONDS = 3.0
 """How long the peers of a failed rank may take to fail by themselves."""
 
-_STACK_SECONDS = 3.0
+_START_SECONDS = 60.0
+"""How long a worker may take from the order to the call of the function, at least."""
+
+_STACK_SECONDS = 5.0
 """How long a stuck worker may take to write its Python stacks."""
 
-_STACK_MARK = "most recent call first"
-"""What stands above every stack that faulthandler writes."""
+_STARTED = b"started"
+"""What a worker sends when it calls the function; the pickled answer follows."""
 
 _OUTPUT_TAIL = 8000
 """How many characters of a worker's output go into an error."""
@@ -154,6 +159,12 @@ class _Worker:
             return self.log.read_text(errors="replace")[-_OUTPUT_TAIL:]
         return ""
 
+    def has_written_its_stacks(self) -> bool:
+        """Say whether faulthandler is done: with the main thread, its last, as far as `_serve`."""
+        _, _, stack = self.output().rpartition("(most recent call first):\n")
+        # It leaves out what lies deeper than a hundred calls.
+        return f" in {_serve.__name__}\n" in stack or "\n  ...\n" in stack
+
 
 @dataclass
 class _Run:
@@ -162,6 +173,11 @@ class _Run:
     pending: dict[int, _Worker]
     results: dict[int, Any] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    starting: set[int] = field(init=False)
+    """The ranks that have not called the function yet."""
+
+    def __post_init__(self) -> None:
+        self.starting = set(self.pending)
 
 
 class WorkerPool:
@@ -205,7 +221,8 @@ class WorkerPool:
             world_size: number of ranks.
             fn: a module-level function; it forms its process group itself.
             args: positional arguments, the same on every rank; they must be picklable.
-            timeout: seconds before the run is given up, `self.timeout` by default.
+            timeout: seconds from the call of `fn` before the run is given up, `self.timeout` by
+                default.
             env: further environment variables of the run.
             kwargs: keyword arguments for `fn`.
 
@@ -246,7 +263,8 @@ class WorkerPool:
 
     def _wait(self, run: _Run, timeout: float) -> None:
         """Collect answers until all ranks answered, or the time is up."""
-        deadline = time.monotonic() + timeout
+        starting = True
+        deadline = time.monotonic() + max(timeout, _START_SECONDS)
         while run.pending:
             by_connection = {w.connection: rank for rank, w in run.pending.items()}
             left = deadline - time.monotonic()
@@ -256,21 +274,30 @@ class WorkerPool:
                 return
             for connection in ready:
                 self._collect(run, by_connection[connection])  # type: ignore[index]
+            if starting and not run.starting:
+                starting = False
+                deadline = time.monotonic() + timeout
             if run.failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
 
     def _collect(self, run: _Run, rank: int) -> None:
-        """Take the answer of one rank: its result, its failure, or the end of its process."""
+        """Take a rank's next message: its start, its result, its failure, or its process's end."""
         worker = run.pending[rank]
         try:
-            answer = pickle.loads(worker.connection.recv_bytes())
+            message = worker.connection.recv_bytes()
         except (EOFError, ConnectionError):
             worker.process.join(1)
             summary = f"the process ended with exit code {worker.process.exitcode}"
-            answer = Failure(
+            answer: Any = Failure(
                 rank=rank, summary=summary, output=worker.output(), time=time.monotonic()
             )
             self._kill(rank)
+        else:
+            run.starting.discard(rank)
+            if message == _STARTED:
+                return
+            answer = pickle.loads(message)
+        run.starting.discard(rank)
         del run.pending[rank]
         if isinstance(answer, Failure):
             run.failures.append(answer)
@@ -285,11 +312,17 @@ class WorkerPool:
                 os.kill(_pid(worker), signal.SIGUSR1)
         patience = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < patience and not all(
-            _STACK_MARK in worker.output() for worker in run.pending.values()
+            worker.has_written_its_stacks() or not worker.process.is_alive()
+            for worker in run.pending.values()
         ):
-            time.sleep(0.1)
+            time.sleep(0.05)
         for rank, worker in list(run.pending.items()):
-            summary = "was still running" if secondary else f"no result after {timeout:g} s"
+            if rank in run.starting:
+                summary = "did not start"
+            elif secondary:
+                summary = "was still running"
+            else:
+                summary = f"no result after {timeout:g} s"
             run.failures.append(Failure(rank=rank, summary=summary, output=worker.output()))
             self._kill(rank)
             del run.pending[rank]
@@ -370,7 +403,7 @@ def _serve(connection: Connection, inherited: list[Connection], log: Path) -> No
         while True:
             job: _Job = connection.recv()
             os.truncate(log, 0)
-            connection.send_bytes(_perform(job, log))
+            connection.send_bytes(_perform(job, log, connection))
             # Afterwards: it takes a while, and ends peers whose failure is not to arrive first.
             _leave_process_group()
     os._exit(0)
@@ -397,8 +430,11 @@ def _redirect_output(log: Path) -> None:
                 handler.setStream(sys.stderr)
 
 
-def _perform(job: _Job, log: Path) -> bytes:
-    """Run one job and return the pickled answer: a 1-tuple with the result, or a `Failure`."""
+def _perform(job: _Job, log: Path, connection: Connection) -> bytes:
+    """Run one job and return the pickled answer: a 1-tuple with the result, or a `Failure`.
+
+    Tells the parent of the start as late as it can: stacks asked for from then on are of the job.
+    """
     rank = int(job.env["RANK"])
     before = dict(os.environ)
     os.environ.update(job.env)
@@ -407,6 +443,7 @@ def _perform(job: _Job, log: Path) -> bytes:
     _reset(rank)
     try:
         fn, args, kwargs = pickle.loads(job.payload)
+        connection.send_bytes(_STARTED)
         with warnings.catch_warnings():
             answer = pickle.dumps((fn(*args, **kwargs),))
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the job too
