@@ -84,7 +84,7 @@ PURE = (
 )
 """Arithmetic: files that import no torch, so that planning is quick and needs no installation."""
 
-READS_ENVIRONMENT = {"env", "testing"}  # testing: the variables of the processes that it starts
+READS_ENVIRONMENT = {"env", "testing/worker"}  # worker: the variables of its runs
 USES_PRIVATE_TORCH = {"_torch"}
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 PRIVATE_TENSOR_ATTRIBUTES = {"_local_tensor", "_get_fsdp_state", "_fsdp_param_group", "_spec"}

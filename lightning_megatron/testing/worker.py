@@ -1,0 +1,167 @@
+"""The worker's side of the pool: jobs come in through a pipe, answers go back.
+
+Between two jobs a worker destroys whatever process group is left, restores its environment and
+seeds the random generators anew. Its output goes to a file, which starts empty with every job.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_megatron.testing.failures import Failure
+
+STARTED = b"started"
+"""What a worker sends when it calls the function; the pickled answer follows."""
+
+_OUTPUT_TAIL = 8000
+"""How many characters of a worker's output go into an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One rank's share of a run."""
+
+    env: dict[str, str]
+    sys_path: list[str]
+    directory: str
+    payload: bytes
+    """The pickled (function, args, kwargs): opened once `sys_path` is in place."""
+
+
+def end_of_output(log: Path) -> str:
+    """Return the end of what a worker wrote during its current job."""
+    with contextlib.suppress(OSError):
+        return log.read_text(errors="replace")[-_OUTPUT_TAIL:]
+    return ""
+
+
+def has_written_its_stacks(log: Path) -> bool:
+    """Say whether a worker's faulthandler is done: with the main thread, its last, to `serve`."""
+    _, _, stack = end_of_output(log).rpartition("(most recent call first):\n")
+    # It leaves out what lies deeper than a hundred calls.
+    return f" in {serve.__name__}\n" in stack or "\n  ...\n" in stack
+
+
+def serve(connection: Connection, inherited: list[Connection], log: Path) -> None:
+    """Run jobs until the parent hangs up: the main function of a worker."""
+    torch.set_num_threads(1)
+    for other in inherited:
+        other.close()
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    _redirect_output(log)
+    # When the parent asks, write all stacks to the captured output: a timeout then has a place.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+        while True:
+            job: Job = connection.recv()
+            os.truncate(log, 0)
+            connection.send_bytes(_perform(job, log, connection))
+            # Afterwards: it takes a while, and ends peers whose failure is not to arrive first.
+            _leave_process_group()
+    os._exit(0)
+
+
+def _exit_with_parent(parent: int) -> None:
+    """End this process soon after its parent is gone, even when it hangs in a collective."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _redirect_output(log: Path) -> None:
+    """Send standard output and error, and log handlers bound to older streams, to `log`."""
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:
+                handler.setStream(sys.stderr)
+
+
+def _perform(job: Job, log: Path, connection: Connection) -> bytes:
+    """Run one job and return the pickled answer: a 1-tuple with the result, or a `Failure`.
+
+    Tells the parent of the start as late as it can: stacks asked for from then on are of the job.
+    """
+    rank = int(job.env["RANK"])
+    before = dict(os.environ)
+    os.environ.update(job.env)
+    os.chdir(job.directory)
+    sys.path[:] = job.sys_path
+    _reset(rank)
+    try:
+        fn, args, kwargs = pickle.loads(job.payload)
+        connection.send_bytes(STARTED)
+        with warnings.catch_warnings():
+            answer = pickle.dumps((fn(*args, **kwargs),))
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the job too
+        answer = _pickled_failure(rank, error, log)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return answer
+
+
+def _pickled_failure(rank: int, error: BaseException, log: Path) -> bytes:
+    """Describe an error, with the exception object where it survives pickling."""
+    raised = time.monotonic()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    summary = traceback.format_exception_only(error)[-1].strip()
+    failure = Failure(
+        rank=rank,
+        summary=summary,
+        traceback="".join(traceback.format_exception(error)),
+        output=end_of_output(log),
+        exception=error,
+        time=raised,
+    )
+    try:
+        answer = pickle.dumps(failure)
+        pickle.loads(answer)
+    except Exception:  # whatever a foreign exception does when it is copied
+        answer = pickle.dumps(replace(failure, exception=None))
+    # The frames of the job hold its modules and process groups.
+    error.__traceback__ = None
+    return answer
+
+
+def _reset(rank: int) -> None:
+    """Put process-wide state where a fresh process has it."""
+    rank_zero_only.rank = rank  # type: ignore[attr-defined]
+    random.seed(0)
+    torch.manual_seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+
+
+def _leave_process_group() -> None:
+    """Destroy the process groups that a job left, so that its peers see it go."""
+    if dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+    gc.collect()
