@@ -50,6 +50,8 @@ LAYERS = {
     "data/collate": 4,
     # Plans, nothing but arithmetic: parallel/ asks them which stage gets what.
     "pipeline/partition": 4,
+    "pipeline/actions": 2,  # the words in which schedules are written
+    "pipeline/schedules": 3,
     "pipeline/schedule": 4,
     "pipeline/simulate": 4,
     # 5: transforms on any model
@@ -76,6 +78,15 @@ PURE = (
     "errors",
     "topology/degrees",
     "topology/coordinates",
+    "pipeline/actions",
+    "pipeline/schedules/__init__",
+    "pipeline/schedules/breadth_first",
+    "pipeline/schedules/dual_pipe",
+    "pipeline/schedules/one_f_one_b",
+    "pipeline/schedules/table",
+    "pipeline/schedules/v_shaped",
+    "pipeline/schedules/weights",
+    "pipeline/schedules/zero_bubble",
     "pipeline/schedule",
     "pipeline/simulate",
     "pipeline/partition",

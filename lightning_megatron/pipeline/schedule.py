@@ -1,154 +1,150 @@
-"""Pipeline schedules as data: in which order each rank works through its microbatches.
+"""The front of the pipeline schedules: their names, their rules, and how to make one.
 
-The network is cut into ``p`` *stages*, the batch into ``m`` *microbatches*. Stage ``s`` can run
-the forward of a microbatch once stage ``s - 1`` has, and its backward once stage ``s + 1`` has. A
-schedule is one list of actions per rank that respects these dependencies; the runner executes the
-list, receiving before an action what it needs and sending afterwards what it made, and
-`simulate` predicts what the list costs. All schedules compute the same gradients. They
-differ in how long ranks stand idle (the *bubble*) and in how many microbatches they hold the
-activations of between forward and backward (the *live activations*, which set the peak memory).
+A schedule is one list of actions per rank (`pipeline.actions`) that respects what actions need of
+each other. The runner executes the list, receiving before an action what it needs and sending
+afterwards what it made, and `pipeline.simulate` predicts what the list costs. All schedules compute
+the same gradients. They differ in how long ranks stand idle (the *bubble*), in how many
+microbatches they hold the activations of (the *live activations*, which set the peak memory), and
+in how often messages cross from rank to rank.
 
-Drawings: 4 ranks, 6 microbatches, backward taking twice as long as forward, ``.`` idle.
+For ``p`` ranks with ``v`` stages each, ``m >= p`` microbatches (``2 p`` for zb-h2 and dualpipev), a
+step of ``m * T`` without bubble in which forward and both halves of the backward take ``T / 3``
+each, and activations counted in those of one microbatch on a whole rank:
 
-**gpipe** (Huang et al., arXiv 1811.06965): all forwards, then all backwards. ::
+=============  =========  ============  ==============  ====================================
+name           placement  bubble        peak live       for
+=============  =========  ============  ==============  ====================================
+gpipe          1          (p-1) T       m               slow transfers, few microbatches
+1f1b           1          (p-1) T       p               the default
+interleaved    v looped   (p-1) T/v     p + (p-1)/v     small bubble, fast transfers
+breadth-first  v looped   (p-1) T/v     m               ZeRO-3: each stage gathered once
+zb-h1          1 (or v)   (p-1) T/3     p               a third of the bubble of 1f1b
+zb-h2          1          (p-1) T/3 *   2p-1            * none, if steps follow each other
+zbv            2, V       (p-1) T/6     p               the smallest bubble
+v-half         2, V       about p T/2   (p+2)//2        half the memory of 1f1b
+v-min          2, V       about 2p T/3  (p+4)//3        a third of the memory of 1f1b
+dualpipev      2, V       (p-1) T/3     p + 1/2         pairs that can overlap (experts)
+=============  =========  ============  ==============  ====================================
 
-    rank 0  F0 F1 F2 F3 F4 F5 ...........................B0--- B1--- B2--- B3--- B4--- B5---
-    rank 1  ...F0 F1 F2 F3 F4 F5 ..................B0--- B1--- B2--- B3--- B4--- B5--- ......
-    rank 2  ......F0 F1 F2 F3 F4 F5 .........B0--- B1--- B2--- B3--- B4--- B5--- ............
-    rank 3  .........F0 F1 F2 F3 F4 F5 B0--- B1--- B2--- B3--- B4--- B5--- ..................
-
-* bubble: ``(p - 1) / (m + p - 1)`` of the step (``(p - 1) / m`` of the ideal time) for even stages
-* live activations: ``m`` on every rank
-
-**1f1b** (PipeDream-flush; Narayanan et al., arXiv 2104.04473, section 2.2.1): a rank starts
-backward as soon as it can and from then on alternates one forward with one backward. ::
-
-    rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- ...B3--- ...B4--- ...B5---
-    rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- ...B4--- ...B5--- ......
-    rank 2  ......F0 F1 ......B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- ...B5--- ............
-    rank 3  .........F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- ..................
-
-* bubble: the same as gpipe
-* live activations: ``min(p - r, m)`` on rank ``r``, whatever the number of microbatches, so that a
-  larger batch makes the bubble smaller at no cost in memory. This is why it is the default.
-
-With transfers that take time 1f1b loses a little against gpipe, as every steady-state cycle waits
-for a message; `simulate` shows how much.
+``custom`` reads a table from a file (`pipeline.schedules.table`). Drawings, formulas and sources
+stand in the files of `pipeline.schedules`.
 
 **forward only** (validation, test, predict): gpipe without its second half, nothing stays live.
 
-Any number of microbatches is legal, fewer than ranks included; a bubble is then unavoidable.
+Any number of microbatches is legal for every schedule, fewer than ranks included; a bubble is then
+unavoidable. On every stage, every kind of action takes the microbatches in ascending order
+(``custom`` apart), so that gradients are summed in the same order everywhere.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
+from pathlib import Path
 
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.pipeline.actions import Action, Kind, Schedule, looped, v_shaped
+from lightning_megatron.pipeline.schedules.breadth_first import breadth_first
+from lightning_megatron.pipeline.schedules.dual_pipe import dualpipev
+from lightning_megatron.pipeline.schedules.one_f_one_b import interleaved, one_f_one_b
+from lightning_megatron.pipeline.schedules.table import load_schedule
+from lightning_megatron.pipeline.schedules.v_shaped import v_half, v_min, zbv
+from lightning_megatron.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "default_stages_per_rank",
+    "forward_only",
+    "load_schedule",
+    "make_schedule",
+    "schedule_problems",
+]
 
-class Kind(Enum):
-    """What a rank does with one microbatch on one stage."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-
-
-class Action(NamedTuple):
-    """One piece of work.
-
-    >>> print(Action(Kind.BACKWARD, stage=1, microbatch=2))
-    B1.2
-    """
-
-    kind: Kind
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind.value}{self.stage}.{self.microbatch}"
+_Rows = tuple[tuple[Action, ...], ...]
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The actions of every rank, and which rank holds which stage.
+class _Family:
+    """How schedules of one name are made."""
 
-    Stages are counted along the network, over all ranks; ``stage_ranks`` is the only place that
-    says where a stage lives, so that placements that visit a rank more than once (looped, V) need
-    no other change.
-    """
+    rows: Callable[[int, int, int], _Rows]
+    """From ranks, microbatches and stages per rank."""
+    stages_per_rank: int = 1
+    """By default."""
+    any_stages_per_rank: bool = False
+    """Whether other numbers of stages per rank are legal."""
+    placement: Callable[[int, int], tuple[int, ...]] = looped
+    """From ranks and stages per rank."""
 
-    name: str
-    """What users call it."""
-    num_microbatches: int
-    """Pieces of one batch."""
-    stage_ranks: tuple[int, ...]
-    """Rank of every stage (a coordinate on the pp axis)."""
-    actions: tuple[tuple[Action, ...], ...]
-    """Work of every rank, in order."""
 
-    @property
-    def num_ranks(self) -> int:
-        """Degree of pipeline parallelism."""
-        return len(self.actions)
+def _v(rows: Callable[[int, int], _Rows]) -> _Family:
+    return _Family(lambda p, m, _: rows(p, m), 2, placement=lambda p, _: v_shaped(p))
 
-    @property
-    def num_stages(self) -> int:
-        """Parts of the network, over all ranks."""
-        return len(self.stage_ranks)
 
-    @property
-    def stages_per_rank(self) -> int:
-        """Parts of the network that one rank holds."""
-        return self.num_stages // self.num_ranks
+_FAMILIES: dict[str, _Family] = {
+    "gpipe": _Family(breadth_first),
+    "1f1b": _Family(lambda p, m, _: one_f_one_b(p, m)),
+    "interleaved": _Family(interleaved, 2, any_stages_per_rank=True),
+    "breadth-first": _Family(breadth_first, 2, any_stages_per_rank=True),
+    "zb-h1": _Family(zb_h1, any_stages_per_rank=True),
+    "zb-h2": _Family(lambda p, m, _: zb_h2(p, m)),
+    "zbv": _v(zbv),
+    "v-half": _v(v_half),
+    "v-min": _v(v_min),
+    "dualpipev": _v(dualpipev),
+}
 
-    @property
-    def last_stage_rank(self) -> int:
-        """Rank that computes the loss."""
-        return self.stage_ranks[-1]
+SCHEDULES = tuple(_FAMILIES)
+"""Names of the schedules that are generated; `make_schedule` knows ``"custom"`` besides."""
 
-    def rank_of_stage(self, stage: int) -> int:
-        """Rank that holds ``stage``."""
-        return self.stage_ranks[stage]
-
-    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Stages that ``rank`` holds, in network order."""
-        return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
-
-    def needs(self, action: Action) -> tuple[Action, ...]:
-        """Actions, on this or a neighbouring stage, that must end before ``action`` starts.
-
-        >>> schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=1)
-        >>> [str(a) for a in schedule.needs(Action(Kind.BACKWARD, 0, 0))]
-        ['F0.0', 'B1.0']
-        """
-        kind, stage, microbatch = action
-        if kind is Kind.FORWARD:
-            return (Action(kind, stage - 1, microbatch),) if stage else ()
-        own_forward = Action(Kind.FORWARD, stage, microbatch)
-        if stage == self.num_stages - 1:
-            return (own_forward,)
-        return own_forward, Action(kind, stage + 1, microbatch)
+CUSTOM = "custom"
+"""Name of a schedule that is read from a file."""
 
 
 def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    table: str | Path | None = None,
 ) -> Schedule:
-    """Generate the schedule ``name``.
+    """Generate the schedule ``name``, or read it.
+
+    Args:
+        name: one of `SCHEDULES` or ``"custom"``.
+        num_ranks: degree of pipeline parallelism.
+        num_microbatches: pieces of the batch, any number of at least 1.
+        stages_per_rank: parts of the network on each rank; `default_stages_per_rank` by default.
+        table: for ``"custom"``, the file (`load_schedule`). Its ranks, microbatches and stages must
+            be as many as the other arguments say.
 
     Raises:
         ConfigError: when `schedule_problems` finds a fault.
 
     >>> schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=3)
-    >>> print(*schedule.actions[0])
+    >>> print(*schedule.row(0))
     F0.0 F0.1 B0.0 F0.2 B0.1 B0.2
     """
-    raise_if_any(schedule_problems(name, num_ranks, num_microbatches, stages_per_rank))
-    order = _ORDERS[name]
-    actions = tuple(tuple(order(rank, num_ranks, num_microbatches)) for rank in range(num_ranks))
-    return Schedule(name, num_microbatches, tuple(range(num_ranks)), actions)
+    raise_if_any(schedule_problems(name, num_ranks, num_microbatches, stages_per_rank, table))
+    if name == CUSTOM and table is not None:
+        schedule = load_schedule(table)
+        raise_if_any(_table_problems(schedule, num_ranks, num_microbatches, stages_per_rank, table))
+        return schedule
+    family = _FAMILIES[name]
+    count = stages_per_rank or default_stages_per_rank(name)
+    rows = family.rows(num_ranks, num_microbatches, count)
+    return Schedule(name, num_microbatches, family.placement(num_ranks, count), rows)
+
+
+def default_stages_per_rank(name: str) -> int:
+    """Stages per rank where the user names none: the fewest with which it is itself.
+
+    >>> default_stages_per_rank("zbv"), default_stages_per_rank("1f1b")
+    (2, 1)
+    """
+    return _FAMILIES[name].stages_per_rank if name in _FAMILIES else 1
 
 
 def forward_only(
@@ -176,39 +172,17 @@ def forward_only(
     return Schedule("forward_only", num_microbatches, placement, actions)
 
 
-def _gpipe(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    del num_ranks  # the order is the same for any number of stages
-    for kind in (Kind.FORWARD, Kind.BACKWARD):
-        for microbatch in range(num_microbatches):
-            yield Action(kind, rank, microbatch)
-
-
-def _one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> Iterator[Action]:
-    ahead = min(num_ranks - 1 - rank, num_microbatches)
-    for microbatch in range(ahead):
-        yield Action(Kind.FORWARD, rank, microbatch)
-    for microbatch in range(num_microbatches):
-        if microbatch + ahead < num_microbatches:
-            yield Action(Kind.FORWARD, rank, microbatch + ahead)
-        yield Action(Kind.BACKWARD, rank, microbatch)
-
-
-_ORDERS: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
-}
-
-SCHEDULES = tuple(_ORDERS)
-"""Names that `make_schedule` knows."""
-
-
 def schedule_problems(
-    name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    table: str | Path | None = None,
 ) -> list[str]:
-    """Faults of a choice of schedule; empty when `make_schedule` will work.
+    """Faults of a choice of schedule, found without making it (or reading ``table``).
 
-    >>> print(*schedule_problems("1f1", 4, 8))
-    schedule='1f1': the schedule is one of gpipe, 1f1b; nearest valid: schedule='1f1b'
+    >>> print(*schedule_problems("zb-v", 4, 8)[:1])  # doctest: +ELLIPSIS
+    schedule='zb-v': the schedule is one of gpipe, 1f1b, ...; nearest valid: schedule='zbv'
     """
     problems = [
         f"{option}={value!r}: {what} is a whole number of at least 1; nearest valid: {option}=1"
@@ -217,19 +191,50 @@ def schedule_problems(
             ("num_microbatches", num_microbatches, "the number of microbatches"),
             ("stages_per_rank", stages_per_rank, "the number of stages on a rank"),
         )
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1
+        if value is not None
+        and (not isinstance(value, int) or isinstance(value, bool) or value < 1)
     ]
-    if name not in _ORDERS:
+    known = (*SCHEDULES, CUSTOM)
+    if name not in known:
         problems.append(
-            f"schedule={name!r}: the schedule is one of {', '.join(SCHEDULES)}; "
+            f"schedule={name!r}: the schedule is one of {', '.join(known)}; "
             f"nearest valid: schedule={_nearest_name(name)!r}"
         )
-    elif not problems and stages_per_rank != 1:
+    elif (name == CUSTOM) != (table is not None):
         problems.append(
-            f"schedule={name!r}, stages_per_rank={stages_per_rank}: {name} runs one stage per "
-            f"rank; nearest valid: stages_per_rank=1"
+            f"schedule={name!r}, table={table and str(table)!r}: a table belongs to "
+            f"schedule='custom' and only to it; nearest valid: "
+            + ("a path to a .csv or .json file" if table is None else "schedule='custom'")
         )
+    elif name != CUSTOM and not problems and stages_per_rank is not None:
+        family = _FAMILIES[name]
+        only = family.stages_per_rank
+        if not family.any_stages_per_rank and stages_per_rank != only:
+            problems.append(
+                f"schedule={name!r}, stages_per_rank={stages_per_rank}: {name} runs "
+                f"{'one stage' if only == 1 else 'two stages'} per rank; "
+                f"nearest valid: stages_per_rank={only}"
+            )
     return problems
+
+
+def _table_problems(
+    schedule: Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None,
+    table: str | Path,
+) -> list[str]:
+    return [
+        f"table={str(table)!r}, {option}={asked}: the table is made for {found}; "
+        f"nearest valid: {option}={found}"
+        for option, asked, found in (
+            ("pp", num_ranks, schedule.num_ranks),
+            ("num_microbatches", num_microbatches, schedule.num_microbatches),
+            ("stages_per_rank", stages_per_rank, schedule.stages_per_rank),
+        )
+        if asked not in (None, found)
+    ]
 
 
 def _nearest_name(name: object) -> str:

@@ -3,13 +3,20 @@
 The model: a rank does its actions one after the other and starts each as soon as the actions that
 it needs (`Schedule.needs`) have ended, plus the time of the transfer if they ran on another rank.
 Transfers overlap with compute and with each other, as the runner posts them ahead; a stage
-boundary inside one rank costs nothing. The times may be measured ones, in any unit.
+boundary inside one rank costs nothing. A whole backward takes as long as its two halves. The times
+may be measured ones, in any unit.
 
-The *bubble fraction* is the idle share of all ranks' time during the step,
-``1 - busy / (num_ranks * step_time)``. For ``p`` even stages and ``m`` microbatches, gpipe and 1f1b
-have ``(p - 1) / (m + p - 1)``. (Papers also quote idle over *ideal* time, ``(p - 1) / m``.)
+The *step time* runs from the first action of any rank to the end of the last. The *bubble fraction*
+is the idle share of all ranks' time during the step, ``1 - busy / (num_ranks * step_time)``. For
+``p`` even stages and ``m`` microbatches, gpipe and 1f1b have ``(p - 1) / (m + p - 1)``. (Papers
+also quote idle over *ideal* time, ``(p - 1) / m``.) The papers on zero bubble count for each rank
+from its own first action to its own last, as the next step can begin on one rank while another
+still works on this one, if nothing (such as clipping by the norm of all gradients) makes ranks wait
+for each other in between: that is the *flowing step time*.
 
-An activation is *live* on a stage from the start of its forward to the end of its backward.
+An activation is *live* on a stage from the start of its forward to the end of its backward, where
+that is split to the end of its weight half, as the papers count it (the weight half needs the
+stage's inputs).
 
 A schedule in which ranks wait for each other in a circle, or for an action that no rank runs, is
 refused with the actions named at which every rank stands.
@@ -23,11 +30,11 @@ rank 1  ...F0 B0--- F1 B1--- F2 B2--- ......
 (12.0, 0.25, (2, 1))
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_megatron.pipeline.schedule import Action, Kind, Schedule
+from lightning_megatron.pipeline.actions import Action, Kind, Schedule
 
 
 class DeadlockError(ValueError):
@@ -79,24 +86,38 @@ class Timeline:
         return 1.0 - sum(self.busy) / total if total else 0.0
 
     @property
+    def flowing_step_time(self) -> float:
+        """Longest time of a rank from its first action to its last, see above."""
+        return max((rank[-1].end - rank[0].start for rank in self.spans if rank), default=0.0)
+
+    @property
     def peak_live(self) -> tuple[int, ...]:
         """Most activations (of one microbatch on one stage) that every rank holds at a time."""
-        return tuple(peak_live_activations(actions) for actions in self.schedule.actions)
+        return tuple(int(peak_live_activations(row)) for row in self.schedule.actions)
 
 
-def peak_live_activations(actions: Sequence[Action]) -> int:
+def peak_live_activations(
+    actions: Sequence[Action], weights: Mapping[int, float] | None = None
+) -> float:
     """Most activations that a rank with these ``actions`` holds at a time.
 
     An activation that no backward ever asks for (an evaluation) is dropped at once.
+
+    Args:
+        actions: row of a rank.
+        weights: what the activation of a microbatch on each stage counts, such as its bytes; 1 by
+            default.
     """
-    wanted = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.BACKWARD}
-    live = peak = 0
-    for action in actions:
-        if action.kind is Kind.FORWARD:
-            peak = max(peak, live + 1)
-            live += (action.stage, action.microbatch) in wanted
-        else:
-            live -= 1
+    releasing = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    wanted = {(a.stage, a.microbatch) for a in actions if a.kind in releasing}
+    live = peak = 0.0
+    for kind, stage, microbatch in actions:
+        weight = 1.0 if weights is None else weights[stage]
+        if kind is Kind.FORWARD:
+            peak = max(peak, live + weight)
+            live += weight if (stage, microbatch) in wanted else 0.0
+        elif kind in releasing:
+            live -= weight
     return peak
 
 
@@ -104,7 +125,9 @@ def simulate(
     schedule: Schedule,
     *,
     forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 2.0,
+    backward: float | Sequence[float] | None = None,
+    backward_input: float | Sequence[float] | None = None,
+    backward_weight: float | Sequence[float] | None = None,
     send: float | Sequence[float] = 0.0,
 ) -> Timeline:
     """Run ``schedule`` on paper.
@@ -112,19 +135,23 @@ def simulate(
     Args:
         schedule: what to run.
         forward: time of one microbatch's forward, for all stages or one for each stage.
-        backward: the same for its backward.
+        backward: the same for its backward; 2 by default. Halves of it take half of this time.
+        backward_input: instead of ``backward``, the same for the half that makes the gradient of
+            the stage's input; needs ``backward_weight``.
+        backward_weight: the same for the other half.
         send: time of one transfer between neighbouring stages, for all boundaries or one for
             each (boundary ``i`` lies behind stage ``i``); the gradient takes as long as the
             activation.
 
     Raises:
         DeadlockError: when the actions wait for each other.
-        ValueError: when a sequence of times does not have one entry for each stage (boundary).
+        ValueError: when a sequence of times does not have one entry for each stage (boundary), or
+            both ``backward`` and its halves are given, or one half.
     """
     num_stages = schedule.num_stages
     durations = {
         Kind.FORWARD: _per_stage("forward", forward, num_stages),
-        Kind.BACKWARD: _per_stage("backward", backward, num_stages),
+        **_backward_times(backward, backward_input, backward_weight, num_stages),
     }
     sends = _per_stage("send", send, num_stages - 1)
     ends: dict[Action, float] = {}
@@ -157,7 +184,7 @@ def simulate(
     return Timeline(schedule, tuple(tuple(rank) for rank in spans))
 
 
-def render(timeline: Timeline, width: int | None = None) -> str:
+def render(timeline: Timeline, width: int | None = None, *, short: bool = False) -> str:
     """Draw a timeline as text, one line per rank, time running to the right.
 
     Actions are labelled with kind and microbatch (and stage, when a rank holds several) and padded
@@ -167,13 +194,15 @@ def render(timeline: Timeline, width: int | None = None) -> str:
         timeline: what to draw.
         width: columns for the time axis; labels that do not fit are cut. By default as many as it
             takes to show the label of the shortest action.
+        short: label with kind and microbatch alone also where a rank holds several stages; letters
+            are then small but for the rank's first stage.
     """
-    several = timeline.schedule.stages_per_rank > 1
+    label = _labels(timeline.schedule, short)
     spans = [span for rank in timeline.spans for span in rank if span.end > span.start]
     if not spans:
         return "\n".join(f"rank {rank}" for rank in range(len(timeline.spans)))
     if width is None:
-        scale = max((len(_label(s, several)) + 1) / (s.end - s.start) for s in spans)
+        scale = max((len(label(s.action)) + 1) / (s.end - s.start) for s in spans)
     else:
         scale = width / timeline.step_time
     columns = round(timeline.step_time * scale)
@@ -183,15 +212,46 @@ def render(timeline: Timeline, width: int | None = None) -> str:
         cells = ["."] * columns
         for span in rank:
             first, last = round(span.start * scale), round(span.end * scale)
-            text = _label(span, several).ljust(last - first - 1, "-")
+            text = label(span.action).ljust(last - first - 1, "-")
             cells[first:last] = text[: last - first].ljust(last - first)
         lines.append(f"rank {number:>{digits}}  {''.join(cells)}".rstrip())
     return "\n".join(lines)
 
 
-def _label(span: Span, with_stage: bool) -> str:
-    action = span.action
-    return str(action) if with_stage else f"{action.kind.value}{action.microbatch}"
+def _labels(schedule: Schedule, short: bool) -> Callable[[Action], str]:
+    if schedule.stages_per_rank > 1 and not short:
+        return str
+    first = {min(schedule.stages_of_rank(rank), default=0) for rank in range(schedule.num_ranks)}
+
+    def label(action: Action) -> str:
+        letter = action.kind.value
+        return f"{letter if action.stage in first else letter.lower()}{action.microbatch}"
+
+    return label
+
+
+def _backward_times(
+    whole: float | Sequence[float] | None,
+    input_half: float | Sequence[float] | None,
+    weight_half: float | Sequence[float] | None,
+    count: int,
+) -> dict[Kind, list[float]]:
+    if (input_half is None) != (weight_half is None):
+        raise ValueError("backward_input and backward_weight go together")
+    if input_half is None or weight_half is None:
+        wholes = _per_stage("backward", 2.0 if whole is None else whole, count)
+        inputs = weights = [time / 2 for time in wholes]
+    elif whole is not None:
+        raise ValueError("give either backward or its halves, backward_input and backward_weight")
+    else:
+        inputs = _per_stage("backward_input", input_half, count)
+        weights = _per_stage("backward_weight", weight_half, count)
+        wholes = [a + b for a, b in zip(inputs, weights, strict=True)]
+    return {
+        Kind.BACKWARD: wholes,
+        Kind.BACKWARD_INPUT: inputs,
+        Kind.BACKWARD_WEIGHT: weights,
+    }
 
 
 def _per_stage(name: str, given: float | Sequence[float], count: int) -> list[float]:

@@ -24,6 +24,7 @@ from lightning_megatron.pipeline.simulate import (
 )
 
 names = st.sampled_from(SCHEDULES)
+plain_names = st.sampled_from(["gpipe", "1f1b"])
 ranks = st.integers(1, 8)
 microbatches = st.integers(1, 16)
 times = st.floats(0.01, 10.0)
@@ -39,7 +40,7 @@ def parse(text: str) -> tuple[Action, ...]:
     return tuple(parsed)
 
 
-@given(names, ranks, microbatches)
+@given(plain_names, ranks, microbatches)
 def test_bubble_of_even_stages(name: str, p: int, m: int) -> None:
     timeline = simulate(make_schedule(name, p, m), forward=1.0, backward=2.0)
     assert timeline.step_time == 3 * (m + p - 1)
@@ -57,28 +58,49 @@ def test_peak_live_activations(p: int, m: int) -> None:
 def test_timeline_obeys_the_model(
     data: st.DataObject, name: str, p: int, m: int, send: float
 ) -> None:
-    forward = data.draw(st.lists(times, min_size=p, max_size=p))
-    backward = data.draw(st.lists(times, min_size=p, max_size=p))
     schedule = make_schedule(name, p, m)
-    timeline = simulate(schedule, forward=forward, backward=backward, send=send)
+    n = schedule.num_stages
+    forward, input_half, weight_half = (
+        data.draw(st.lists(times, min_size=n, max_size=n)) for _ in range(3)
+    )
+    timeline = simulate(
+        schedule,
+        forward=forward,
+        backward_input=input_half,
+        backward_weight=weight_half,
+        send=send,
+    )
+    durations = {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: [i + w for i, w in zip(input_half, weight_half, strict=True)],
+        Kind.BACKWARD_INPUT: input_half,
+        Kind.BACKWARD_WEIGHT: weight_half,
+    }
+    owner = schedule.rank_of_stage
     ends = {span.action: span.end for rank in timeline.spans for span in rank}
     for rank, spans in enumerate(timeline.spans):
         assert tuple(span.action for span in spans) == schedule.actions[rank]
         free = 0.0
         for start, end, action in spans:
-            duration = {Kind.FORWARD: forward, Kind.BACKWARD: backward}[action.kind][action.stage]
-            assert end == start + duration
+            assert end == start + durations[action.kind][action.stage]
             arrivals = [
-                ends[needed] + (send if needed.stage != action.stage else 0.0)
+                ends[needed] + (send if owner(needed.stage) != rank else 0.0)
                 for needed in schedule.needs(action)
             ]
             assert start == max([free, *arrivals])  # as early as possible, not earlier
             free = end
-    # No order of the actions beats the slowest stage or the way of one microbatch.
-    slowest = max(f + b for f, b in zip(forward, backward, strict=True))
-    way = sum(forward) + sum(backward) + 2 * (p - 1) * send
-    assert timeline.step_time >= max(m * slowest, way) - 1e-9
-    assert 0.0 <= timeline.bubble_fraction < 1.0
+    # No order of the actions beats the slowest rank or the way of one microbatch.
+    work = [0.0] * p
+    for times_of_kind in (forward, input_half, weight_half):
+        for stage, time in enumerate(times_of_kind):
+            work[owner(stage)] += m * time
+    hops = sum(owner(stage) != owner(stage + 1) for stage in range(n - 1))
+    way = sum(forward) + sum(input_half) + 2 * hops * send
+    assert timeline.step_time >= max(*work, way) - 1e-9
+    assert timeline.flowing_step_time >= max(work) - 1e-9
+    assert timeline.flowing_step_time <= timeline.step_time
+    assert -1e-9 <= timeline.bubble_fraction < 1.0
+    assert timeline.busy == pytest.approx(work)
 
 
 def test_transfer_times_of_each_boundary() -> None:
@@ -107,7 +129,7 @@ def test_slowest_stage_sets_the_pace() -> None:
 
 def test_busy() -> None:
     timeline = simulate(make_schedule("1f1b", 2, 3), forward=[1, 2], backward=[2, 1])
-    assert timeline.busy == (9, 9)
+    assert list(timeline.busy) == [9, 9]
     assert timeline.step_time > 9
 
 
@@ -118,9 +140,40 @@ def test_evaluation_keeps_nothing_alive() -> None:
     assert peak_live_activations(()) == 0
 
 
-def test_wrong_number_of_times() -> None:
+def test_split_backward_releases_its_activation_with_the_weight_half() -> None:
+    assert peak_live_activations(parse("F0.0 I0.0 F0.1 W0.0 I0.1 W0.1")) == 2
+    assert peak_live_activations(parse("F0.0 I0.0 W0.0 F0.1 B0.1")) == 1
+
+
+def test_weighted_activations() -> None:
+    row = parse("F0.0 F3.0 B3.0 F0.1 F3.1 B3.1 B0.0 B0.1")
+    assert peak_live_activations(row) == 3
+    assert peak_live_activations(row, {0: 5.0, 3: 7.0}) == 17.0
+
+
+def test_flowing_steps() -> None:
+    # Rank 1 starts and ends one forward later than rank 0.
+    own = Schedule("own", 1, (0, 1), (parse("F0.0 I0.0 W0.0"), parse("F1.0 I1.0 W1.0")))
+    timeline = simulate(own, send=0.0)
+    assert timeline.step_time == 5
+    assert timeline.flowing_step_time == 5
+    assert simulate(make_schedule("zb-h2", 4, 8)).flowing_step_time == 3 * 8
+
+
+def test_wrong_times() -> None:
+    schedule = make_schedule("1f1b", 3, 2)
     with pytest.raises(ValueError, match="forward holds 2 times; the schedule needs 3"):
-        simulate(make_schedule("1f1b", 3, 2), forward=[1.0, 1.0])
+        simulate(schedule, forward=[1.0, 1.0])
+    with pytest.raises(ValueError, match="go together"):
+        simulate(schedule, backward_input=1.0)
+    with pytest.raises(ValueError, match="either backward or its halves"):
+        simulate(schedule, backward=2.0, backward_input=1.0, backward_weight=1.0)
+
+
+def test_whole_backward_takes_as_long_as_its_halves() -> None:
+    schedule = make_schedule("1f1b", 3, 2)
+    halves = simulate(schedule, backward_input=[1, 2, 3], backward_weight=[4, 5, 6])
+    assert halves == simulate(schedule, backward=[5, 7, 9])
 
 
 def test_circular_wait_is_refused_with_the_actions() -> None:
@@ -191,6 +244,11 @@ def test_render_names_stages_when_a_rank_holds_several() -> None:
         "rank 0  F0.0 F0.1 F2.0 F2.1 .....",
         "rank 1  .....F1.0 F1.1 F3.0 F3.1",
     ]
+
+
+def test_short_labels() -> None:
+    drawing = render(simulate(forward_only(2, 2, (0, 1, 0, 1))), short=True)
+    assert drawing.splitlines() == ["rank 0  F0 F1 f0 f1 ...", "rank 1  ...F0 F1 f0 f1"]
 
 
 def test_render_of_nothing() -> None:
