@@ -62,6 +62,8 @@ def has_written_its_stacks(log: Path) -> bool:
 def serve(connection: Connection, inherited: list[Connection], log: Path) -> None:
     """Run jobs until the parent hangs up: the main function of a worker."""
     torch.set_num_threads(1)
+    # What was imported stays: not searched for garbage after every job, nor copied by the search.
+    gc.freeze()
     for other in inherited:
         other.close()
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
