@@ -111,7 +111,9 @@ def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -
         follow_freezing=transforms.manual_optimization,
     )
     step = _wrap(module, plan, topology, transforms, data)
-    roles = _roles(module, plan, topology, transforms, tied_groups)
+    roles = _roles(module, plan, topology, transforms, tied_groups, sharded=data.enabled)
+    if data.replicates:
+        data.reduce_whole([r.parameter for r in roles if not r.outside])
     return ParallelModule(
         module=module,
         step=step,
@@ -247,6 +249,8 @@ def _roles(
     topology: Topology,
     transforms: Transforms,
     tied_groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
+    *,
+    sharded: bool,
 ) -> list[ParameterRole]:
     pipelined = topology.pp.size > 1
     alone = topology.batch.size > 1 and transforms.manual_optimization
@@ -257,14 +261,14 @@ def _roles(
             continue
         stages = plan.tied_stages.get(canonical, ())
         outside = pipelined and name not in plan.stage_of
-        unmanaged = outside or is_unmanaged(parameter) or (alone and "." not in name)
+        left_out = sharded and (is_unmanaged(parameter) or (alone and "." not in name))
         roles.append(
             ParameterRole(
                 name=canonical,
                 parameter=parameter,
                 shard=_shard_of(module, name),
                 outside=outside,
-                unmanaged=unmanaged,
+                unmanaged=outside or left_out,
                 tied_stages=stages,
                 tied_group=tied_groups.get(stages) if stages else None,
             )

@@ -1,7 +1,8 @@
-"""Data parallelism: ZeRO 0 to 3 and hybrid sharding on FSDP2.
+"""Data parallelism: ZeRO 0 to 3 and hybrid sharding.
 
-One engine carries all stages; what differs is when it communicates. With ``P`` parameters of this
-rank's pipeline stage and tp shard, ``n`` microbatches and ``d`` ranks, per optimizer step:
+FSDP2 carries all stages but ZeRO 0 without mixed precision (`parallel.reduce`). What differs is
+when they communicate. With ``P`` parameters of this rank's pipeline stage and tp shard, ``n``
+microbatches and ``d`` ranks, per optimizer step:
 
 ====  ============================  ==========================  ==============================
 zero  kept sharded                  parameters gathered         gradients reduced
@@ -30,6 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_megatron._torch import replicate
+from lightning_megatron.parallel.reduce import MeanReducer
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.topology.mesh import Topology
 
@@ -107,7 +109,10 @@ class DataParallel:
             param_dtype=types.parameters, reduce_dtype=types.reduction, cast_forward_inputs=False
         )
         self._follow_freezing = follow_freezing
-        self.enabled = topology.batch.size > 1 or types.parameters is not None
+        # Without shards and casts FSDP2 would only reduce, see `parallel.reduce`.
+        self.replicates = zero == 0 and types.parameters is None
+        self.enabled = types.parameters is not None or (topology.batch.size > 1 and zero > 0)
+        self._whole: MeanReducer | None = None
         self._units: list[FSDPModule] = []
         self._roots: list[FSDPModule] = []
         self._sync = self._last = self._reshard = True
@@ -145,6 +150,17 @@ class DataParallel:
         if root:
             self._roots.append(module)
 
+    def reduce_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of ``parameters``, which no unit holds; collective."""
+        group = self._topology.new_group("batch")
+        if group is not None:
+            self._whole = MeanReducer(parameters, group)
+
+    @property
+    def accumulates_in_grad(self) -> bool:
+        """Whether gradients of blocked backwards lie in ``.grad`` until later ones are reduced."""
+        return self._whole is not None
+
     def before_backward(self, *, last: bool, blocked: bool = False) -> None:
         """Decide what the coming backward communicates.
 
@@ -157,7 +173,14 @@ class DataParallel:
         # of other microbatches are in it; one after the other, a stale record makes the backward
         # gather units that it is done with.
         in_flight = not last and self._topology.pp.size > 1
+        if done and self._whole is not None:
+            self._whole.arm()
         self._set(sync=done or self._zero >= 2, last=not in_flight, reshard=done or self._zero == 3)
+
+    def after_backward(self, *, blocked: bool = False) -> None:
+        """Wait for the reduction that the latest `before_backward` announced."""
+        if self._whole is not None and not blocked:
+            self._whole.finish()
 
     def gather_backwards(self, units: Sequence[nn.Module]) -> None:
         """Fix the order in which backward gathers ahead, for ``units`` that run one after another.

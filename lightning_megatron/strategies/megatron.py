@@ -430,6 +430,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         else:
             self.parallel.data.before_backward(last=True, blocked=self._blocked)
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            self.parallel.data.after_backward(blocked=self._blocked)
         if not self._blocked:
             self.parallel.gradients.finish()
         loss = self.precision_plugin.post_backward(loss, module)

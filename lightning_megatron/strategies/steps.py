@@ -90,8 +90,11 @@ class StepEngine:
         """
         pieces = self._split(args[0])
         recorder = LogRecorder(self._module)
-        older = self._set_gradients_aside(drop=fresh)
+        data = self._parallel.data
         defer = blocked and self._by_token is False
+        # Gradients of deferred batches stay in place, to be reduced with this batch's.
+        together = data.accumulates_in_grad and self._by_token is False and not fresh
+        older = {} if together else self._set_gradients_aside(drop=fresh)
 
         def loss_of(output: Any, index: int) -> Tensor | None:
             loss, tokens = loss_and_tokens(output)
@@ -104,8 +107,9 @@ class StepEngine:
                 self._step("training_step", args, pieces, recorder, context),
                 loss_of,
                 len(pieces),
-                lambda last: self._parallel.data.before_backward(last=last, blocked=defer),
+                lambda last: data.before_backward(last=last, blocked=defer),
             )
+        data.after_backward(blocked=defer)
         loss, tokens = self._share_loss(recorder, outputs, pieces)
         self._by_token = tokens is not None
         if tokens is not None:
