@@ -7,25 +7,26 @@ the same gradients. They differ in how long ranks stand idle (the *bubble*), in 
 microbatches they hold the activations of (the *live activations*, which set the peak memory), and
 in how often messages cross from rank to rank.
 
-For ``p`` ranks with ``v`` stages each, ``m >= p`` microbatches (``2 p`` for zb-h2 and dualpipev), a
-step of ``m * T`` without bubble in which forward and both halves of the backward take ``T / 3``
-each, and activations counted in those of one microbatch on a whole rank:
+For ``p`` ranks with ``v`` stages each, enough microbatches ``m`` (``p``; ``2 p`` for the last five),
+a step of time ``T`` per microbatch and rank of which forward and both halves of the backward take a
+third each, and activations counted in those of one microbatch on a whole rank:
 
-=============  =========  ============  ==============  ====================================
-name           placement  bubble        peak live       for
-=============  =========  ============  ==============  ====================================
-gpipe          1          (p-1) T       m               slow transfers, few microbatches
-1f1b           1          (p-1) T       p               the default
-interleaved    v looped   (p-1) T/v     p + (p-1)/v     small bubble, fast transfers
-breadth-first  v looped   (p-1) T/v     m               ZeRO-3: each stage gathered once
-zb-h1          1 (or v)   (p-1) T/3     p               a third of the bubble of 1f1b
-zb-h2          1          (p-1) T/3 *   2p-1            * none, if steps follow each other
-zbv            2, V       (p-1) T/6     p               the smallest bubble
-v-half         2, V       about p T/2   (p+2)//2        half the memory of 1f1b
-v-min          2, V       about 2p T/3  (p+4)//3        a third of the memory of 1f1b
-dualpipev      2, V       (p-1) T/3     p + 1/2         pairs that can overlap (experts)
-=============  =========  ============  ==============  ====================================
+=============  =========  ============  ============  ======================================
+name           placement  bubble        peak live     for
+=============  =========  ============  ============  ======================================
+gpipe          1          (p-1) T       m             slow transfers, few microbatches
+1f1b           1          (p-1) T       p             the default
+interleaved    v looped   (p-1) T/v     p + (p-1)/v   smaller bubble, fast transfers
+breadth-first  v looped   (p-1) T/v     m             ZeRO-3: each stage gathered once
+zb-h1          1 (or v)   (p-1) T/3     p             a third of the bubble of 1f1b
+zb-h2          1          (p-1) T/3     2p - 1        no bubble, if steps flow into each other
+zbv            2, V       (p-1) T/6     p             the smallest bubble
+v-half         2, V       (p-1) T/2     (p+2)//2      half the memory and bubble of 1f1b
+v-min          2, V       2 (p-1) T/3   (p+4)//3      a third of the memory of 1f1b
+dualpipev      2, V       (p-1) T/6     p + 1/2       pairs that can overlap (experts)
+=============  =========  ============  ============  ======================================
 
+The bubble is what the step takes beyond ``m T``; that of v-min is up to ``T/6`` longer.
 ``custom`` reads a table from a file (`pipeline.schedules.table`). Drawings, formulas and sources
 stand in the files of `pipeline.schedules`.
 

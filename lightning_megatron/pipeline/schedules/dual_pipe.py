@@ -7,8 +7,10 @@ from lightning_megatron.pipeline.schedules.weights import Rows, fill_weights
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Rows:
     """Rows of dualpipev."""
-    orders = [_split_unpaired(order) for order in repeat(_way(num_ranks), num_microbatches)]
-    return fill_weights(orders, v_shaped(num_ranks), limit=2 * num_ranks + 1).rows
+    placement, limit = v_shaped(num_ranks), 2 * num_ranks + 1
+    orders = [_split(order) for order in repeat(_way(num_ranks), num_microbatches)]
+    ahead = fill_weights(orders, placement, limit, eager=True).rows
+    return fill_weights([_join_pairs(row) for row in ahead], placement, limit).rows
 
 
 def _way(num_ranks: int) -> Way:
@@ -33,12 +35,25 @@ def _way(num_ranks: int) -> Way:
     ]
 
 
-def _split_unpaired(order: list[Action]) -> list[Action]:
-    """Split the backwards before which no forward stands: they belong to the ramps."""
-    pairs = zip([None, *order], order, strict=False)
+def _split(order: list[Action]) -> list[Action]:
     return [
-        action._replace(kind=Kind.BACKWARD_INPUT)
-        if action.kind is Kind.BACKWARD and (before is None or before.kind is not Kind.FORWARD)
+        action if action.kind is Kind.FORWARD else action._replace(kind=Kind.BACKWARD_INPUT)
+        for action in order
+    ]
+
+
+def _join_pairs(row: tuple[Action, ...]) -> list[Action]:
+    """Make whole again the backwards right behind a forward of the rank's other stage.
+
+    The others belong to the ramps at both ends of the step and stay split.
+    """
+    order = [action for action in row if action.kind is not Kind.BACKWARD_WEIGHT]
+    return [
+        action._replace(kind=Kind.BACKWARD)
+        if action.kind is Kind.BACKWARD_INPUT
+        and before is not None
+        and before.kind is Kind.FORWARD
+        and before.stage != action.stage
         else action
-        for before, action in pairs
+        for before, action in zip([None, *order], order, strict=False)
     ]

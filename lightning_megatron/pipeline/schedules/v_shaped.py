@@ -91,5 +91,11 @@ def _fastest_within(limit: int, num_ranks: int, num_microbatches: int) -> Rows:
     for pattern in (ZBV, HALF, MIN):
         orders = repeat(pattern.way(num_ranks), num_microbatches)
         if max(map(room_needed, orders)) <= limit:
-            return fill_weights(orders, v_shaped(num_ranks), limit).rows
+            placement = v_shaped(num_ranks)
+            filled = [
+                fill_weights(orders, placement, limit, eager=eager, prompt=prompt)
+                for eager in (True, False)
+                for prompt in (True, False)
+            ]
+            return min(filled, key=lambda candidate: candidate.end).rows
     raise AssertionError(f"no pattern runs in room for {limit} activations")
