@@ -1,15 +1,13 @@
-"""How a run begins: names, command lines, launchers, and several Trainers in one process."""
+"""How a run begins: names, command lines, and several Trainers in one process.
 
-import os
-import subprocess
-import sys
+The launchers are in `tests/launched`.
+"""
+
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 
@@ -26,37 +24,11 @@ from tests.strategies.small import (
     weights,
 )
 
-ROOT = Path(__file__).parents[2]
-
-
-def python(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a fresh interpreter, as a user's shell does."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, *command], env=clean, capture_output=True, text=True, timeout=120
-    )
-
 
 def test_the_strategy_is_known_by_name() -> None:
     trainer = pl.Trainer(strategy="megatron", accelerator="cpu", devices=1, logger=False)
     assert isinstance(trainer.strategy, MegatronStrategy)
     assert trainer.strategy.options.tp == 1
-
-
-NAMED = """
-import lightning.pytorch as pl
-import lightning_megatron
-assert "lightning_megatron.strategies.megatron" not in __import__("sys").modules
-trainer = pl.Trainer(strategy="megatron", accelerator="cpu", devices=1, logger=False)
-print(type(trainer.strategy).__name__)
-"""
-
-
-def test_the_strategy_is_known_by_name_once_the_package_is_imported() -> None:
-    """Without loading it: the import of the package stays light."""
-    result = python("-c", NAMED)
-    assert result.stdout.split() == ["MegatronStrategy"], result.stderr
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")
@@ -101,46 +73,6 @@ def test_lightning_cli_names_an_unknown_option(capsys: pytest.CaptureFixture[str
         )
     assert error.value.code == 2
     assert "tpp" in capsys.readouterr().err
-
-
-SCRIPT = """
-import torch
-from tests.strategies.small import Small, loader, make_trainer, weights
-trainer = make_trainer({"pp": 2}, 2)
-module = Small()
-trainer.fit(module, loader())
-own = [name for name in weights(module)]
-print("rank", trainer.global_rank, len(own), trainer.callback_metrics)
-second = Small()  # another Trainer, with another layout, in the same processes
-trainer = make_trainer({"zero": 3}, 2)
-trainer.fit(second, loader(dp=2))
-if trainer.is_global_zero:
-    torch.save((len(own), sorted(weights(second))), "done.pt")
-else:
-    weights(second)
-"""
-
-
-def test_the_subprocess_launcher_starts_one_process_per_device(tmp_path: Path) -> None:
-    """And a second Trainer of the script uses the same processes."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    clean |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    ranks = sorted(line.split()[1] for line in result.stdout.splitlines() if "rank " in line)
-    assert ranks == ["0", "1"]
-    held, names = torch.load(tmp_path / "done.pt")
-    assert held == 4  # half of the four layers
-    assert len(names) == 8
 
 
 def two_layouts(

@@ -1,0 +1,27 @@
+"""What README.md and the recipes claim, executed."""
+
+import re
+
+import pytest
+
+from tests.launched.jobs import Quickstart
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("launched", ["readme_example"], indirect=True)
+def test_python_example_trains(launched: str) -> None:
+    loss = re.search(r"final loss ([\d.]+)", launched)
+    assert loss is not None
+    assert float(loss[1]) < 0.1
+
+
+@pytest.mark.parametrize("launched", ["quickstart"], indirect=True)
+def test_quickstart_trains_and_its_last_line_resumes_under_another_layout(
+    launched: Quickstart,
+) -> None:
+    assert "Trained to step 4." in launched.printed
+    assert launched.events
+    assert launched.command[:1] == ["lightning-megatron"]
+    assert "--trainer.strategy.pp" in launched.command
+    assert "Trained to step 8." in launched.resumed
