@@ -14,6 +14,7 @@ from torch import Tensor
 # The FSDP2-based replicate (ZeRO 0) has no public home in 2.11-2.13; the older
 # torch.distributed._composable.replicate is built on DDP and mixes with no DTensor.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 # Undocumented in 2.11-2.13, though every distributed module of torch leans on it.
@@ -76,6 +77,22 @@ def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
     if tensors:
         torch._foreach_clamp_min_(list(tensors), low)
         torch._foreach_clamp_max_(list(tensors), high)
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Do what FSDP2 does at the end of a backward, for ``root`` and the units in it (2.11-2.13).
+
+    Its hooks run when the gradients of a unit's inputs are there; weight gradients that come later
+    would never be reduced.
+    """
+    state = root._get_fsdp_state()
+    for inner in state._state_ctx.all_states:
+        groups = getattr(inner, "_fsdp_param_groups", None)
+        if groups is None:  # 2.11 has one group per module
+            groups = [inner._fsdp_param_group] if inner._fsdp_param_group else []
+        for group in reversed(groups):
+            group.post_backward()
+    state._root_post_backward_final_callback()
 
 
 DCP_METADATA_GLOBALS = frozenset(

@@ -10,6 +10,7 @@ initialisation read it. ZeRO then shards the slice over the data-parallel axis l
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +44,11 @@ class ParallelLayer(nn.Module):
     Attributes:
         topology: None until `distribute`.
         tensor_shards: by local parameter name; empty until `distribute`.
+        deferral: where weight gradients may be left for later (`layers.deferral`).
     """
 
     topology: Topology | None = None
+    deferral: Any = None
     tensor_shards: Mapping[str, TensorShard]
 
     def __init__(self) -> None:

@@ -45,6 +45,14 @@ from lightning_megatron.comm.collectives import (
 )
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.deferral import (
+    WeightGradients,
+    can_defer,
+    compute_dtype,
+    linear,
+    linear_gradients,
+    rows,
+)
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
 from lightning_megatron.topology.mesh import Axis, Topology
 
@@ -179,8 +187,8 @@ class ColumnParallelLinear(_Linear):
     @override
     def forward(self, x: Tensor) -> Tensor:
         if self.topology is None or self.topology.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        (y,) = _column_parallel(x, self.topology, [self.local_parameters()])
+            return linear(x, self.weight, self.bias, self.deferral)
+        (y,) = _column_parallel(x, self.topology, [self.local_parameters()], self.deferral)
         return gather_from(y, self.topology.tp, -1) if self.gather_output else y
 
 
@@ -230,12 +238,15 @@ class RowParallelLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         topology = self.topology
         if topology is None or topology.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            return linear(x, self.weight, self.bias, self.deferral)
         if not self.input_is_parallel:
             if topology.sequence_parallel:
                 x = gather_from(x, topology.tp, SEQUENCE_DIM)
             x = split_to(x, topology.tp, -1)
-        return _apply_row(x, self.weight, self.bias, topology.tp, topology.sequence_parallel)
+        deferral = self.deferral if can_defer((self.weight,)) else None
+        return _apply_row(
+            x, self.weight, self.bias, topology.tp, topology.sequence_parallel, deferral
+        )
 
 
 def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -245,7 +256,9 @@ def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     `ColumnParallelLinear` (an adapter around one, for example), has hooks or gathers its output.
     """
     first = layers[0]
-    topology = first.topology if isinstance(first, ColumnParallelLinear) else None
+    if not isinstance(first, ColumnParallelLinear):
+        return [layer(x) for layer in layers]
+    topology = first.topology
     if topology is None or topology.tp.size == 1:
         return [layer(x) for layer in layers]
     parameters = []
@@ -253,7 +266,7 @@ def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         if type(layer) is not ColumnParallelLinear or layer.gather_output or _has_hooks(layer):
             return [layer(x) for layer in layers]
         parameters.append(layer.local_parameters())
-    return _column_parallel(x, topology, parameters)
+    return _column_parallel(x, topology, parameters, first.deferral)
 
 
 def regathers(x: Tensor) -> bool:
@@ -271,19 +284,16 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _column_parallel(
-    x: Tensor, topology: Topology, parameters: Sequence[tuple[Tensor, Tensor | None]]
+    x: Tensor,
+    topology: Topology,
+    parameters: Sequence[tuple[Tensor, Tensor | None]],
+    deferral: WeightGradients | None,
 ) -> list[Tensor]:
     flat = [p for pair in parameters for p in pair]
-    result = _apply_column(x, topology.tp, topology.sequence_parallel, *flat)
+    if not can_defer(flat):
+        deferral = None
+    result = _apply_column(x, topology.tp, topology.sequence_parallel, deferral, *flat)
     return list(result)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a product with ``x``: autocast's where it is on (as for ``F.linear``)."""
-    kind = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -291,36 +301,27 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), bias)
 
 
-def _weight_gradient(grad_no: Tensor, x_ni: Tensor, needed: bool) -> Tensor | None:
-    return grad_no.t().mm(x_ni) if needed else None
-
-
-def _bias_gradient(grad_no: Tensor, needed: bool) -> Tensor | None:
-    return grad_no.sum(0) if needed else None
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``[..., features]`` as ``[n, features]``."""
-    return x.reshape(-1, x.shape[-1])
-
-
 class _ColumnParallel(Function):
     """``x, weight, bias, weight, bias, ... -> y, y, ...`` (see the module's table).
 
-    Gradients of the input and of the weights come from separate functions, so that a zero-bubble
-    schedule can ask for one now and the other later.
+    The gradients of the weights may come later (`layers.deferral`).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: Axis, sequence: bool, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        axis: Axis,
+        sequence: bool,
+        deferral: WeightGradients | None,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        x = x.to(_compute_dtype(x))
+        x = x.to(compute_dtype(x))
         gathered = start_gather(x, axis, SEQUENCE_DIM).wait() if sequence else x
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.axis, ctx.sequence = axis, sequence
+        ctx.axis, ctx.sequence, ctx.deferral = axis, sequence, deferral
         ctx.regather = sequence and regathers(x)
-        ctx.save_for_backward(x if ctx.regather else gathered, *weights)
+        ctx.save_for_backward(x if ctx.regather else gathered, *parameters)
         return tuple(
             _linear(gathered, w, b) for w, b in zip(weights, biases, strict=True) if w is not None
         )
@@ -328,22 +329,28 @@ class _ColumnParallel(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        x, *parameters = ctx.saved_tensors
+        needs, deferral = ctx.needs_input_grad, ctx.deferral
+        later = deferral is not None and deferral.collecting
         regathered = None
-        if ctx.regather and any(needs[3:]):
+        if ctx.regather and any(needs[4:]) and not later:
             regathered = start_gather(x, ctx.axis, SEQUENCE_DIM)
-        rows = [_rows(g) for g in grads]
+        grads_no = [rows(g) for g in grads]
         pending = None
         if needs[0]:
-            grad_x = _column_input_gradient(rows, weights).view(*grads[0].shape[:-1], x.shape[-1])
+            weights = parameters[::2]
+            grad_x = _column_input_gradient(grads_no, weights)
+            grad_x = grad_x.view(*grads[0].shape[:-1], x.shape[-1])
             pending = _start_reduction(grad_x, ctx.axis, ctx.sequence)
-        gradients: list[Tensor | None] = []
-        x_ni = _rows(x if regathered is None else regathered.wait())
-        for i, grad in enumerate(rows):
-            gradients.append(_weight_gradient(grad, x_ni, needs[3 + 2 * i]))
-            gradients.append(_bias_gradient(grad, needs[4 + 2 * i]))
-        return pending.wait() if pending else None, None, None, *gradients
+
+        def factors() -> list[tuple[Tensor, Tensor]]:
+            whole = x
+            if ctx.regather:
+                whole = (regathered or start_gather(x, ctx.axis, SEQUENCE_DIM)).wait()
+            return [(grad_no, rows(whole)) for grad_no in grads_no]
+
+        gradients = linear_gradients(parameters, needs[4:], factors, deferral)
+        return pending.wait() if pending else None, None, None, None, *gradients
 
 
 class _RowParallel(Function):
@@ -351,40 +358,43 @@ class _RowParallel(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        sequence: bool,
+        deferral: WeightGradients | None,
     ) -> Tensor:
-        x = x.to(_compute_dtype(x))
-        ctx.axis, ctx.sequence = axis, sequence
-        ctx.save_for_backward(x, weight)
+        x = x.to(compute_dtype(x))
+        ctx.axis, ctx.sequence, ctx.deferral = axis, sequence, deferral
+        ctx.save_for_backward(x, weight, bias)
         y = _start_reduction(F.linear(x, weight.to(x.dtype)), axis, sequence).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, bias = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if ctx.sequence:
             grad = start_gather(grad, ctx.axis, SEQUENCE_DIM).wait()
-        grad_no = _rows(grad)
+        grad_no, x_ni = rows(grad), rows(x)
         grad_x = grad_no.mm(weight.to(grad.dtype)).view(x.shape) if needs[0] else None
-        return (
-            grad_x,
-            _weight_gradient(grad_no, _rows(x), needs[1]),
-            _bias_gradient(grad_no, needs[2]),
-            None,
-            None,
+        gradients = linear_gradients(
+            [weight, bias], needs[1:3], lambda: [(grad_no, x_ni)], ctx.deferral
         )
+        return grad_x, *gradients, None, None, None
 
 
 _apply_column: Callable[..., tuple[Tensor, ...]] = _ColumnParallel.apply
 _apply_row: Callable[..., Tensor] = _RowParallel.apply
 
 
-def _column_input_gradient(rows: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _column_input_gradient(grads_no: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """This rank's part of the input gradient ``[n, in]``, summed over the layers that share it."""
-    total = rows[0].mm(weights[0].to(rows[0].dtype))
-    for grad, weight in zip(rows[1:], weights[1:], strict=True):
+    total = grads_no[0].mm(weights[0].to(grads_no[0].dtype))
+    for grad, weight in zip(grads_no[1:], weights[1:], strict=True):
         total.addmm_(grad, weight.to(grad.dtype))
     return total
 

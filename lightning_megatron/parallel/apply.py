@@ -11,7 +11,7 @@ The order of the transforms is fixed here and nowhere else:
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class Transforms:
     """How the trunk is cut."""
     sharding: ShardingConfig
     """What ZeRO treats as a unit."""
+    stage_ranks: tuple[int, ...] | None = None
+    """Pipeline rank of every stage; one stage per rank by default."""
     manual_optimization: bool = False
     """Whether the user drives backward: every child of the module is then a root of its own."""
 
@@ -95,13 +97,13 @@ def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -
     Raises:
         ConfigError: the module does not fit the layout.
     """
-    plan = ModulePlan(module, topology.degrees, transforms.pipeline)
+    plan = ModulePlan(module, topology.degrees, transforms.pipeline, transforms.stage_ranks)
     if topology.world_size > 1:
         _broadcast_weights(module, topology)
     tied_groups = _tied_groups(plan, topology)
     if topology.pp.size > 1:
         assert plan.trunk is not None
-        plan.trunk.keep(plan.stages, topology.pp.rank)
+        plan.trunk.keep(plan.stages, plan.stages_of_rank(topology.pp.rank))
         _avoid_empty_stage(plan.trunk)
     _distribute(module, topology)
     data = DataParallel(
@@ -110,10 +112,11 @@ def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -
         transforms.types,
         follow_freezing=transforms.manual_optimization,
     )
-    step = _wrap(module, plan, topology, transforms, data)
-    roles = _roles(module, plan, topology, transforms, tied_groups, sharded=data.enabled)
+    between = _shared_between_stages(plan.trunk) if topology.pp.size > 1 else set()
+    step = _wrap(module, plan, topology, transforms, data, between)
+    roles = _roles(module, plan, topology, transforms, tied_groups, between, sharded=data.enabled)
     if data.replicates:
-        data.reduce_whole([r.parameter for r in roles if not r.outside])
+        data.reduce_whole(_by_stage(roles, plan, topology))
     return ParallelModule(
         module=module,
         step=step,
@@ -149,6 +152,29 @@ def _avoid_empty_stage(trunk: PipelineSequential) -> None:
             return
 
 
+def _shared_between_stages(trunk: PipelineSequential | None) -> set[nn.Parameter]:
+    """Parameters that several stages of this rank share.
+
+    No stage can hand them to ZeRO as its own; they stay whole, and `GradientSet` averages them.
+    """
+    holders: dict[nn.Parameter, int] = {}
+    for items in trunk.stage_items if trunk is not None else ():
+        for parameter in set(items.parameters()):
+            holders[parameter] = holders.get(parameter, 0) + 1
+    return {parameter for parameter, count in holders.items() if count > 1}
+
+
+def _by_stage(
+    roles: Sequence[ParameterRole], plan: ModulePlan, topology: Topology
+) -> list[list[nn.Parameter]]:
+    """The parameters that data parallelism averages, by the stage of this rank that holds them."""
+    managed = [role.parameter for role in roles if not role.unmanaged]
+    if topology.pp.size == 1 or plan.trunk is None:
+        return [managed]
+    stages = [set(items.parameters()) for items in plan.trunk.stage_items]
+    return [[p for p in managed if p in stage] for stage in stages]
+
+
 def _distribute(module: nn.Module, topology: Topology) -> None:
     """Slice the parallel layers; modules that shared a parameter share its slice."""
     first: dict[int, tuple[nn.Module, str]] = {}
@@ -180,6 +206,7 @@ def _wrap(
     topology: Topology,
     transforms: Transforms,
     data: DataParallel,
+    between: Collection[nn.Parameter],
 ) -> nn.Module:
     """Initialise and shard, unit by unit; returns the module to call for a step."""
     names = {id(child): name for name, child in module.named_modules()}
@@ -202,44 +229,52 @@ def _wrap(
         found = list(units(scope, transforms.sharding.wrap, min_numel))
         for unit in found:
             ready(unit)
-            data.wrap(unit, root=transforms.manual_optimization)
-        if topology.pp.size > 1:
-            data.gather_backwards(found)
+            data.wrap(unit, stage=0 if transforms.manual_optimization else None)
+        if topology.pp.size > 1 and plan.trunk is not None:
+            for items in plan.trunk.stage_items:
+                inside = set(items.modules())
+                data.gather_backwards([unit for unit in found if unit in inside])
     ready(module)
     if data.enabled:
-        _wrap_roots(step, plan, topology, transforms, data)
+        _wrap_roots(step, plan, topology, transforms, data, between)
     return step
 
 
 def _wrap_roots(
-    step: Step, plan: ModulePlan, topology: Topology, transforms: Transforms, data: DataParallel
+    step: Step,
+    plan: ModulePlan,
+    topology: Topology,
+    transforms: Transforms,
+    data: DataParallel,
+    between: Collection[nn.Parameter],
 ) -> None:
     if topology.pp.size > 1:
         assert plan.trunk is not None
-        data.wrap(plan.trunk.stage_items, root=True)
+        for stage, items in enumerate(plan.trunk.stage_items):
+            data.wrap(items, stage=stage, leave=between)
     elif transforms.manual_optimization:
         for child in step.module.children():
             if any(True for _ in child.parameters()):
-                data.wrap(child, root=True)
+                data.wrap(child, stage=0)
     else:
-        data.wrap(step, root=True)
+        data.wrap(step, stage=0)
 
 
 def _tied_groups(
     plan: ModulePlan, topology: Topology
 ) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """A group for every set of stages that share a parameter; collective."""
+    """A group for every set of pipeline ranks that share a parameter; collective."""
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for stages in sorted(set(plan.tied_stages.values())):
-        if len(stages) == topology.pp.size:
-            groups[stages] = topology.pp.group
+    for ranks in sorted(set(plan.tied_ranks.values())):
+        if len(ranks) == topology.pp.size:
+            groups[ranks] = topology.pp.group
             continue
-        groups[stages] = None
+        groups[ranks] = None
         for column in groups_along("pp", topology.degrees):
-            members = [column[stage] for stage in stages]
+            members = [column[rank] for rank in ranks]
             group = dist.new_group(members)
             if topology.rank in members:
-                groups[stages] = group
+                groups[ranks] = group
     return groups
 
 
@@ -249,6 +284,7 @@ def _roles(
     topology: Topology,
     transforms: Transforms,
     tied_groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
+    between: Collection[nn.Parameter],
     *,
     sharded: bool,
 ) -> list[ParameterRole]:
@@ -259,7 +295,7 @@ def _roles(
         canonical = plan.canonical.get(name)
         if canonical is None:  # the placeholder of an empty stage
             continue
-        stages = plan.tied_stages.get(canonical, ())
+        ranks = plan.tied_ranks.get(canonical, ())
         outside = pipelined and name not in plan.stage_of
         left_out = sharded and (is_unmanaged(parameter) or (alone and "." not in name))
         roles.append(
@@ -268,9 +304,9 @@ def _roles(
                 parameter=parameter,
                 shard=_shard_of(module, name),
                 outside=outside,
-                unmanaged=outside or left_out,
-                tied_stages=stages,
-                tied_group=tied_groups.get(stages) if stages else None,
+                unmanaged=outside or left_out or parameter in between,
+                tied_ranks=ranks,
+                tied_group=tied_groups.get(ranks) if ranks else None,
             )
         )
     return roles

@@ -21,7 +21,7 @@ switches.) Reduction is a mean over the data-parallel ranks.
 """
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_megatron._torch import replicate
+from lightning_megatron._torch import reduce_gradients, replicate
 from lightning_megatron.parallel.reduce import MeanReducer
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.topology.mesh import Topology
@@ -112,15 +112,26 @@ class DataParallel:
         # Without shards and casts FSDP2 would only reduce, see `parallel.reduce`.
         self.replicates = zero == 0 and types.parameters is None
         self.enabled = types.parameters is not None or (topology.batch.size > 1 and zero > 0)
-        self._whole: MeanReducer | None = None
         self._units: list[FSDPModule] = []
-        self._roots: list[FSDPModule] = []
-        self._sync = self._last = self._reshard = True
+        self._stages: list[_Stage] = []
+        self._blocked = False
 
-    def wrap(self, module: nn.Module, *, root: bool = False) -> None:
-        """Shard (or replicate) the parameters of ``module`` that no unit inside it holds yet."""
+    def wrap(
+        self,
+        module: nn.Module,
+        *,
+        stage: int | None = None,
+        leave: Collection[nn.Parameter] = (),
+    ) -> None:
+        """Shard (or replicate) the parameters of ``module`` that no unit inside it holds yet.
+
+        Args:
+            module: what is gathered and freed as one.
+            stage: for the outermost unit, which of this rank's stages it belongs to.
+            leave: parameters to leave alone, besides those that cannot be sharded.
+        """
         mesh = self._topology.mesh
-        unmanaged = {p for p in module.parameters() if is_unmanaged(p)}
+        unmanaged = {p for p in module.parameters() if is_unmanaged(p)} | set(leave)
         if self._zero == 0:
             replicate(
                 module,
@@ -147,40 +158,74 @@ class DataParallel:
         if self._follow_freezing:
             module.register_forward_pre_hook(_FreezeFollower(module))
         self._units.append(module)
-        if root:
-            self._roots.append(module)
+        if stage is not None:
+            self._stage(stage).roots.append(module)
 
-    def reduce_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of ``parameters``, which no unit holds; collective."""
+    def reduce_whole(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Average the gradients of parameters that no unit holds; collective.
+
+        Args:
+            parameters: of each stage of this rank.
+        """
         group = self._topology.new_group("batch")
         if group is not None:
-            self._whole = MeanReducer(parameters, group)
+            for stage, members in enumerate(parameters):
+                self._stage(stage).whole = MeanReducer(members, group)
 
     @property
     def accumulates_in_grad(self) -> bool:
         """Whether gradients of blocked backwards lie in ``.grad`` until later ones are reduced."""
-        return self._whole is not None
+        return any(stage.whole is not None for stage in self._stages)
 
-    def before_backward(self, *, last: bool, blocked: bool = False) -> None:
+    def begin(self, *, blocked: bool = False) -> None:
+        """The backwards of a batch begin.
+
+        Args:
+            blocked: whether further batches are accumulated before the optimizer step.
+        """
+        self._blocked = blocked
+
+    def before_backward(self, stage: int = 0, *, last: bool = True, split: bool = False) -> None:
         """Decide what the coming backward communicates.
 
         Args:
-            last: whether it is the last one of this batch.
-            blocked: whether further batches are accumulated before the optimizer step.
+            stage: which of this rank's stages runs it.
+            last: whether the stage's gradients of this batch are complete after it.
+            split: whether weight gradients follow later (`after_weights`).
         """
-        done = last and not blocked
+        if stage >= len(self._stages):
+            return
+        done = last and not self._blocked
         # FSDP2 keeps its record of the forwards until the last backward. In a pipeline the forwards
         # of other microbatches are in it; one after the other, a stale record makes the backward
         # gather units that it is done with.
         in_flight = not last and self._topology.pp.size > 1
-        if done and self._whole is not None:
-            self._whole.arm()
-        self._set(sync=done or self._zero >= 2, last=not in_flight, reshard=done or self._zero == 3)
+        held = self._stages[stage]
+        if done and held.whole is not None:
+            held.whole.arm()
+        held.set(
+            sync=not split and (done or self._zero >= 2),
+            last=not in_flight,
+            reshard=done or self._zero == 3,
+        )
 
-    def after_backward(self, *, blocked: bool = False) -> None:
-        """Wait for the reduction that the latest `before_backward` announced."""
-        if self._whole is not None and not blocked:
-            self._whole.finish()
+    def after_weights(self, stage: int, *, last: bool) -> None:
+        """Communicate after the weight part of a split backward."""
+        if stage >= len(self._stages):
+            return
+        done, held = last and not self._blocked, self._stages[stage]
+        if done and held.whole is not None:
+            held.whole.start()
+        if held.roots and (done or self._zero >= 2):
+            held.set(sync=True, last=last, reshard=done or self._zero == 3)
+            for root in held.roots:
+                reduce_gradients(root)
+
+    def finish(self) -> None:
+        """The backwards of the batch have ended: wait for what was started."""
+        for stage in self._stages:
+            if stage.whole is not None and not self._blocked:
+                stage.whole.finish()
 
     def gather_backwards(self, units: Sequence[nn.Module]) -> None:
         """Fix the order in which backward gathers ahead, for ``units`` that run one after another.
@@ -199,8 +244,23 @@ class DataParallel:
         for unit in self._units:
             unit.reshard()
 
-    def _set(self, *, sync: bool, last: bool, reshard: bool) -> None:
-        for root in self._roots:
+    def _stage(self, position: int) -> "_Stage":
+        while len(self._stages) <= position:
+            self._stages.append(_Stage())
+        return self._stages[position]
+
+
+class _Stage:
+    """What of one stage data parallelism steers."""
+
+    def __init__(self) -> None:
+        self.roots: list[FSDPModule] = []
+        self.whole: MeanReducer | None = None
+        self._sync = self._last = self._reshard = True
+
+    def set(self, *, sync: bool, last: bool, reshard: bool) -> None:
+        """Switch FSDP2's communication; setting is slow, so only where something changes."""
+        for root in self.roots:
             if sync != self._sync:
                 root.set_requires_gradient_sync(sync)
             if last != self._last:

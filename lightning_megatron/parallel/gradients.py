@@ -13,7 +13,8 @@ head).
   Every stage holds them. Averaged over the data-parallel ranks and summed over the stages, so it
   does not matter which stages used them.
 * *unmanaged*: further parameters that FSDP2 does not take (scalars, and under manual optimization
-  those directly in the module). Averaged over the data-parallel ranks.
+  those directly in the module; those that several stages of one rank share). Averaged over the
+  data-parallel ranks.
 
 Each kind costs one coalesced all-reduce per group, in float32 for narrower gradients.
 """
@@ -45,10 +46,10 @@ class ParameterRole:
     """Whether it lies outside the trunk of a pipelined module."""
     unmanaged: bool = False
     """Whether FSDP2 leaves its gradient as each data-parallel rank found it."""
-    tied_stages: tuple[int, ...] = ()
-    """Stages that hold it, when several do."""
+    tied_ranks: tuple[int, ...] = ()
+    """Pipeline ranks that hold it, when several do."""
     tied_group: dist.ProcessGroup | None = None
-    """Group of those stages."""
+    """Group of those ranks."""
 
 
 class GradientSet:
@@ -78,7 +79,7 @@ class GradientSet:
         self._tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
         for role in self.roles:
             if role.tied_group is not None:
-                entry = self._tied.setdefault(role.tied_stages, (role.tied_group, []))
+                entry = self._tied.setdefault(role.tied_ranks, (role.tied_group, []))
                 entry[1].append(role.parameter)
         self._counted = {id(r.parameter): self._counts(r) for r in self.roles}
 
@@ -130,13 +131,13 @@ class GradientSet:
         sharded = isinstance(role.parameter, DTensor) and any(
             isinstance(placement, Shard) for placement in role.parameter.placements
         )
-        first_stage = 0 if role.outside else min(role.tied_stages, default=topology.pp.rank)
+        first = 0 if role.outside else min(role.tied_ranks, default=topology.pp.rank)
         return (
             (topology.tp.rank == 0 or not whole_on_tp)
             and (topology.dp_shard.rank == 0 or sharded)
             and topology.dp_replicate.rank == 0
             and topology.cp.rank == 0
-            and topology.pp.rank == first_stage
+            and topology.pp.rank == first
         )
 
 

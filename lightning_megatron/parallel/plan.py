@@ -18,6 +18,7 @@ from lightning_megatron.pipeline.partition import (
     partition_by_cost,
     partition_problems,
 )
+from lightning_megatron.pipeline.schedule import CUSTOM, load_schedule, make_schedule
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.topology.degrees import Degrees
 
@@ -29,6 +30,21 @@ class PipelineConfig:
     partition: list[int] | None = None
     """Number of trunk items on every stage. None: contiguous stages with the least maximal number
     of parameters, embedding and head included."""
+    stages_per_rank: int | None = None
+    """Stages that every pipeline rank holds. None: the schedule's usual number, 2 for those of V
+    shape, ``interleaved`` and ``breadth-first``, else 1."""
+    table: str | None = None
+    """For ``schedule="custom"``: path of the schedule, CSV or JSON."""
+
+    def placement(self, schedule: str, pp: int) -> tuple[int, ...]:
+        """Pipeline rank of every stage.
+
+        Raises:
+            ConfigError: the schedule is not legal.
+        """
+        if schedule == CUSTOM and self.table is not None:
+            return load_schedule(self.table).stage_ranks
+        return make_schedule(schedule, pp, 1, self.stages_per_rank).stage_ranks
 
 
 class ModulePlan:
@@ -38,10 +54,18 @@ class ModulePlan:
         module: the LightningModule, whole (no rank has dropped or sliced anything yet).
         degrees: the layout.
         pipeline: how the trunk is cut.
+        stage_ranks: pipeline rank of every stage; one stage per rank by default.
     """
 
-    def __init__(self, module: nn.Module, degrees: Degrees, pipeline: PipelineConfig) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        degrees: Degrees,
+        pipeline: PipelineConfig,
+        stage_ranks: Sequence[int] | None = None,
+    ) -> None:
         self._module, self._degrees, self._config = module, degrees, pipeline
+        self.stage_ranks = tuple(range(degrees.pp) if stage_ranks is None else stage_ranks)
         self.trunks = {
             name: child
             for name, child in module.named_modules()
@@ -71,8 +95,8 @@ class ModulePlan:
             raise ConfigError(_NO_TRUNK.format(pp=self._degrees.pp))
         counts = self._config.partition
         if counts is not None:
-            return explicit_partition(counts, len(trunk), self._degrees.pp)
-        return partition_by_cost(self._costs(trunk), self._degrees.pp)
+            return explicit_partition(counts, len(trunk), len(self.stage_ranks))
+        return partition_by_cost(self._costs(trunk), len(self.stage_ranks))
 
     @cached_property
     def stage_of(self) -> Mapping[str, int]:
@@ -89,12 +113,25 @@ class ModulePlan:
         return found
 
     @cached_property
-    def tied_stages(self) -> Mapping[str, tuple[int, ...]]:
+    def shared_stages(self) -> Mapping[str, tuple[int, ...]]:
         """Stages that hold each tied parameter, by canonical name, where there are several."""
         stages: dict[str, set[int]] = {}
         for alias, stage in self.stage_of.items():
             stages.setdefault(self.canonical[alias], set()).add(stage)
         return {name: tuple(sorted(s)) for name, s in stages.items() if len(s) > 1}
+
+    @cached_property
+    def tied_ranks(self) -> Mapping[str, tuple[int, ...]]:
+        """Pipeline ranks that hold each tied parameter, where there are several."""
+        ranks = {
+            name: tuple(sorted({self.stage_ranks[stage] for stage in stages}))
+            for name, stages in self.shared_stages.items()
+        }
+        return {name: found for name, found in ranks.items() if len(found) > 1}
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        """Stages on a pipeline rank, along the network."""
+        return tuple(s for s, owner in enumerate(self.stage_ranks) if owner == rank)
 
     def problems(self, *, sequence_parallel: bool = False) -> list[str]:
         """Everything about the module that the layout forbids."""
@@ -129,7 +166,9 @@ class ModulePlan:
                 "parts into one PipelineSequential, or pp=1"
             ]
         assert self.trunk is not None
-        problems = partition_problems(len(self.trunk), pp, counts=self._config.partition)
+        problems = partition_problems(
+            len(self.trunk), len(self.stage_ranks), counts=self._config.partition
+        )
         if problems:
             return problems
         inside = set(self.stage_of)

@@ -75,14 +75,18 @@ class MeanReducer:
                 hook = _Arrival(self, bucket, position)
                 bucket.parameters[position].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
+    def start(self) -> None:
+        """Reduce what ``.grad`` holds now, beginning with what has not begun yet."""
+        while len(self._started) < len(self._buckets):
+            self._start_next()
+
     def finish(self) -> None:
         """After the backward: wait until every ``.grad`` is the mean; collective.
 
         A rank without a gradient counts as zeros and receives the mean; one that no rank has stays
         None.
         """
-        while len(self._started) < len(self._buckets):
-            self._start_next()
+        self.start()
         self._armed = False
         for started in self._started:
             if started.work is not None:

@@ -4,31 +4,59 @@ The runner carries out this rank's list of actions (`schedule`). For a forward i
 whole step with a port in the trunk: the port hands in the activation received from the previous
 stage and, unless this is the last stage, ends the step by raising `StageBoundary` with the stage's
 output. For a backward it receives the gradient of that output, runs autograd from the output to the
-received activation, and sends that activation's gradient back.
+received activation, and sends that activation's gradient back. Where the schedule splits the
+backward, linear layers leave their weight gradients behind (`layers.deferral`), to be computed by
+the weight action.
 
-Sends return at once; receives are posted ahead of time (`comm.point_to_point`). After a send only
-the output's *gradient edge* is kept, so the memory of an activation that the next stage holds
-anyway is freed here.
+Sends return at once; receives are posted ahead of time (`links`). After a send only the output's
+*gradient edge* is kept, so the memory of an activation that the next stage holds anyway is freed
+here.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from typing_extensions import override
 
-from lightning_megatron._torch import tree_flatten
-from lightning_megatron.comm.point_to_point import Channel, DeviceChannel, InlineChannel
-from lightning_megatron.pipeline.entering import as_results
+from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron.layers.deferral import Piece, WeightGradients, add_gradients, attach
+from lightning_megatron.pipeline.entering import as_results, works_in_place
+from lightning_megatron.pipeline.links import Links, Traffic
 from lightning_megatron.pipeline.microbatch import detach
-from lightning_megatron.pipeline.schedule import Kind, Schedule, forward_only, make_schedule
+from lightning_megatron.pipeline.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    forward_only,
+)
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.topology.mesh import Topology
 
-_FORWARD_TAG, _BACKWARD_TAG = 1, 2
+Step = Callable[[int, bool], Any]
+"""The user's step on a microbatch; the flag says whether it runs to its end."""
+LossOf = Callable[[Any, int], Tensor | None]
+"""From the step's output and the microbatch, the scalar to differentiate."""
+
+
+class Reduction(Protocol):
+    """What surrounds the backwards of a stage: the communication of gradients."""
+
+    def before_backward(self, stage: int, *, last: bool, split: bool) -> None:
+        """A backward, or its input part (``split``), of this rank's ``stage``-th stage begins.
+
+        ``last``: after it the stage's gradients are complete.
+        """
+        ...
+
+    def after_weights(self, stage: int, *, last: bool) -> None:
+        """A weight part has ended."""
+        ...
 
 
 class StageBoundary(BaseException):
@@ -43,9 +71,10 @@ class StageBoundary(BaseException):
 
 
 class _Port:
-    """One passage of one microbatch through the trunk."""
+    """One passage of one microbatch through one stage of the trunk."""
 
-    def __init__(self, *, first: bool, last: bool, received: Any) -> None:
+    def __init__(self, position: int, *, first: bool, last: bool, received: Any) -> None:
+        self.position = position
         self._first, self._last, self._received = first, last, received
         self.calls = 0
 
@@ -73,40 +102,64 @@ class _Saved:
     """Tensors or gradient edges to start from."""
 
 
-class NoPipeline:
+class Executor(Protocol):
+    """Runs the microbatches of a batch."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        ...
+
+    def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
+        """Forward and backward of every microbatch.
+
+        Args:
+            step: the user's step.
+            loss_of: what to differentiate.
+            count: number of microbatches; all ranks of the pipeline must agree.
+            reduction: told of every backward.
+
+        Returns:
+            On the last stage the detached outputs of the step by microbatch, elsewhere nothing.
+        """
+        ...
+
+    def evaluate(self, step: Step, count: int) -> list[Any]:
+        """Forward of every microbatch; outputs of the step on the last stage, elsewhere nothing."""
+        ...
+
+
+class NoPipeline(Executor):
     """Runs microbatches one after the other in a process that holds the whole network."""
 
-    def train(
-        self,
-        step: Callable[[int], Any],
-        loss_of: Callable[[Any, int], Tensor | None],
-        count: int,
-        before_backward: Callable[[bool], None],
-    ) -> list[Any]:
-        """Forward and backward of every microbatch; see `Pipeline.train`."""
+    is_last = True
+
+    @override
+    def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
         outputs = []
         for index in range(count):
-            output = step(index)
+            output = step(index, True)
             loss = loss_of(output, index)
             if loss is not None:
-                before_backward(index == count - 1)
+                reduction.before_backward(0, last=index == count - 1, split=False)
                 loss.backward()  # type: ignore[no-untyped-call]
             outputs.append(detach(output))
             del output, loss
         return outputs
 
-    def evaluate(self, step: Callable[[int], Any], count: int) -> list[Any]:
-        """Forward of every microbatch."""
-        return [step(index) for index in range(count)]
+    @override
+    def evaluate(self, step: Step, count: int) -> list[Any]:
+        return [step(index, True) for index in range(count)]
 
 
-class Pipeline:
-    """This rank's stage of a pipeline.
+class Pipeline(Executor):
+    """This rank's stages of a pipeline.
 
     Args:
         topology: the layout; the group of its pp axis carries the messages.
-        trunk: the module's `PipelineSequential`, reduced to this rank's stage.
-        schedule: name of the schedule for training.
+        trunk: the module's `PipelineSequential`, reduced to this rank's stages.
+        make: from a number of microbatches, the schedule for training.
+        stage_ranks: pipeline rank of every stage.
         host_group: gloo group over the pp axis, where the device's own group is not gloo.
     """
 
@@ -114,98 +167,105 @@ class Pipeline:
         self,
         topology: Topology,
         trunk: PipelineSequential,
-        schedule: str,
+        make: Callable[[int], Schedule],
+        stage_ranks: Sequence[int],
         host_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._trunk, self._schedule_name = trunk, schedule
-        self._rank, self._size = topology.pp.rank, topology.pp.size
-        self._topology, self._host_group = topology, host_group
-        self._schedules: dict[tuple[bool, int], Schedule] = {}
-        before, after = self._rank - 1, self._rank + 1
-        self._from_previous = self._channel(before, _FORWARD_TAG)
-        self._to_next = self._channel(after, _FORWARD_TAG)
-        self._from_next = self._channel(after, _BACKWARD_TAG)
-        self._to_previous = self._channel(before, _BACKWARD_TAG)
+        self._trunk, self._rank = trunk, topology.pp.rank
+        self._links = Links(topology, host_group)
+        self._final = len(stage_ranks) - 1
+        mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
+        self._position = {stage: position for position, stage in enumerate(mine)}
+        self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
+        self._deferral = WeightGradients()
+        self._defers = False
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank runs the first stage."""
-        return self._rank == 0
+        @lru_cache(maxsize=16)
+        def training(count: int) -> Traffic:
+            return Traffic(make(count), self._rank)
+
+        @lru_cache(maxsize=16)
+        def evaluation(count: int) -> Traffic:
+            return Traffic(forward_only(topology.pp.size, count, stage_ranks), self._rank)
+
+        self._training, self._evaluation = training, evaluation
 
     @property
     def is_last(self) -> bool:
         """Whether this rank computes the loss."""
-        return self._rank == self._size - 1
+        return self._final in self._position
 
-    def train(
-        self,
-        step: Callable[[int], Any],
-        loss_of: Callable[[Any, int], Tensor | None],
-        count: int,
-        before_backward: Callable[[bool], None],
-    ) -> list[Any]:
-        """Forward and backward of every microbatch.
-
-        Args:
-            step: the user's step on the given microbatch.
-            loss_of: from the step's output and the microbatch, the scalar to differentiate.
-            count: number of microbatches; all ranks of the pipeline must agree.
-            before_backward: called before each backward with whether it is the last one.
-
-        Returns:
-            On the last stage the detached outputs of the step by microbatch, elsewhere nothing.
-        """
-        schedule = self._schedule(count, training=True)
-        self._expect(count, (self._from_previous, self._from_next))
-        self._start(count, (self._to_next, self._to_previous))
-        saved: dict[int, _Saved] = {}
+    @override
+    def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
+        traffic = self._training(count)
+        if traffic.schedule.splits_backward and not self._defers:
+            for items in self._trunk.stage_items:
+                attach(items, self._deferral)
+            self._defers = True
+        self._links.begin(traffic)
+        row = traffic.schedule.row(self._rank)
+        lasts = _completing(row)
+        saved: dict[tuple[int, int], _Saved] = {}
+        deferred: dict[tuple[int, int], list[Piece]] = {}
         outputs: dict[int, Any] = {}
-        backwards = 0
-        for action in schedule.actions[self._rank]:
-            index = action.microbatch
-            if action.kind is Kind.FORWARD:
-                outputs[index], saved[index] = self._forward(step, loss_of, index)
+        for number, action in enumerate(row):
+            kind, stage, microbatch = action
+            key, last = (stage, microbatch), number in lasts
+            if kind is Kind.FORWARD:
+                saved[key] = self._forward(step, loss_of, action, outputs)
+            elif kind is Kind.BACKWARD_WEIGHT:
+                add_gradients(deferred.pop(key))
+                reduction.after_weights(self._position[stage], last=last)
             else:
-                backwards += 1
-                before_backward(backwards == count)
-                self._backward(saved.pop(index))
-        self._flush()
+                split = kind is Kind.BACKWARD_INPUT
+                reduction.before_backward(self._position[stage], last=last, split=split)
+                self._deferral.collecting = split
+                try:
+                    self._backward(action, saved.pop(key))
+                finally:
+                    self._deferral.collecting = False
+                if split:
+                    deferred[key] = self._deferral.take()
+        self._links.end()
         return [detach(outputs[i]) for i in range(count)] if self.is_last else []
 
-    def evaluate(self, step: Callable[[int], Any], count: int) -> list[Any]:
-        """Forward of every microbatch; outputs of the step on the last stage, elsewhere nothing."""
-        self._expect(count, (self._from_previous,))
-        self._start(count, (self._to_next,))
+    @override
+    def evaluate(self, step: Step, count: int) -> list[Any]:
+        traffic = self._evaluation(count)
+        self._links.begin(traffic)
         outputs = []
-        for action in self._schedule(count, training=False).actions[self._rank]:
-            output, _ = self._run_step(step, action.microbatch)
-            if self.is_last:
+        for action in traffic.schedule.row(self._rank):
+            output, _ = self._run_step(step, action)
+            if action.stage == self._final:
                 outputs.append(output)
             else:
-                _present(self._to_next).send(output)
-        self._flush()
+                self._links.send(action, output)
+        self._links.end()
         return outputs
 
     def _forward(
-        self, step: Callable[[int], Any], loss_of: Callable[[Any, int], Tensor | None], index: int
-    ) -> tuple[Any, _Saved]:
-        output, received = self._run_step(step, index)
+        self, step: Step, loss_of: LossOf, action: Action, outputs: dict[int, Any]
+    ) -> _Saved:
+        output, received = self._run_step(step, action)
         inputs = [t for t in _tensors(received) if t.requires_grad]
-        if self.is_last:
-            loss = loss_of(output, index)
-            roots: list[Any] = [] if loss is None or not loss.requires_grad else [loss]
-            return detach(output), _Saved(inputs, roots)
-        _present(self._to_next).send(output)
-        edges = [get_gradient_edge(t) for t in _tensors(output) if t.requires_grad]
-        return None, _Saved(inputs, edges)
+        if action.stage == self._final:
+            loss = loss_of(output, action.microbatch)
+            outputs[action.microbatch] = detach(output)
+            return _Saved(inputs, [] if loss is None or not loss.requires_grad else [loss])
+        self._links.send(action, output)
+        return _Saved(inputs, [get_gradient_edge(t) for t in _tensors(output) if t.requires_grad])
 
-    def _run_step(self, step: Callable[[int], Any], index: int) -> tuple[Any, Any]:
-        received = None if self.is_first else _present(self._from_previous).receive()
+    def _run_step(self, step: Step, action: Action) -> tuple[Any, Any]:
+        stage = action.stage
+        first, last, position = stage == 0, stage == self._final, self._position[stage]
+        received = None if first else self._links.receive(action)
         entering = as_results(received)
-        port = _Port(first=self.is_first, last=self.is_last, received=entering)
+        if self._works_in_place[position]:
+            entering = tree_map(_copied, entering)
+        port = _Port(position, first=first, last=last, received=entering)
         self._trunk.connect(port)
         try:
-            output = step(index)
+            output = step(action.microbatch, last)
         except StageBoundary as boundary:
             output = boundary.output
             boundary.output = None
@@ -219,12 +279,12 @@ class Pipeline:
             )
         return output, received
 
-    def _backward(self, saved: _Saved) -> None:
-        if self.is_last:
+    def _backward(self, action: Action, saved: _Saved) -> None:
+        if action.stage == self._final:
             if saved.roots:
                 torch.autograd.backward(saved.roots)
         else:
-            gradients = _present(self._from_next).receive()
+            gradients = self._links.receive(action)
             pairs = [
                 (root, gradient)
                 for root, gradient in zip(saved.roots, gradients, strict=True)
@@ -232,53 +292,22 @@ class Pipeline:
             ]
             if pairs:
                 torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
-        if not self.is_first:
-            _present(self._to_previous).send([t.grad for t in saved.inputs])
-
-    def _schedule(self, count: int, *, training: bool) -> Schedule:
-        key = (training, count)
-        if key not in self._schedules:
-            self._schedules[key] = (
-                make_schedule(self._schedule_name, self._size, count)
-                if training
-                else forward_only(self._size, count)
-            )
-        return self._schedules[key]
-
-    def _channel(self, peer: int, tag: int) -> Channel | None:
-        if not 0 <= peer < self._size:
-            return None
-        pp = self._topology.pp
-        group, rank = pp.group, pp.ranks[peer]
-        if group is None:
-            raise RuntimeError("a pipeline needs a pp axis of at least two ranks")
-        if self._host_group is None:
-            return InlineChannel(rank, group, tag)
-        host = InlineChannel(rank, self._host_group, tag)
-        return DeviceChannel(rank, group, host, self._topology.device)
-
-    def _expect(self, count: int, channels: Sequence[Channel | None]) -> None:
-        for channel in channels:
-            if channel is not None:
-                channel.expect(count)
-                channel.prepost()
-
-    def _start(self, count: int, channels: Sequence[Channel | None]) -> None:
-        for channel in channels:
-            if channel is not None:
-                channel.expect(count)
-
-    def _flush(self) -> None:
-        for channel in (self._to_next, self._to_previous):
-            if channel is not None:
-                channel.flush()
+        if action.stage:
+            self._links.send(action, [t.grad for t in saved.inputs])
 
 
-def _present(channel: Channel | None) -> Channel:
-    if channel is None:
-        raise RuntimeError("a pipeline stage has no neighbour on this side")
-    return channel
+def _completing(row: tuple[Action, ...]) -> frozenset[int]:
+    """Places in a row of the actions after which a stage's gradients are complete."""
+    ends: dict[int, int] = {}
+    for number, action in enumerate(row):
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            ends[action.stage] = number
+    return frozenset(ends.values())
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf

@@ -25,6 +25,11 @@ from lightning_megatron.errors import ConfigError
 class StagePort(Protocol):
     """What a pipeline runner puts into a trunk to turn one call into one stage."""
 
+    @property
+    def position(self) -> int:
+        """Which of the stages that this rank holds, counted along the network."""
+        ...
+
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Exchange the user's input for the activation that this stage works on."""
         ...
@@ -126,8 +131,9 @@ class PipelineSequential(nn.Module):
         self.item_names: tuple[str, ...] = tuple(names)
         self._paths = tuple(tuple(name.split(".")) for name in names)
         self._accepts = [_accepted_keywords(item) for item in self.items()]
-        self._run: StageItems
-        self._set_run(range(len(names)))
+        self._runs: list[StageItems]
+        self._held: list[range]
+        self._set_runs([range(len(names))])
         self._port: StagePort | None = None
 
     def _add(self, name: str, part: Any) -> list[str]:
@@ -153,36 +159,38 @@ class PipelineSequential(nn.Module):
         return len(self.item_names)
 
     @property
-    def stage_items(self) -> StageItems:
-        """The items of this rank as one module; what data parallelism wraps."""
-        return self._refresh()
+    def stage_items(self) -> tuple[StageItems, ...]:
+        """The items of each stage of this rank as one module; what data parallelism wraps.
 
-    def _refresh(self) -> StageItems:
+        One entry with all items until `keep` is called.
+        """
+        self._refresh()
+        return tuple(self._runs)
+
+    def _refresh(self) -> None:
         """Look the items up anew: one may have been replaced, by an adapter or a compiled block."""
-        run = self._run
-        for position, (index, held) in enumerate(zip(self._held, run.items, strict=True)):
-            item: nn.Module = self
-            for part in self._paths[index]:
-                item = item._modules[part]  # type: ignore[assignment]  # an item is never None
-            if item is not held:
-                self._accepts[index] = _accepted_keywords(item)
-                run.replace(position, item, self._accepts[index])
-        return run
+        for indices, run in zip(self._held, self._runs, strict=True):
+            for position, (index, held) in enumerate(zip(indices, run.items, strict=True)):
+                item: nn.Module = self
+                for part in self._paths[index]:
+                    item = item._modules[part]  # type: ignore[assignment]  # an item is never None
+                if item is not held:
+                    self._accepts[index] = _accepted_keywords(item)
+                    run.replace(position, item, self._accepts[index])
 
-    def keep(self, stages: Sequence[range], stage: int) -> None:
-        """Drop every item outside ``stages[stage]``.
+    def keep(self, stages: Sequence[range], mine: Sequence[int]) -> None:
+        """Drop every item outside the stages of this rank.
 
         Args:
             stages: the item indices of every stage, in order.
-            stage: the stage of this rank.
+            mine: the stages of this rank, in order.
         """
         self._refresh()
         for index, part in enumerate(stages):
-            if index == stage:
-                continue
-            for i in part:
-                self._replace(self.item_names[i], RemoteItem(self.item_names[i], index))
-        self._set_run(stages[stage])
+            if index not in mine:
+                for i in part:
+                    self._replace(self.item_names[i], RemoteItem(self.item_names[i], index))
+        self._set_runs([stages[stage] for stage in mine])
 
     def connect(self, port: StagePort | None) -> None:
         """Install (or with None remove) the port through which the next call runs."""
@@ -192,31 +200,33 @@ class PipelineSequential(nn.Module):
         parent, _, leaf = name.rpartition(".")
         self.get_submodule(parent).add_module(leaf, item)
 
-    def _set_run(self, indices: range) -> None:
+    def _set_runs(self, held: Sequence[range]) -> None:
         items = list(self.items())
-        run = StageItems([items[i] for i in indices], [self._accepts[i] for i in indices])
-        # Not registered as a submodule: every item already has its one name in the trunk.
-        object.__setattr__(self, "_run", run)
-        self._held = indices
+        runs = [StageItems([items[i] for i in r], [self._accepts[i] for i in r]) for r in held]
+        # Not registered as submodules: every item already has its one name in the trunk.
+        object.__setattr__(self, "_runs", runs)
+        self._held = list(held)
 
     @override
     def train(self, mode: bool = True) -> "PipelineSequential":
-        self._run.training = mode
+        for run in self._runs:
+            run.training = mode
         super().train(mode)
         return self
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the items; under a pipeline, run this stage.
+        """Run the items; under a pipeline, run one stage.
 
         Raises:
             TypeError: no item takes one of the keyword arguments.
         """
-        run = self._refresh()
+        self._refresh()
         self._check_keywords(kwargs)
-        if self._port is None:
-            return run(*args, **kwargs)
-        return self._port.leave(run(*self._port.enter(args), **kwargs))
+        port = self._port
+        if port is None:
+            return self._runs[0](*args, **kwargs)
+        return port.leave(self._runs[port.position](*port.enter(args), **kwargs))
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         for name in kwargs:

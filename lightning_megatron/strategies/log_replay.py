@@ -80,7 +80,7 @@ class LogRecorder:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self.calls: dict[str, LogCall] = {}
-        self._weight = 1.0
+        self._weight: float | None = 1.0
         self._forward_values: dict[str, list[tuple[float, Tensor]]] = {}
 
     @contextmanager
@@ -92,19 +92,21 @@ class LogRecorder:
         finally:
             self._module.__dict__.pop("log", None)
 
-    def begin_microbatch(self, weight: float) -> None:
-        """Say what share of the batch the following calls stand for."""
+    def begin_microbatch(self, weight: float | None) -> None:
+        """Say what share of the batch the following calls stand for; None: they do not count."""
         self._weight = weight
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Record one call; takes what ``LightningModule.log`` takes."""
+        if self._weight is None:
+            return
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph")
         options |= dict(zip(names, args, strict=False))
         options.pop("enable_graph", None)
         batch_size = options.pop("batch_size", None)
         call = self.calls.setdefault(name, LogCall(name, options))
         if isinstance(value, Metric):
-            self._keep_forward_value(name, value._forward_cache)
+            self._keep_forward_value(name, value._forward_cache, self._weight)
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.weights.append(self._weight)
         if batch_size is not None:
@@ -117,11 +119,10 @@ class LogRecorder:
             return None
         return sum(w * v for w, v in kept) / sum(w for w, _ in kept)
 
-    def _keep_forward_value(self, name: str, value: Any) -> None:
+    def _keep_forward_value(self, name: str, value: Any, weight: float) -> None:
         if isinstance(value, Tensor) and value.ndim == 0:
-            self._forward_values.setdefault(name, []).append(
-                (self._weight, value.detach().to(torch.float64))
-            )
+            kept = self._forward_values.setdefault(name, [])
+            kept.append((weight, value.detach().to(torch.float64)))
 
 
 class StageMetric(Metric):
@@ -130,16 +131,17 @@ class StageMetric(Metric):
     Args:
         metric: the metric on the rank of the last stage, None on the others.
         pp: pipeline axis.
+        source: rank of the last stage on that axis.
         device: of this process.
     """
 
     full_state_update = False
 
-    def __init__(self, metric: Metric | None, pp: Axis, device: torch.device) -> None:
+    def __init__(self, metric: Metric | None, pp: Axis, source: int, device: torch.device) -> None:
         # `compute` communicates by itself, every time it is called.
         super().__init__(sync_on_compute=False, compute_with_cache=False)
         self.__dict__["_source"] = metric
-        self._pp = pp
+        self._pp, self._from = pp, pp.ranks[source]
         self.to(device)
 
     @override
@@ -151,7 +153,7 @@ class StageMetric(Metric):
         """Value over the epoch, from the last stage; collective over the pipeline."""
         source: Metric | None = self.__dict__["_source"]
         value = [source.compute() if source is not None else None]
-        dist.broadcast_object_list(value, self._pp.ranks[-1], group=self._pp.group)
+        dist.broadcast_object_list(value, self._from, group=self._pp.group)
         return value[0]
 
     @override
@@ -168,17 +170,23 @@ class LogReplay:
     Args:
         module: whose ``log`` is replayed.
         pp: pipeline axis; size 1 replays locally.
+        source: rank of the last stage on that axis.
         device: for the packed tensor.
         dtype: of the logged values.
     """
 
     def __init__(
-        self, module: LightningModule, pp: Axis, device: torch.device, dtype: torch.dtype
+        self,
+        module: LightningModule,
+        pp: Axis,
+        source: int,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         self._module, self._pp, self._device, self._dtype = module, pp, device, dtype
         self._schemas: dict[str, list[Replay]] = {}
         self._metrics: dict[str, StageMetric] = {}
-        self._is_last = pp.rank == pp.size - 1
+        self._source, self._is_last = source, pp.rank == source
 
     def share(self, hook: str, recorder: LogRecorder, extra: Sequence[float] = ()) -> list[float]:
         """Replay the calls of one step on this rank; collective over the pipeline.
@@ -235,12 +243,12 @@ class LogReplay:
         else:
             packed = [0.0] * (1 + len(extra) + len(known or []))
         message = torch.tensor(packed, dtype=torch.float64, device=self._device)
-        dist.broadcast(message, self._pp.ranks[-1], group=self._pp.group)
+        dist.broadcast(message, self._pp.ranks[self._source], group=self._pp.group)
         numbers = message.tolist()
         extra, shared = numbers[1 : 1 + len(extra)], numbers[1 + len(extra) :]
         if numbers[0] == _CHANGED:
             box: list[Any] = [(schema, values)]
-            dist.broadcast_object_list(box, self._pp.ranks[-1], group=self._pp.group)
+            dist.broadcast_object_list(box, self._pp.ranks[self._source], group=self._pp.group)
             schema, shared = box[0]
             self._schemas[hook] = schema
         return self._schemas[hook], shared, list(extra)
@@ -267,7 +275,8 @@ class LogReplay:
             return source
         metric = self._metrics.get(attribute)
         if metric is None:
-            metric = StageMetric(source if self._is_last else None, self._pp, self._device)
+            held = source if self._is_last else None
+            metric = StageMetric(held, self._pp, self._source, self._device)
             self._metrics[attribute] = metric
         metric._update_count = max(metric._update_count, 1)
         return metric

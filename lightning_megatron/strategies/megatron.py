@@ -105,8 +105,10 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         microbatch_size: samples per microbatch.
         num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
             4 per pipeline stage under a pipeline.
-        schedule: order of forwards and backwards in the pipeline, ``"1f1b"`` or ``"gpipe"``.
-        pipeline: how the trunk is cut into stages.
+        schedule: order of forwards and backwards in the pipeline (see `pipeline.schedule`):
+            ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"breadth-first"``, ``"zb-h1"``,
+            ``"zb-h2"``, ``"zbv"``, ``"v-half"``, ``"v-min"``, ``"dualpipev"`` or ``"custom"``.
+        pipeline: how the trunk is cut into stages, and how many a rank holds.
         sharding: what ZeRO treats as a unit.
         connection: backend and timeout of the process groups.
 
@@ -321,7 +323,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
             module,
             self.parallel,
             self.options.microbatches(),
-            self.options.schedule,
+            self.options.make_schedule,
             self._host_group(),
         )
         self._point_metrics_at_batch_group(module)
@@ -345,6 +347,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
             types=precision.types,
             pipeline=self.options.pipeline,
             sharding=self._sharding,
+            stage_ranks=self.options.stage_ranks,
             manual_optimization=not module.automatic_optimization,
         )
         parallel = parallelize(precision.convert_module(module), self.topology, transforms)
@@ -428,9 +431,10 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         if self._steps().interleaved:
             self._steps().release_gradients()
         else:
-            self.parallel.data.before_backward(last=True, blocked=self._blocked)
+            self.parallel.data.begin(blocked=self._blocked)
+            self.parallel.data.before_backward()
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-            self.parallel.data.after_backward(blocked=self._blocked)
+            self.parallel.data.finish()
         if not self._blocked:
             self.parallel.gradients.finish()
         loss = self.precision_plugin.post_backward(loss, module)

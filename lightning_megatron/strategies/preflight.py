@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ from lightning_megatron.layers.init import uninitialisable
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
-from lightning_megatron.pipeline.schedule import schedule_problems
+from lightning_megatron.pipeline.schedule import (
+    CUSTOM,
+    Schedule,
+    make_schedule,
+    schedule_problems,
+)
 from lightning_megatron.topology.degrees import (
     Degrees,
     degree_problems,
@@ -61,6 +67,35 @@ class LayoutOptions:
             size=self.microbatch_size, number=self.num_microbatches, default=default
         )
 
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of every stage; raises `ConfigError` where the schedule is not legal."""
+        return self.pipeline.placement(self.schedule, self.pp) if self.pp > 1 else (0,)
+
+    def make_schedule(self, count: int) -> Schedule:
+        """Pipeline schedule of a batch of ``count`` microbatches."""
+        config = self.pipeline
+        return make_schedule(self.schedule, self.pp, count, config.stages_per_rank, config.table)
+
+    def _schedule_problems(self) -> list[str]:
+        pp, count = _whole(self.pp), self.num_microbatches
+        config, name = self.pipeline, self.schedule
+        problems = schedule_problems(
+            name, max(pp, 1), max(_whole(count), 1), config.stages_per_rank, config.table
+        )
+        if problems or name != CUSTOM or pp < 1:
+            return problems
+        if count is None:
+            return [
+                f"schedule='custom', num_microbatches=None: the table {config.table} is for one "
+                "number of microbatches; nearest valid: num_microbatches=<its number>"
+            ]
+        try:
+            self.make_schedule(_whole(count))
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+
     def problems(self, world_size: int) -> list[str]:
         """Faults that can be found without the module."""
         problems = degree_problems(
@@ -71,7 +106,7 @@ class LayoutOptions:
             dp_replicate=self.dp_replicate,
             zero=self.zero,
         )
-        problems += schedule_problems(self.schedule, max(_whole(self.pp), 1), 1)
+        problems += self._schedule_problems()
         if self.sequence_parallel and self.tp == 1:
             problems.append(
                 "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
@@ -141,9 +176,8 @@ def examine(
             real_because = uninitialisable(module)
             problems += sharding.problems(module)
             if degrees is not None:
-                problems += ModulePlan(module, degrees, options.pipeline).problems(
-                    sequence_parallel=options.sequence_parallel
-                )
+                plan = ModulePlan(module, degrees, options.pipeline, options.stage_ranks)
+                problems += plan.problems(sequence_parallel=options.sequence_parallel)
                 problems += _shape_problems(trainer, module, options)
     defer = built and not real_because
     return Findings(tuple(dict.fromkeys(problems)), defer, tuple(real_because))

@@ -27,7 +27,8 @@ from lightning_megatron.pipeline.microbatch import (
     merge,
     split,
 )
-from lightning_megatron.pipeline.runner import NoPipeline, Pipeline
+from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
+from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.strategies.log_replay import LogRecorder, LogReplay
 
 _NOTHING, _OBJECT = 0.0, 1.0
@@ -41,7 +42,7 @@ class StepEngine:
         module: the user's.
         parallel: the module on its layout.
         rule: how batches are cut.
-        schedule: pipeline schedule for training.
+        schedule: from a number of microbatches, the pipeline schedule for training.
         host_group: gloo group along pp, where the device's own backend is another.
     """
 
@@ -50,27 +51,31 @@ class StepEngine:
         module: LightningModule,
         parallel: ParallelModule,
         rule: MicrobatchRule,
-        schedule: str,
+        schedule: Callable[[int], Schedule],
         host_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._module, self._parallel, self._rule = module, parallel, rule
         topology = parallel.topology
         self._topology = topology
-        self.executor: Pipeline | NoPipeline = NoPipeline()
+        self.executor: Executor = NoPipeline()
+        last_rank = topology.pp.size - 1
         if topology.pp.size > 1:
             assert parallel.trunk is not None
-            self.executor = Pipeline(topology, parallel.trunk, schedule, host_group)
+            stage_ranks = parallel.transforms.stage_ranks or range(topology.pp.size)
+            self.executor = Pipeline(topology, parallel.trunk, schedule, stage_ranks, host_group)
+            last_rank = stage_ranks[-1]
+        self._source = topology.pp.ranks[last_rank]
         self.interleaved = topology.pp.size > 1 or not rule.single
         wide = any(p.dtype == torch.float64 for p in module.parameters())
         self._dtype = torch.float64 if wide else torch.float32
-        self._replay = LogReplay(module, topology.pp, topology.device, self._dtype)
+        self._replay = LogReplay(module, topology.pp, last_rank, topology.device, self._dtype)
         self._by_token: bool | None = None
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     @property
     def owns_output(self) -> bool:
         """Whether the user's step runs to its end on this rank."""
-        return not isinstance(self.executor, Pipeline) or self.executor.is_last
+        return self.executor.is_last
 
     def train(
         self, args: Sequence[Any], context: Context, *, fresh: bool, blocked: bool, divisor: int
@@ -102,14 +107,15 @@ class StepEngine:
             weight = 1.0 if tokens is not None else pieces.weights[index]
             return loss * (weight / divisor)
 
+        data.begin(blocked=defer)
         with recorder.recording(), self._random():
             outputs = self.executor.train(
                 self._step("training_step", args, pieces, recorder, context),
                 loss_of,
                 len(pieces),
-                lambda last: data.before_backward(last=last, blocked=defer),
+                data,
             )
-        data.after_backward(blocked=defer)
+        data.finish()
         loss, tokens = self._share_loss(recorder, outputs, pieces)
         self._by_token = tokens is not None
         if tokens is not None:
@@ -164,13 +170,14 @@ class StepEngine:
         pieces: Microbatches,
         recorder: LogRecorder,
         context: Context,
-    ) -> Callable[[int], Any]:
+    ) -> Callable[[int, bool], Any]:
         # Under a pipeline the step may end by an exception, which ZeRO's hooks around the whole
         # step would not survive; there they surround the stage's items instead.
         pipelined = isinstance(self.executor, Pipeline)
 
-        def run(index: int) -> Any:
-            recorder.begin_microbatch(pieces.weights[index])
+        def run(index: int, to_end: bool) -> Any:
+            # What a step logs before its trunk, the last stage logs too.
+            recorder.begin_microbatch(pieces.weights[index] if to_end else None)
             with context():
                 if pipelined:
                     return getattr(self._module, name)(pieces.batches[index], *args[1:])
@@ -218,7 +225,7 @@ class StepEngine:
     def _broadcast_output(self, output: Any) -> Any:
         pp = self._topology.pp
         box = [output]
-        dist.broadcast_object_list(box, pp.ranks[-1], group=pp.group)
+        dist.broadcast_object_list(box, self._source, group=pp.group)
         return box[0]
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.layers import linear
+from lightning_megatron.layers import deferral, linear
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
@@ -66,13 +66,16 @@ def _overlap(tp):
         wait = pending.wait
         return mock.Mock(wait=lambda: (events.append("wait"), wait())[1])
 
-    weight_gradient = linear._weight_gradient
+    weight_gradient = deferral.weight_gradient
 
     def gradient(*args):
         events.append("weight")
         return weight_gradient(*args)
 
-    with mock.patch.multiple(linear, start_sum=start, _weight_gradient=gradient):
+    with (
+        mock.patch.object(linear, "start_sum", start),
+        mock.patch.object(deferral, "weight_gradient", gradient),
+    ):
         layer(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
     return events
 

@@ -1,24 +1,40 @@
 """Our runner against `torch.distributed.pipelining` on the same stages."""
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.nn import functional as F
 
 from lightning_megatron.pipeline.runner import NoPipeline, Pipeline, StageBoundary
-from lightning_megatron.pipeline.schedule import Kind, make_schedule
+from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.testing import WorkerError, WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
 
 SAMPLES, WIDTH = 8, 6
-REFERENCES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+REFERENCES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "breadth-first": ScheduleLoopedBFS,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 
 
 def layers(stages: int) -> list[nn.Module]:
@@ -27,12 +43,33 @@ def layers(stages: int) -> list[nn.Module]:
     return [module.double() for module in made]
 
 
-def trunk_of_rank(items: list[nn.Module], topology: Topology) -> PipelineSequential:
+class Silent:
+    """No data parallelism; writes down what the runner announces."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, bool]] = []
+
+    def before_backward(self, stage: int, *, last: bool, split: bool) -> None:
+        self.calls.append(("input" if split else "backward", stage, last))
+
+    def after_weights(self, stage: int, *, last: bool) -> None:
+        self.calls.append(("weights", stage, last))
+
+
+def pipeline_of_rank(
+    items: list[nn.Module], topology: Topology, schedule: str
+) -> tuple[PipelineSequential, Pipeline]:
+    """The items cut into equal stages, of which this rank keeps its own."""
     size = topology.pp.size
+    placement = make_schedule(schedule, size, 1).stage_ranks
+    per_stage = len(items) // len(placement)
     trunk = PipelineSequential(layers=items)
-    per_stage = len(items) // size
-    trunk.keep([range(i * per_stage, (i + 1) * per_stage) for i in range(size)], topology.pp.rank)
-    return trunk
+    trunk.keep(
+        [range(i * per_stage, (i + 1) * per_stage) for i in range(len(placement))],
+        [stage for stage, rank in enumerate(placement) if rank == topology.pp.rank],
+    )
+    make = partial(make_schedule, schedule, size)
+    return trunk, Pipeline(topology, trunk, make, placement)
 
 
 def make_topology(stages: int) -> Topology:
@@ -54,45 +91,56 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return found  # type: ignore[return-value]
 
 
-def torch_pipeline(schedule: str, topology: Topology, microbatches: int) -> list[Tensor]:
-    """Gradients of this rank's stage found by torch's own pipeline."""
-    stages, rank = topology.pp.size, topology.pp.rank
-    module = nn.Sequential(*layers(stages)[2 * rank : 2 * rank + 2])
-    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
-    run = REFERENCES[schedule](stage, microbatches, loss_fn=F.mse_loss)
+def reference(microbatches: int, schedule: str, stages: int) -> dict[str, Tensor]:
+    """Gradients by name that torch's own pipeline finds on this rank."""
+    items, rank = layers(stages), dist.get_rank()
+    ranks = dist.get_world_size()
+    kind = REFERENCES[schedule]
+    owned = [
+        s for s, owner in enumerate(make_schedule(schedule, ranks, 1).stage_ranks) if owner == rank
+    ]
+    parts = [
+        PipelineStage(nn.Sequential(*items[2 * s : 2 * s + 2]), s, stages, torch.device("cpu"))
+        for s in owned
+    ]
+    run = kind(parts if stages > ranks else parts[0], microbatches, loss_fn=F.mse_loss)
     x, y = data()
-    if rank == 0:
-        run.step(x)
-    elif rank == stages - 1:
-        run.step(target=y)
-    else:
-        run.step()
-    return gradients(module)
+    run.step(*((x,) if 0 in owned else ()), **({"target": y} if stages - 1 in owned else {}))
+    return {
+        f"layers.{2 * s + i}.{name}": p.grad
+        for s in owned
+        for i in range(2)
+        for name, p in items[2 * s + i].named_parameters()
+    }
 
 
-def our_pipeline(schedule: str, topology: Topology, microbatches: int) -> list[Tensor]:
-    trunk = trunk_of_rank(layers(topology.pp.size), topology)
+def our_pipeline(schedule: str, microbatches: int, stages: int) -> dict[str, Tensor]:
+    topology = make_topology(dist_size())
+    trunk, pipeline = pipeline_of_rank(layers(stages), topology, schedule)
     x, y = (t.chunk(microbatches) for t in data())
 
-    def step(index: int) -> Tensor:
+    def step(index: int, to_end: bool) -> Tensor:
         return F.mse_loss(trunk(x[index]), y[index])
 
-    calls: list[bool] = []
-    outputs = Pipeline(topology, trunk, schedule).train(
-        step, lambda loss, _: loss / microbatches, microbatches, calls.append
-    )
-    assert len(outputs) == (microbatches if topology.pp.rank == topology.pp.size - 1 else 0)
-    assert calls == [False] * (microbatches - 1) + [True]
+    heard = Silent()
+    outputs = pipeline.train(step, lambda loss, _: loss / microbatches, microbatches, heard)
+    assert len(outputs) == (microbatches if pipeline.is_last else 0)
     assert not any(t.requires_grad for t in outputs)
-    return gradients(trunk.stage_items)
+    for stage in range(stages // topology.pp.size):
+        announced = [call for call in heard.calls if call[1] == stage]
+        assert [last for _, _, last in announced] == [False] * (len(announced) - 1) + [True]
+        assert announced[-1][0] != "input"
+    return {name: p.grad for name, p in trunk.named_parameters()}
 
 
 def compare_job(schedule: str, microbatches: int) -> float:
-    topology = make_topology(dist_size())
-    reference = torch_pipeline(schedule, topology, microbatches)
-    found = our_pipeline(schedule, topology, microbatches)
-    assert len(found) == len(reference) == 4
-    return max(float((a - b).abs().max()) for a, b in zip(found, reference, strict=True))
+    dist_size()
+    stages = make_schedule(schedule, dist.get_world_size(), 1).num_stages
+    theirs = reference(microbatches, schedule, stages)
+    ours = our_pipeline(schedule, microbatches, stages)
+    assert ours
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
 
 
 def dist_size() -> int:
@@ -101,11 +149,41 @@ def dist_size() -> int:
     return dist.get_world_size()
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("schedule", REFERENCES)
-def test_gradients_are_those_of_torch(pool: WorkerPool, schedule: str, stages: int) -> None:
-    # torch's 1F1B needs at least as many microbatches as stages, and equal ones.
-    assert max(pool.run(stages, compare_job, schedule, 4)) <= 1e-14
+def test_gradients_are_those_of_torch(pool: WorkerPool, schedule: str, ranks: int) -> None:
+    # torch's schedules need at least as many microbatches as stages, and equal ones.
+    assert max(pool.run(ranks, compare_job, schedule, 8)) <= 1e-14
+
+
+def whole_job(schedule: str, counts: list[int]) -> float:
+    """Against the network in one piece, for every number of microbatches."""
+    topology = make_topology(dist_size())
+    stages = make_schedule(schedule, topology.pp.size, 1).num_stages
+    trunk, pipeline = pipeline_of_rank(layers(stages), topology, schedule)
+    whole = nn.Sequential(*layers(stages))
+    for count in counts:
+        x, y = (t.tensor_split(count) for t in data())
+        pipeline.train(
+            lambda i, to_end, x=x, y=y: F.mse_loss(trunk(x[i]), y[i]),
+            lambda loss, _: loss,
+            count,
+            Silent(),
+        )
+        for i in range(count):
+            F.mse_loss(whole(x[i]), y[i]).backward()
+    return max(
+        float((p.grad - whole.get_parameter(name.removeprefix("layers.")).grad).abs().max())
+        for name, p in trunk.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_takes_any_number_of_microbatches(
+    pool: WorkerPool, schedule: str, ranks: int
+) -> None:
+    assert max(pool.run(ranks, whole_job, schedule, [1, 5, 2, 8])) <= 1e-12
 
 
 def one_process(count: int) -> list[Tensor]:
@@ -113,10 +191,10 @@ def one_process(count: int) -> list[Tensor]:
     network = nn.Sequential(*layers(2))
     x, y = (t.chunk(count) for t in data())
     NoPipeline().train(
-        lambda i: F.mse_loss(network(x[i]), y[i]),
+        lambda i, to_end: F.mse_loss(network(x[i]), y[i]),
         lambda loss, _: loss / count,
         count,
-        lambda last: None,
+        Silent(),
     )
     return gradients(network)
 
@@ -127,62 +205,55 @@ def test_without_a_pipeline_microbatches_run_one_by_one() -> None:
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
-class Recorder:
-    """Writes down the order of a rank's forwards and backwards."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.actions: list[tuple[str, int]] = []
-        self._backward = pipeline._backward
-        pipeline._backward = self.backward  # type: ignore[method-assign]
-        self._next = 0
-
-    def backward(self, saved: Any) -> None:
-        self.actions.append(("backward", self._next))
-        self._next += 1
-        self._backward(saved)
-
-
-def order_job(schedule: str, microbatches: int) -> list[tuple[str, int]]:
+def order_job(schedule: str, microbatches: int) -> list[str]:
+    """Forwards and backwards of a rank in the order in which they run."""
     topology = make_topology(dist_size())
-    trunk = trunk_of_rank(layers(topology.pp.size), topology)
-    x, y = (t.chunk(microbatches) for t in data())
-    pipeline = Pipeline(topology, trunk, schedule)
-    recorder = Recorder(pipeline)
+    stages = make_schedule(schedule, topology.pp.size, 1).num_stages
+    trunk, pipeline = pipeline_of_rank(layers(stages), topology, schedule)
+    x, y = (t.tensor_split(microbatches) for t in data())
+    found: list[str] = []
 
-    def step(index: int) -> Tensor:
-        recorder.actions.append(("forward", index))
-        return F.mse_loss(trunk(x[index]), y[index])
+    class Heard(Silent):
+        def before_backward(self, stage: int, *, last: bool, split: bool) -> None:
+            found.append(f"{'I' if split else 'B'}{stage}")
 
-    pipeline.train(step, lambda loss, _: loss, microbatches, lambda last: None)
-    return recorder.actions
+        def after_weights(self, stage: int, *, last: bool) -> None:
+            found.append(f"W{stage}")
+
+    for position, items in enumerate(trunk.stage_items):
+        items.register_forward_pre_hook(lambda *_, p=position: found.append(f"F{p}"))
+    pipeline.train(
+        lambda i, to_end: F.mse_loss(trunk(x[i]), y[i]),
+        lambda loss, _: loss,
+        microbatches,
+        Heard(),
+    )
+    return found
 
 
-@pytest.mark.parametrize("schedule", REFERENCES)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 def test_actions_are_carried_out_in_the_order_of_the_schedule(
     pool: WorkerPool, schedule: str
 ) -> None:
-    plan = make_schedule(schedule, 3, 4)
-    for rank, actions in enumerate(pool.run(3, order_job, schedule, 4)):
-        expected = [
-            ("forward" if a.kind is Kind.FORWARD else "backward", a.microbatch)
-            for a in plan.actions[rank]
-        ]
-        assert actions == expected
+    plan = make_schedule(schedule, 2, 5)
+    for rank, found in enumerate(pool.run(2, order_job, schedule, 5)):
+        mine = plan.stages_of_rank(rank)
+        assert found == [f"{a.kind.value}{mine.index(a.stage)}" for a in plan.row(rank)]
 
 
-def uneven_job(sizes: list[list[int]]) -> float:
+def uneven_job(sizes: list[list[int]], schedule: str) -> float:
     """Microbatches of different sizes, other ones in every step, and evaluation in between."""
     topology = make_topology(dist_size())
-    trunk = trunk_of_rank(layers(topology.pp.size), topology)
-    whole = nn.Sequential(*layers(topology.pp.size))
-    pipeline = Pipeline(topology, trunk, "1f1b")
+    stages = make_schedule(schedule, topology.pp.size, 1).num_stages
+    trunk, pipeline = pipeline_of_rank(layers(stages), topology, schedule)
+    whole = nn.Sequential(*layers(stages))
     worst = 0.0
     for step_sizes in sizes:
         xs = [torch.randn(n, WIDTH, dtype=torch.float64) for n in step_sizes]
-        steps = [lambda i, m=m, xs=xs: m(xs[i]).square().sum() for m in (trunk, whole)]
+        steps = [lambda i, _, m=m, xs=xs: m(xs[i]).square().sum() for m in (trunk, whole)]
         count = len(xs)
-        pipeline.train(steps[0], lambda loss, _: loss, count, lambda last: None)
-        NoPipeline().train(steps[1], lambda loss, _: loss, count, lambda last: None)
+        pipeline.train(steps[0], lambda loss, _: loss, count, Silent())
+        NoPipeline().train(steps[1], lambda loss, _: loss, count, Silent())
         with torch.no_grad():
             found = pipeline.evaluate(steps[0], count)
             expected = NoPipeline().evaluate(steps[1], count)
@@ -198,24 +269,28 @@ def uneven_job(sizes: list[list[int]]) -> float:
     return worst
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_shapes_and_counts_change_from_step_to_step(pool: WorkerPool, stages: int) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [("1f1b", 2), ("1f1b", 4), ("interleaved", 2), ("zbv", 3)]
+)
+def test_shapes_and_counts_change_from_step_to_step(
+    pool: WorkerPool, schedule: str, ranks: int
+) -> None:
     sizes = [[3, 3, 2], [1], [40, 2, 3, 500, 1, 7], [100, 100], [1, 2, 3, 4]]
-    assert max(pool.run(stages, uneven_job, sizes)) <= 1e-11
+    assert max(pool.run(ranks, uneven_job, sizes, schedule)) <= 1e-10
 
 
 def misuse_job(kind: str) -> None:
     topology = make_topology(2)
-    trunk = trunk_of_rank(layers(2), topology)
+    trunk, pipeline = pipeline_of_rank(layers(2), topology, "1f1b")
 
-    def step(index: int) -> Tensor:
+    def step(index: int, to_end: bool) -> Tensor:
         x = torch.ones(2, WIDTH, dtype=torch.float64)
         if kind == "not called":
             return x.sum()
         out = trunk(x)
         return trunk(out).sum()
 
-    Pipeline(topology, trunk, "1f1b").train(step, lambda loss, _: loss, 2, lambda last: None)
+    pipeline.train(step, lambda loss, _: loss, 2, Silent())
 
 
 @pytest.mark.parametrize(
@@ -233,10 +308,10 @@ def test_the_trunk_is_called_once_in_every_step(pool: WorkerPool, kind: str, mes
 def caught_job() -> list[float]:
     """A user's `except Exception` and `finally` around the trunk."""
     topology = make_topology(2)
-    trunk = trunk_of_rank(layers(2), topology)
+    trunk, pipeline = pipeline_of_rank(layers(2), topology, "gpipe")
     finished = []
 
-    def step(index: int) -> Tensor:
+    def step(index: int, to_end: bool) -> Tensor:
         try:
             out = trunk(torch.ones(2, WIDTH, dtype=torch.float64))
         except Exception as error:
@@ -245,7 +320,7 @@ def caught_job() -> list[float]:
             finished.append(index)
         return out.sum()
 
-    Pipeline(topology, trunk, "gpipe").train(step, lambda loss, _: loss, 3, lambda last: None)
+    pipeline.train(step, lambda loss, _: loss, 3, Silent())
     assert finished == [0, 1, 2]
     return [float(p.grad.norm()) for p in trunk.parameters()]
 
@@ -277,12 +352,12 @@ def flags_job(case: str) -> list[bool]:
 
     start, end = Ends(), Begins()
     start.inner, end.inner = first, second
-    trunk = trunk_of_rank([start, end], topology)
-    Pipeline(topology, trunk, "1f1b").train(
-        lambda i: trunk(torch.ones(2, WIDTH, dtype=torch.float64)).sum(),
+    trunk, pipeline = pipeline_of_rank([start, end], topology, "1f1b")
+    pipeline.train(
+        lambda i, to_end: trunk(torch.ones(2, WIDTH, dtype=torch.float64)).sum(),
         lambda loss, _: loss,
         2,
-        lambda last: None,
+        Silent(),
     )
     return [p.grad is not None for p in trunk.parameters()]
 
@@ -297,11 +372,12 @@ def test_what_needs_no_gradient_gets_none(pool: WorkerPool, case: str) -> None:
 def memory_job() -> list[int]:
     """Number of stage outputs alive when each forward begins."""
     topology = make_topology(2)
-    trunk = trunk_of_rank([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], topology)
+    items = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    trunk, pipeline = pipeline_of_rank(items, topology, "gpipe")
     alive: list[int] = []
     outputs: list[weakref.ref[Tensor]] = []
 
-    def step(index: int) -> Tensor:
+    def step(index: int, to_end: bool) -> Tensor:
         alive.append(sum(output() is not None for output in outputs))
         try:
             loss: Tensor = trunk(torch.ones(2, WIDTH)).sum()
@@ -310,7 +386,7 @@ def memory_job() -> list[int]:
             raise
         return loss
 
-    Pipeline(topology, trunk, "gpipe").train(step, lambda loss, _: loss, 4, lambda last: None)
+    pipeline.train(step, lambda loss, _: loss, 4, Silent())
     return alive
 
 

@@ -25,8 +25,8 @@ def test_a_replaced_item_runs_and_the_old_one_does_not() -> None:
     trunk.first = nn.Linear(3, 4)
     trunk.layers[1] = nn.Linear(4, 5)
     assert trunk(x).shape == (2, 5)
-    trunk.keep([range(1), range(1, 3)], stage=0)
-    assert trunk.stage_items(x).shape == (2, 4)
+    trunk.keep([range(1), range(1, 3)], [0])
+    assert trunk.stage_items[0](x).shape == (2, 4)
 
 
 def test_a_copy_runs_its_own_items() -> None:
