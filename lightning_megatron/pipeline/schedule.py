@@ -7,9 +7,9 @@ the same gradients. They differ in how long ranks stand idle (the *bubble*), in 
 microbatches they hold the activations of (the *live activations*, which set the peak memory), and
 in how often messages cross from rank to rank.
 
-For ``p`` ranks with ``v`` stages each, enough microbatches ``m`` (``p``; ``2 p`` for the last five),
-a step of time ``T`` per microbatch and rank of which forward and both halves of the backward take a
-third each, and activations counted in those of one microbatch on a whole rank:
+For ``p`` ranks with ``v`` stages each, ``m >= p`` microbatches that take each rank the time ``T``
+(forward and both halves of the backward a third each), and activations counted in those of one
+microbatch on a whole rank:
 
 =============  =========  ============  ============  ======================================
 name           placement  bubble        peak live     for

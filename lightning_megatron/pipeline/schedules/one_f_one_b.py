@@ -1,4 +1,36 @@
-"""1f1b and interleaved: a rank alternates one forward with one backward as soon as it can."""
+"""1f1b and interleaved: a rank alternates one forward with one backward as soon as it can.
+
+**1f1b** (PipeDream-flush; Narayanan et al., arXiv 2104.04473, section 2.2.1). 4 ranks, 6
+microbatches, backward taking twice as long as forward, ``.`` idle. ::
+
+    rank 0  F0 F1 F2 F3 ..................B0--- F4 B1--- F5 B2--- ...B3--- ...B4--- ...B5---
+    rank 1  ...F0 F1 F2 ............B0--- F3 B1--- F4 B2--- F5 B3--- ...B4--- ...B5--- ......
+    rank 2  ......F0 F1 ......B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- ...B5--- ............
+    rank 3  .........F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5--- ..................
+
+* bubble: the same as gpipe, ``(p - 1) / (m + p - 1)`` of the step
+* live activations: ``min(p - r, m)`` on rank ``r``, whatever the number of microbatches, so that a
+  larger batch makes the bubble smaller at no cost in memory. This is why it is the default.
+
+With transfers that take time 1f1b loses a little against gpipe, as every steady-state cycle waits
+for a message; `simulate` shows how much.
+
+**interleaved** (same paper, section 2.2.2): the network visits every rank ``v`` times, so that the
+ramps at both ends of the step are ``v`` times shorter, for ``v`` times as many transfers. 3 ranks
+with 2 stages each (small letters: the second), 3 microbatches. ::
+
+    rank 0  F0 F1 F2 f0 f1 f2 ............b0--- ...b1--- ...b2--- B0--- B1--- B2---
+    rank 1  ...F0 F1 F2 f0 f1 f2 ...b0--- ...b1--- ...b2--- B0--- B1--- B2--- ......
+    rank 2  ......F0 F1 F2 f0 b0--- f1 b1--- f2 b2--- B0--- B1--- B2--- ............
+
+* bubble: ``(p - 1) / v`` steps of a rank; ``(p - 1) / (v m + p - 1)`` of the step
+* live activations: ``(v + 1) p - 2 r - 1`` of a stage on rank ``r``, ``p + (p - 1) / v`` of a rank
+
+A rank takes the microbatches of a group on one stage before it turns to the next. The paper's
+groups have ``p`` microbatches, so ``m`` must be a multiple of ``p``. Here ``m // p`` groups of
+nearly equal size take any number of them: the bubble is the same, and live activations grow by
+``v - 1`` for each microbatch that the largest group has beyond ``p``.
+"""
 
 import itertools
 

@@ -1,4 +1,54 @@
-"""zbv, v-half and v-min: the first and the last stage on one rank, memory as one chooses."""
+"""zbv, v-half and v-min: the first and the last stage on one rank, memory as one chooses.
+
+The network visits the ranks down and up again, so every rank has one stage whose activations live
+long and one whose activations live short, and all ranks need the same room. Qi et al., *Pipeline
+Parallelism with Controllable Memory*, arXiv 2405.15362, build schedules from a *pattern*: one
+microbatch's way through the ranks, repeated every 6 units of time, which is the work of a
+microbatch on a rank (forward and two halves of a backward, on two stages). Live activations follow
+from the pattern: they are the time that activations live, over 6. So memory is chosen by choosing
+how fast the way is.
+
+A pattern is a number of units from rank to rank ``down`` (forwards of first stages, backwards of
+second ones) and ``up`` (forwards of second stages, backwards of first ones). Two microbatches never
+want a rank at one time if the four starts on every rank differ modulo 6; waiting a little at the
+turns achieves that where it can be. On a rank a microbatch's two activations then live about ``2 p
+(down + up)`` units. Weight halves are filled in (`weights`).
+
+Drawings: 3 ranks with 2 stages each (small letters: the second), 4 microbatches, forward and halves
+of the backward taking equal times, ``.`` idle. Below, ``T`` is the time of a microbatch on a rank.
+
+**zbv** (arXiv 2401.10241, section 6): down 1, up 5. ::
+
+    rank 0  F0 F1 F2 F3 ...f0 i0 f1 w0 i1 f2 w1 i2 I0 w2 f3 i3 W0 I1 w3 I2 W1 I3 W2 W3 ...
+    rank 1  ...F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 I0 W0 f3 i2 w2 I1 i3 I2 W1 I3 w3 W2 W3 ...
+    rank 2  ......F0 f0 F1 f1 F2 f2 i0 w0 I0 F3 W0 f3 i1 w1 I1 i2 I2 i3 I3 W1 w2 W2 w3 W3
+
+* bubble: ``(p - 1) T / 6``, which is the time until the last rank has something to do
+* live activations: ``2 p`` of a stage, as many bytes as 1f1b has on rank 0
+
+**v-half**: down 1, up 2. ::
+
+    rank 0  F0 F1 F2 ......f0 i0 w0 ......f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 f3 i3 I2 w3 W2 ...I3 W3
+    rank 1  ...F0 F1 F2 f0 ......i0 w0 f1 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 ...I2 i3 W2 w3 I3 W3 ...
+    rank 2  ......F0 f0 F1 f1 ......i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 i3 I3 w3 W3 ...
+
+* bubble: at most ``(p - 1) T / 2``, half of that of 1f1b
+* live activations: ``2 ((p + 2) // 2)`` of a stage, half of those of 1f1b and one rank's more
+
+**v-min**: down 1, up 1, the fastest way there is; 4 ranks, 3 microbatches. ::
+
+    rank 0  F0 F1 ...............f0 i0 F2 w0 ......f1 i1 I0 w1 W0 ...f2 i2 I1 w2 W1 .........I2 W2
+    rank 1  ...F0 ............f0 F1 ...i0 w0 ...f1 F2 I0 i1 W0 w1 f2 ...I1 i2 W1 w2 ......I2 W2 ...
+    rank 2  ......F0 ......f0 ......F1 ...i0 f1 w0 I0 F2 W0 i1 f2 w1 I1 W1 ...i2 w2 ...I2 W2 ......
+    rank 3  .........F0 f0 ............F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 ......i2 I2 w2 W2 ......
+
+* bubble: at most ``2 (p - 1) T / 3 + T / 6``, two thirds of that of 1f1b
+* live activations: ``2 ((p + 4) // 3)`` of a stage, a third of those of 1f1b and one rank's more
+
+A short way leaves no slack, so v-min suffers most when stages are uneven or transfers slow. Where
+there are so few microbatches that a pattern with a smaller bubble fits into the same room, that one
+is used.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -8,7 +58,6 @@ from lightning_megatron.pipeline.schedules.weights import Rows, fill_weights, ro
 
 _PERIOD = 6
 """Units of work per microbatch on a rank: forward and two halves of a backward, on two stages."""
-
 
 Way = list[list[tuple[int, Kind, int]]]
 """For every rank start, kind and stage of what it does for one microbatch, weight halves apart."""
