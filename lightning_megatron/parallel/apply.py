@@ -231,9 +231,9 @@ def _wrap(
             ready(unit)
             data.wrap(unit, stage=0 if transforms.manual_optimization else None)
         if topology.pp.size > 1 and plan.trunk is not None:
-            for items in plan.trunk.stage_items:
+            for stage, items in enumerate(plan.trunk.stage_items):
                 inside = set(items.modules())
-                data.gather_backwards([unit for unit in found if unit in inside])
+                data.gather_ahead(stage, [unit for unit in found if unit in inside])
     ready(module)
     if data.enabled:
         _wrap_roots(step, plan, topology, transforms, data, between)

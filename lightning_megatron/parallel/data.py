@@ -185,6 +185,16 @@ class DataParallel:
         """
         self._blocked = blocked
 
+    def before_forward(self, stage: int = 0) -> None:
+        """Begin to gather what the stage's forward needs first, while its input is under way."""
+        if self._zero != 3 or stage >= len(self._stages):
+            return
+        held = self._stages[stage]
+        if held.ran:  # before its first forward FSDP2 does not know its units
+            for unit in (*held.roots, *held.units[:1]):
+                unit.unshard(async_op=True)
+        held.ran = True
+
     def before_backward(self, stage: int = 0, *, last: bool = True, split: bool = False) -> None:
         """Decide what the coming backward communicates.
 
@@ -227,13 +237,14 @@ class DataParallel:
             if stage.whole is not None and not self._blocked:
                 stage.whole.finish()
 
-    def gather_backwards(self, units: Sequence[nn.Module]) -> None:
-        """Fix the order in which backward gathers ahead, for ``units`` that run one after another.
+    def gather_ahead(self, stage: int, units: Sequence[nn.Module]) -> None:
+        """Fix the order of gathering for ``units`` of a stage that run one after another.
 
         FSDP2 derives it from the order of the forwards, which in a pipeline are interleaved with
         the backwards of other microbatches.
         """
-        managed = [unit for unit in units if isinstance(unit, FSDPModule)]
+        managed: list[FSDPModule] = [u for u in units if isinstance(u, FSDPModule)]
+        self._stage(stage).units = managed
         for index, unit in enumerate(managed):
             # The first unit has none before it; its own is there already, and keeps FSDP2 from
             # choosing another.
@@ -255,6 +266,11 @@ class _Stage:
 
     def __init__(self) -> None:
         self.roots: list[FSDPModule] = []
+        """Outermost units."""
+        self.units: list[FSDPModule] = []
+        """The units inside, in the order in which they run."""
+        self.ran = False
+        """Whether it has run forward."""
         self.whole: MeanReducer | None = None
         self._sync = self._last = self._reshard = True
 

@@ -27,7 +27,7 @@ class _Entering(Function):
 
 def as_results(tree: Any) -> Any:
     """``tree`` with every tensor that requires grad as the result of an operation."""
-    return tree_map(_as_result, tree)
+    return _as_result(tree) if isinstance(tree, Tensor) else tree_map(_as_result, tree)
 
 
 def works_in_place(module: nn.Module) -> bool:

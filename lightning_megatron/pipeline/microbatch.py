@@ -188,4 +188,6 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def detach(output: Any) -> Any:
     """``output`` without its autograd graph."""
+    if isinstance(output, Tensor):
+        return output.detach()
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -45,7 +45,11 @@ LossOf = Callable[[Any, int], Tensor | None]
 
 
 class Reduction(Protocol):
-    """What surrounds the backwards of a stage: the communication of gradients."""
+    """What surrounds the work on a stage: the communication of its parameters and gradients."""
+
+    def before_forward(self, stage: int) -> None:
+        """This rank's ``stage``-th stage will run forward once its input has arrived."""
+        ...
 
     def before_backward(self, stage: int, *, last: bool, split: bool) -> None:
         """A backward, or its input part (``split``), of this rank's ``stage``-th stage begins.
@@ -212,6 +216,7 @@ class Pipeline(Executor):
             kind, stage, microbatch = action
             key, last = (stage, microbatch), number in lasts
             if kind is Kind.FORWARD:
+                reduction.before_forward(self._position[stage])
                 saved[key] = self._forward(step, loss_of, action, outputs)
             elif kind is Kind.BACKWARD_WEIGHT:
                 add_gradients(deferred.pop(key))
@@ -306,6 +311,8 @@ def _completing(row: tuple[Action, ...]) -> frozenset[int]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):  # saves most of the time, and is what most networks pass
+        return [tree]
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 

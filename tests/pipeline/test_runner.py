@@ -49,6 +49,9 @@ class Silent:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, bool]] = []
 
+    def before_forward(self, stage: int) -> None:
+        pass
+
     def before_backward(self, stage: int, *, last: bool, split: bool) -> None:
         self.calls.append(("input" if split else "backward", stage, last))
 
