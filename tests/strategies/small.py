@@ -94,6 +94,7 @@ def assert_same(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> None
 LAYOUTS = {
     "one process, 4 microbatches": (1, {"num_microbatches": 4}),
     "pp=2": (2, {"pp": 2}),
+    "pp=2 zbv": (2, {"pp": 2, "schedule": "zbv"}),
     "pp=2, 1 microbatch": (2, {"pp": 2, "num_microbatches": 1}),
     "dp=2": (2, {"zero": 1}),
     "dp=2, 2 microbatches": (2, {"zero": 2, "num_microbatches": 2}),

@@ -73,7 +73,7 @@ def _rows(predictions: Any) -> list[tuple[str, list[float]]]:
     return rows
 
 
-@pytest.mark.parametrize("layout", ["one process, 4 microbatches", "pp=2"])
+@pytest.mark.parametrize("layout", ["one process, 4 microbatches", "pp=2", "pp=2 zbv"])
 def test_evaluation_equals_one_process(pool: WorkerPool, layout: str) -> None:
     [plain] = run(pool, None, evaluate)
     ranks = run(pool, layout, evaluate)
