@@ -54,6 +54,8 @@ LAYERS = {
     "pipeline/schedules": 3,
     "pipeline/schedule": 4,
     "pipeline/simulate": 4,
+    "pipeline/choose": 4,
+    "pipeline/draw": 4,
     # 5: transforms on any model
     "parallel": 5,
     "pipeline": 5,
@@ -89,6 +91,8 @@ PURE = (
     "pipeline/schedules/zero_bubble",
     "pipeline/schedule",
     "pipeline/simulate",
+    "pipeline/choose",
+    "pipeline/draw",
     "pipeline/partition",
     "models/config",
     "models/flops",

@@ -4,7 +4,8 @@
 module and a datamodule take can be set in a YAML file and overridden on the command line, the
 layout included (`--trainer.strategy.tp=4`). `python -m lightning_megatron` is the same command.
 
-`convert` writes the weights of a checkpoint directory to one file.
+`convert` writes the weights of a checkpoint directory to one file. `schedule` draws a pipeline
+schedule and says what it costs.
 
 A mistake in the configuration ends the command with exit code 2 and the message alone: the stack of
 our own calls would hide it.
@@ -30,6 +31,10 @@ def main(args: Sequence[str] | None = None) -> int:
         from lightning_megatron.cli.convert import convert
 
         return convert(given[1:])
+    if given[:1] == ["schedule"]:
+        from lightning_megatron.cli.schedule import schedule
+
+        return schedule(given[1:])
     # Late, so that `--help` of a broken installation and tests of this file do not pay for torch.
     from lightning_megatron.cli.train import MegatronCLI, is_main_process
 

@@ -3,8 +3,8 @@
 The model: a rank does its actions one after the other and starts each as soon as the actions that
 it needs (`Schedule.needs`) have ended, plus the time of the transfer if they ran on another rank.
 Transfers overlap with compute and with each other, as the runner posts them ahead; a stage
-boundary inside one rank costs nothing. A whole backward takes as long as its two halves. The times
-may be measured ones, in any unit.
+boundary inside one rank costs nothing. A whole backward takes as long as its two halves, unless
+told otherwise. The times may be measured ones, in any unit.
 
 The *step time* runs from the first action of any rank to the end of the last. The *bubble fraction*
 is the idle share of all ranks' time during the step, ``1 - busy / (num_ranks * step_time)``. For
@@ -135,10 +135,10 @@ def simulate(
     Args:
         schedule: what to run.
         forward: time of one microbatch's forward, for all stages or one for each stage.
-        backward: the same for its backward; 2 by default. Halves of it take half of this time.
-        backward_input: instead of ``backward``, the same for the half that makes the gradient of
-            the stage's input; needs ``backward_weight``.
-        backward_weight: the same for the other half.
+        backward: the same for its backward in one piece; the sum of the halves by default, or 2.
+        backward_input: the same for the half of the backward that makes the gradient of the stage's
+            input; half of ``backward`` by default.
+        backward_weight: the same for the other half; given when ``backward_input`` is.
         send: time of one transfer between neighbouring stages, for all boundaries or one for
             each (boundary ``i`` lies behind stage ``i``); the gradient takes as long as the
             activation.
@@ -146,7 +146,7 @@ def simulate(
     Raises:
         DeadlockError: when the actions wait for each other.
         ValueError: when a sequence of times does not have one entry for each stage (boundary), or
-            both ``backward`` and its halves are given, or one half.
+            only one half of the backward is given.
     """
     num_stages = schedule.num_stages
     durations = {
@@ -241,12 +241,11 @@ def _backward_times(
     if input_half is None or weight_half is None:
         wholes = _per_stage("backward", 2.0 if whole is None else whole, count)
         inputs = weights = [time / 2 for time in wholes]
-    elif whole is not None:
-        raise ValueError("give either backward or its halves, backward_input and backward_weight")
     else:
         inputs = _per_stage("backward_input", input_half, count)
         weights = _per_stage("backward_weight", weight_half, count)
         wholes = [a + b for a, b in zip(inputs, weights, strict=True)]
+        wholes = wholes if whole is None else _per_stage("backward", whole, count)
     return {
         Kind.BACKWARD: wholes,
         Kind.BACKWARD_INPUT: inputs,

@@ -1,0 +1,123 @@
+"""`lightning-megatron schedule`: what a pipeline schedule looks like, and what it costs.
+
+It simulates, so it needs no model, no process group and no torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.pipeline.choose import StageCosts, choose_schedule
+from lightning_megatron.pipeline.draw import draw_timeline, write_trace
+from lightning_megatron.pipeline.schedule import SCHEDULES, Schedule, load_schedule, make_schedule
+from lightning_megatron.pipeline.simulate import Timeline, render, simulate
+
+_TIMES = ("forward", "backward_input", "backward_weight", "send")
+
+
+def schedule(args: Sequence[str]) -> int:
+    """Run the subcommand.
+
+    Args:
+        args: the command line after `schedule`.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake of the user, a table that cannot run included.
+    """
+    options = _parser().parse_args(list(args))
+    times = {name: _number_or_list(getattr(options, name)) for name in _TIMES}
+    try:
+        made = _schedule(options, times)
+        timeline = simulate(made, **times)
+        print(_report(timeline, options.width))
+        for path in (options.png, options.svg):
+            if path is not None:
+                draw_timeline(timeline, path)
+                print(f"wrote {path}")
+        if options.trace is not None:
+            write_trace(timeline, options.trace)
+            print(f"wrote {options.trace}")
+    except (ValueError, OSError) as error:  # ValueError: also ConfigError and DeadlockError
+        print(f"lightning-megatron: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron schedule",
+        description="Draw the timeline of a pipeline schedule and say what it costs.",
+    )
+    add = parser.add_argument
+    add("--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, custom or auto")
+    add("--pp", type=int, help="number of pipeline ranks")
+    add("--microbatches", type=int, help="number of microbatches")
+    add("--stages-per-rank", type=int, help="parts of the network on each rank")
+    add("--table", type=Path, help="for custom: .csv or .json file with the actions of each rank")
+    for name in _TIMES:
+        where = "for all stage boundaries or each" if name == "send" else "for all stages or each"
+        add(
+            f"--{name.replace('_', '-')}",
+            type=float,
+            nargs="+",
+            default=[0.0 if name == "send" else 1.0],
+            metavar="TIME",
+            help=f"time of one microbatch, {where} (with auto: for all ranks or each)",
+        )
+    add(
+        "--memory-limit",
+        type=float,
+        help="for auto: activations of a microbatch on a whole rank that a rank has room for",
+    )
+    add("--width", type=int, help="columns for the time axis; all that is needed by default")
+    add("--png", type=Path, metavar="FILE.png", help="draw the timeline into this file")
+    add("--svg", type=Path, metavar="FILE.svg", help="the same as a vector graphic")
+    add("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
+    return parser
+
+
+def _number_or_list(given: list[float]) -> float | list[float]:
+    return given[0] if len(given) == 1 else given
+
+
+def _schedule(options: argparse.Namespace, times: dict[str, float | list[float]]) -> Schedule:
+    name = options.schedule
+    if name == "custom" and options.table is not None and options.pp is None:
+        return load_schedule(options.table)
+    missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(options, o) is None]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not given: the layout is needed; nearest valid: "
+            f"--pp 4 --microbatches 8"
+        )
+    if name != "auto":
+        return make_schedule(
+            name, options.pp, options.microbatches, options.stages_per_rank, options.table
+        )
+    whole = StageCosts(**times)
+    numbers = [options.stages_per_rank] if options.stages_per_rank else [1, 2]
+    costs = {number: whole.split(number) for number in numbers}
+    choice = choose_schedule(options.pp, options.microbatches, costs, options.memory_limit)
+    print(choice.table(), end="\n\n")
+    made = choice.schedule
+    chosen = costs[made.stages_per_rank]
+    times.update({n: getattr(chosen, n) for n in _TIMES})
+    return made
+
+
+def _report(timeline: Timeline, width: int | None) -> str:
+    made = timeline.schedule
+    stages = f"{made.stages_per_rank} stage{'s' if made.stages_per_rank > 1 else ''}"
+    live = " ".join(map(str, timeline.peak_live))
+    return "\n".join(
+        [
+            f"{made.name}: {made.num_ranks} ranks with {stages} each, "
+            f"{made.num_microbatches} microbatches",
+            render(timeline, width, short=made.stages_per_rank == 2),
+            f"step time {timeline.step_time:.6g}, bubble {timeline.bubble_fraction:.1%} of it; "
+            f"{timeline.flowing_step_time:.6g} when steps flow into each other",
+            f"peak live activations of each rank, counted in stages: {live}",
+        ]
+    )
