@@ -4,6 +4,7 @@ import weakref
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import functional as F
 
 from lightning_megatron.pipeline.runner import NoPipeline, Pipeline, StageBoundary
-from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule
+from lightning_megatron.pipeline.schedule import SCHEDULES, Kind, make_schedule
 from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.pipeline.simulate import simulate
 from lightning_megatron.testing import WorkerError, WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
@@ -395,3 +397,78 @@ def memory_job() -> list[int]:
 
 def test_a_sent_output_is_freed_before_its_backward(pool: WorkerPool) -> None:
     assert pool.run(2, memory_job)[0] == [0, 0, 0, 0]
+
+
+class Array(np.ndarray):  # type: ignore[type-arg]
+    """An array that can be watched; a tensor made from it dies with it."""
+
+
+class _Tracked(torch.autograd.Function):
+    """A copy of a tensor of which one can tell how long its memory lives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, watched: list[Any]) -> Tensor:
+        array = x.detach().numpy().copy().view(Array)
+        watched.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Watched(nn.Module):
+    """A linear layer whose input is watched."""
+
+    def __init__(self, watched: list[Any]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH).double()
+        self.watched = watched
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(_Tracked.apply(x, self.watched))
+        return out
+
+
+def live_job(schedule: str, microbatches: int) -> list[int]:
+    """Activations alive after every action of this rank."""
+    topology = make_topology(dist_size())
+    stages = make_schedule(schedule, topology.pp.size, 1).num_stages
+    watched: list[Any] = []
+    items: list[nn.Module] = [Watched(watched) for _ in range(stages)]
+    trunk, pipeline = pipeline_of_rank(items, topology, schedule)
+    x, y = (t.tensor_split(microbatches) for t in data())
+    alive: list[int] = []
+
+    class Counting(Silent):
+        """Counts when an action begins, which is when the one before has ended."""
+
+        def count(self, *args: Any, **kwargs: Any) -> None:
+            alive.append(sum(ref() is not None for ref in watched))
+
+        before_forward = before_backward = after_weights = count
+
+    pipeline.train(
+        lambda i, to_end: F.mse_loss(trunk(x[i]), y[i]),
+        lambda loss, _: loss,
+        microbatches,
+        Counting(),
+    )
+    assert not any(ref() is not None for ref in watched)
+    return alive
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_live_activations_follow_the_simulation(pool: WorkerPool, schedule: str) -> None:
+    plan = make_schedule(schedule, 2, 6)
+    for rank, alive in enumerate(pool.run(2, live_job, schedule, 6)):
+        expected, live = [], 0
+        for action in plan.row(rank):
+            releases = action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            if action.kind is Kind.BACKWARD_WEIGHT:  # counted when it has ended
+                expected.append(live - 1)
+            else:
+                expected.append(live)
+            live += (action.kind is Kind.FORWARD) - releases
+        assert alive == expected
+        assert max(alive) <= simulate(plan).peak_live[rank]
