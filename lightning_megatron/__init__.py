@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
     from lightning_megatron.checkpoint.export import (
         convert_to_lightning,
         export_safetensors,
@@ -28,6 +29,7 @@ _HOMES = {
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
     "PipelineConfig": "parallel.plan",
+    "PipelineMonitor": "callbacks.pipeline_monitor",
     "PipelineSequential": "pipeline.sequential",
     "ShardingConfig": "parallel.data",
     "convert_to_lightning": "checkpoint.export",
@@ -41,6 +43,7 @@ __all__ = [
     "LanguageModel",
     "MegatronStrategy",
     "PipelineConfig",
+    "PipelineMonitor",
     "PipelineSequential",
     "ShardingConfig",
     "convert_to_lightning",

@@ -28,6 +28,7 @@ from lightning_megatron._torch import tree_flatten, tree_map
 from lightning_megatron.layers.deferral import Piece, WeightGradients, add_gradients, attach
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.pipeline.links import Links, Traffic
+from lightning_megatron.pipeline.measure import Bubble, Clock, bubble
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.schedule import (
     Action,
@@ -181,6 +182,9 @@ class Pipeline(Executor):
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
+        self._group, self._device = topology.pp.group, topology.device
+        self._clock: Clock | None = None
+        self._measured: Schedule | None = None
         self._deferral = WeightGradients()
         self._defers = False
 
@@ -199,6 +203,18 @@ class Pipeline(Executor):
         """Whether this rank computes the loss."""
         return self._final in self._position
 
+    def measure(self, on: bool) -> None:
+        """Note the times of the coming steps, or stop it."""
+        self._clock = Clock(self._device) if on else None
+
+    def bubble(self) -> Bubble | None:
+        """Idle time of the latest step, None if it was not measured; collective over the ranks."""
+        if self._clock is None or self._measured is None:
+            return None
+        times: list[Any] = [None] * self._measured.num_ranks
+        dist.all_gather_object(times, self._clock.read(), group=self._group)
+        return bubble(self._measured, times)
+
     @override
     def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
         traffic = self._training(count)
@@ -206,6 +222,10 @@ class Pipeline(Executor):
             for items in self._trunk.stage_items:
                 attach(items, self._deferral)
             self._defers = True
+        clock = self._clock
+        if clock is not None:
+            clock.begin()
+            self._measured = traffic.schedule
         self._links.begin(traffic)
         row = traffic.schedule.row(self._rank)
         lasts = _completing(row)
@@ -219,6 +239,7 @@ class Pipeline(Executor):
                 reduction.before_forward(self._position[stage])
                 saved[key] = self._forward(step, loss_of, action, outputs)
             elif kind is Kind.BACKWARD_WEIGHT:
+                self._started()
                 add_gradients(deferred.pop(key))
                 reduction.after_weights(self._position[stage], last=last)
             else:
@@ -231,12 +252,17 @@ class Pipeline(Executor):
                     self._deferral.collecting = False
                 if split:
                     deferred[key] = self._deferral.take()
+            if clock is not None:
+                clock.stop()
         self._links.end()
+        if clock is not None:
+            clock.end()
         return [detach(outputs[i]) for i in range(count)] if self.is_last else []
 
     @override
     def evaluate(self, step: Step, count: int) -> list[Any]:
         traffic = self._evaluation(count)
+        clock, self._clock = self._clock, None  # training is what is measured
         self._links.begin(traffic)
         outputs = []
         for action in traffic.schedule.row(self._rank):
@@ -246,7 +272,12 @@ class Pipeline(Executor):
             else:
                 self._links.send(action, output)
         self._links.end()
+        self._clock = clock
         return outputs
+
+    def _started(self) -> None:
+        if self._clock is not None:
+            self._clock.start()
 
     def _forward(
         self, step: Step, loss_of: LossOf, action: Action, outputs: dict[int, Any]
@@ -264,6 +295,7 @@ class Pipeline(Executor):
         stage = action.stage
         first, last, position = stage == 0, stage == self._final, self._position[stage]
         received = None if first else self._links.receive(action)
+        self._started()
         entering = as_results(received)
         if self._works_in_place[position]:
             entering = tree_map(_copied, entering)
@@ -286,10 +318,12 @@ class Pipeline(Executor):
 
     def _backward(self, action: Action, saved: _Saved) -> None:
         if action.stage == self._final:
+            self._started()
             if saved.roots:
                 torch.autograd.backward(saved.roots)
         else:
             gradients = self._links.receive(action)
+            self._started()
             pairs = [
                 (root, gradient)
                 for root, gradient in zip(saved.roots, gradients, strict=True)

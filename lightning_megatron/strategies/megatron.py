@@ -45,6 +45,7 @@ from lightning_megatron.optim.local_step import check_optimizer
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
@@ -176,6 +177,12 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         if self._topology is None:
             raise RuntimeError("the topology exists once the Trainer has started to run")
         return self._topology
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What runs the pipeline of the current run; None without one."""
+        executor = None if self._engine is None else self._engine.executor
+        return executor if isinstance(executor, Pipeline) else None
 
     @property
     def parallel(self) -> ParallelModule:  # type: ignore[override]

@@ -1,0 +1,142 @@
+"""Times of a pipeline step as it really ran.
+
+A `Clock` notes for every action when it began to compute and when it ended; waiting for messages is
+outside. From the notes of all ranks, `bubble` tells how large a share of the step the ranks stood
+idle, and how large it would be on paper with the very times that the stages took: what lies between
+the two is lost by the runner, its transfers and uneven speed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_megatron.pipeline.schedule import Kind, Schedule
+from lightning_megatron.pipeline.simulate import simulate
+
+
+class Clock:
+    """Notes when actions run, without waiting for the device.
+
+    Args:
+        device: of the stages.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._now: Callable[[], Any] = time.perf_counter
+        self._between: Callable[[Any, Any], float] = lambda start, end: end - start
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+
+            def event() -> Any:
+                made = module.Event(enable_timing=True)
+                made.record()
+                return made
+
+            def between(start: Any, end: Any) -> float:
+                end.synchronize()
+                return float(start.elapsed_time(end)) / 1e3
+
+            self._now, self._between = event, between
+        self._marks: list[Any] = []
+        self._begin: Any = None
+        self._end: Any = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._marks, self._begin = [], self._now()
+
+    def start(self) -> None:
+        """What an action waited for is there."""
+        self._marks.append(self._now())
+
+    def stop(self) -> None:
+        """The action has computed."""
+        self._marks.append(self._now())
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._end = self._now()
+
+    def read(self) -> "StepTimes":
+        """Seconds of the latest step; waits for the device."""
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
+        busy = tuple(self._between(start, stop) for start, stop in pairs)
+        return StepTimes(busy, self._between(self._begin, self._end))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One rank's step, in seconds."""
+
+    busy: tuple[float, ...]
+    """Every action of the rank's row, in order."""
+    step: float
+    """The whole step."""
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Idle time of a pipeline."""
+
+    fraction: float
+    """Share of all ranks' time in which they did not compute."""
+    ideal: float
+    """What the simulation says for the same stage times, with transfers that take no time."""
+    forward: tuple[float, ...]
+    """Mean seconds of a microbatch's forward on every stage."""
+    backward: tuple[float, ...]
+    """Mean seconds of its backward, both parts together, on every stage."""
+    imbalance: float
+    """Compute time of the busiest rank over the mean of all ranks."""
+
+
+def bubble(schedule: Schedule, ranks: Sequence[StepTimes]) -> Bubble:
+    """Compare a measured step with its simulation.
+
+    Args:
+        schedule: what ran.
+        ranks: the times of every pipeline rank.
+    """
+    spent: dict[tuple[Kind, int], list[float]] = {}
+    for row, times in zip(schedule.actions, ranks, strict=True):
+        for (kind, stage, _), seconds in zip(row, times.busy, strict=True):
+            spent.setdefault((kind, stage), []).append(seconds)
+
+    def mean(kind: Kind, stage: int) -> float | None:
+        found = spent.get((kind, stage))
+        return sum(found) / len(found) if found else None
+
+    stages = range(schedule.num_stages)
+    forward = [mean(Kind.FORWARD, s) or 0.0 for s in stages]
+    whole = [mean(Kind.BACKWARD, s) for s in stages]
+    halves = [
+        [mean(kind, s) for s in stages] for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    ]
+    # A stage whose backward is always split, or never, has no time of the other way.
+    inputs = [i if i is not None else (b or 0.0) / 2 for i, b in zip(halves[0], whole, strict=True)]
+    weights = [
+        w if w is not None else (b or 0.0) / 2 for w, b in zip(halves[1], whole, strict=True)
+    ]
+    together = [
+        b if b is not None else i + w for b, i, w in zip(whole, inputs, weights, strict=True)
+    ]
+    ideal = simulate(
+        schedule,
+        forward=forward,
+        backward=together,
+        backward_input=inputs,
+        backward_weight=weights,
+    )
+    longest = max(times.step for times in ranks)
+    busy = [sum(times.busy) for times in ranks]
+    mean_busy = sum(busy) / len(busy)
+    return Bubble(
+        fraction=1.0 - mean_busy / longest if longest else 0.0,
+        ideal=ideal.bubble_fraction,
+        forward=tuple(forward),
+        backward=tuple(together),
+        imbalance=max(busy) / mean_busy if mean_busy else 1.0,
+    )

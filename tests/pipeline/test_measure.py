@@ -1,0 +1,60 @@
+"""Measured steps against the simulation of the same times."""
+
+import time
+
+import pytest
+import torch
+
+from lightning_megatron.pipeline.measure import Clock, StepTimes, bubble
+from lightning_megatron.pipeline.schedule import Kind, make_schedule
+from lightning_megatron.pipeline.simulate import simulate
+
+COSTS = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
+}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zbv"])
+def test_a_perfect_run_has_the_ideal_bubble(name: str) -> None:
+    schedule = make_schedule(name, 4, 6)
+    plan = simulate(schedule, forward=1.0, backward_input=1.0, backward_weight=1.0)
+    times = [
+        StepTimes(tuple(COSTS[action.kind] for action in row), plan.step_time)
+        for row in schedule.actions
+    ]
+    found = bubble(schedule, times)
+    assert found.fraction == pytest.approx(plan.bubble_fraction)
+    assert found.ideal == pytest.approx(plan.bubble_fraction)
+    assert found.forward == (1.0,) * schedule.num_stages
+    assert found.backward == (2.0,) * schedule.num_stages
+    assert found.imbalance == pytest.approx(1.0)
+
+
+def test_waiting_and_imbalance_show() -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    slow = [
+        StepTimes(tuple(COSTS[a.kind] * (1 + rank) for a in row), 60.0)
+        for rank, row in enumerate(schedule.actions)
+    ]
+    found = bubble(schedule, slow)
+    assert found.imbalance == pytest.approx(24 / 18)
+    assert found.fraction == pytest.approx(1 - 18 / 60)
+    assert found.ideal < found.fraction
+
+
+def test_the_clock_leaves_waiting_out() -> None:
+    clock = Clock(torch.device("cpu"))
+    clock.begin()
+    for _ in range(3):
+        time.sleep(0.02)
+        clock.start()
+        time.sleep(0.01)
+        clock.stop()
+    clock.end()
+    times = clock.read()
+    assert len(times.busy) == 3
+    assert all(0.009 < seconds < times.step / 2 for seconds in times.busy)
+    assert times.step > 0.089
