@@ -45,6 +45,10 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.stage}.{self.microbatch}"
 
 
+Rows = tuple[tuple[Action, ...], ...]
+"""Actions of every rank, in order."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The actions of every rank, and which rank holds which stage.
@@ -60,7 +64,7 @@ class Schedule:
     """Pieces of one batch."""
     stage_ranks: tuple[int, ...]
     """Rank of every stage (a coordinate on the pp axis)."""
-    actions: tuple[tuple[Action, ...], ...]
+    actions: Rows
     """Work of every rank, in order."""
 
     @property

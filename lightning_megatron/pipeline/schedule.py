@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.pipeline.actions import Action, Kind, Schedule, looped, v_shaped
+from lightning_megatron.pipeline.actions import Action, Kind, Rows, Schedule, looped, v_shaped
 from lightning_megatron.pipeline.schedules.breadth_first import breadth_first
 from lightning_megatron.pipeline.schedules.dual_pipe import dualpipev
 from lightning_megatron.pipeline.schedules.one_f_one_b import interleaved, one_f_one_b
@@ -63,14 +63,12 @@ __all__ = [
     "schedule_problems",
 ]
 
-_Rows = tuple[tuple[Action, ...], ...]
-
 
 @dataclass(frozen=True)
 class _Family:
     """How schedules of one name are made."""
 
-    rows: Callable[[int, int, int], _Rows]
+    rows: Callable[[int, int, int], Rows]
     """From ranks, microbatches and stages per rank."""
     stages_per_rank: int = 1
     """By default."""
@@ -80,7 +78,7 @@ class _Family:
     """From ranks and stages per rank."""
 
 
-def _v(rows: Callable[[int, int], _Rows]) -> _Family:
+def _v(rows: Callable[[int, int], Rows]) -> _Family:
     return _Family(lambda p, m, _: rows(p, m), 2, placement=lambda p, _: v_shaped(p))
 
 

@@ -29,9 +29,7 @@ its gradients reduced once, while the next stage computes; with any other looped
 microbatch asks for them anew. Meant for few microbatches, as their number sets the memory.
 """
 
-from lightning_megatron.pipeline.actions import Action, Kind
-
-Rows = tuple[tuple[Action, ...], ...]
+from lightning_megatron.pipeline.actions import Action, Kind, Rows
 
 
 def breadth_first(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Rows:

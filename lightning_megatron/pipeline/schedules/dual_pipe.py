@@ -22,9 +22,9 @@ backwards, and with 3 units from rank to rank in either direction. The simulator
 after the other, so it does not show what overlapping gains.
 """
 
-from lightning_megatron.pipeline.actions import Action, Kind, v_shaped
+from lightning_megatron.pipeline.actions import Action, Kind, Rows, v_shaped
 from lightning_megatron.pipeline.schedules.v_shaped import Way, repeat
-from lightning_megatron.pipeline.schedules.weights import Rows, fill_weights
+from lightning_megatron.pipeline.schedules.weights import fill_weights
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Rows:

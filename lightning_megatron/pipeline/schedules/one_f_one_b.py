@@ -34,9 +34,7 @@ nearly equal size take any number of them: the bubble is the same, and live acti
 
 import itertools
 
-from lightning_megatron.pipeline.actions import Action, Kind
-
-Rows = tuple[tuple[Action, ...], ...]
+from lightning_megatron.pipeline.actions import Action, Kind, Rows
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Rows:

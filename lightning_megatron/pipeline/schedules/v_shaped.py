@@ -53,8 +53,8 @@ is used.
 import itertools
 from dataclasses import dataclass
 
-from lightning_megatron.pipeline.actions import Action, Kind, v_shaped
-from lightning_megatron.pipeline.schedules.weights import Rows, fill_weights, room_needed
+from lightning_megatron.pipeline.actions import Action, Kind, Rows, v_shaped
+from lightning_megatron.pipeline.schedules.weights import fill_weights, room_needed
 
 _PERIOD = 6
 """Units of work per microbatch on a rank: forward and two halves of a backward, on two stages."""
@@ -136,7 +136,10 @@ def v_min(num_ranks: int, num_microbatches: int) -> Rows:
 
 
 def _fastest_within(limit: int, num_ranks: int, num_microbatches: int) -> Rows:
-    """Rows of the first pattern in order of bubble that needs no more room than ``limit``."""
+    """Rows of the first pattern in order of bubble that needs no more room than ``limit``.
+
+    Of its fillings with either habit and without (`weights`) the one that ends first.
+    """
     for pattern in (ZBV, HALF, MIN):
         orders = repeat(pattern.way(num_ranks), num_microbatches)
         if max(map(room_needed, orders)) <= limit:

@@ -22,9 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.pipeline.actions import Action, Kind
-
-Rows = tuple[tuple[Action, ...], ...]
+from lightning_megatron.pipeline.actions import Action, Kind, Rows
 
 _DURATION = {
     Kind.FORWARD: 1,

@@ -35,9 +35,9 @@ With ``v`` stages on a rank (looped, as in `one_f_one_b`) the bubble is ``v`` ti
 
 from collections import deque
 
-from lightning_megatron.pipeline.actions import Action, Kind, looped
+from lightning_megatron.pipeline.actions import Action, Kind, Rows, looped
 from lightning_megatron.pipeline.schedules.one_f_one_b import alternate, group_sizes, in_groups
-from lightning_megatron.pipeline.schedules.weights import Rows, fill_weights
+from lightning_megatron.pipeline.schedules.weights import fill_weights
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Rows:
