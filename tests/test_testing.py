@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import time
 
 import pytest
@@ -27,8 +28,16 @@ def fail_on(bad_rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def reset_signals() -> None:
+    """As Lightning's Trainer does at its end."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if (handler := signal.getsignal(number)) is not None:
+            signal.signal(number, handler)
+
+
 def sleep_on(bad_rank: int) -> None:
     dist.init_process_group("gloo")
+    reset_signals()
     if dist.get_rank() == bad_rank:
         time.sleep(60)
     dist.all_reduce(torch.ones(1))

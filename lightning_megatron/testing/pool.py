@@ -1,13 +1,11 @@
 """The parent's side of the pool: it forks the workers, orders jobs and collects the answers."""
 
-import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
 import pickle
-import signal
 import socket
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from typing_extensions import Self
 
 from lightning_megatron.testing.failures import Failure, WorkerError
@@ -49,7 +48,7 @@ _START_SECONDS = 60.0
 """How long a worker may take from the order to the call of the function, at least."""
 
 _STACK_SECONDS = 5.0
-"""How long a stuck worker may take to write its Python stacks."""
+"""How long a stuck worker may take to write its Python stacks, once its time is up."""
 
 
 @dataclass
@@ -130,20 +129,28 @@ class WorkerPool:
         __tracebackhide__ = True  # pytest shows the test's line and the rank's own traceback
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size={world_size} must be within 1 and the pool's {self.size}")
+        timeout = self.timeout if timeout is None else timeout
         payload = pickle.dumps((fn, args, kwargs))
-        port = _free_port()
         run = _Run(pending={rank: self._worker(rank) for rank in range(world_size)})
-        for rank, worker in run.pending.items():
-            job = Job(
-                env=_rendezvous(rank, world_size, port) | dict(env or {}),
-                sys_path=list(sys.path),
-                directory=os.getcwd(),
-                payload=payload,
-            )
-            worker.connection.send(job)
+        # As torchrun's agent does. Were rank 0 to open it, the others would find it closed, wait
+        # for up to a second and try again.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
         try:
-            self._wait(run, self.timeout if timeout is None else timeout)
+            for rank, worker in run.pending.items():
+                job = Job(
+                    env=_rendezvous(rank, world_size, store.port) | dict(env or {}),
+                    sys_path=list(sys.path),
+                    directory=os.getcwd(),
+                    payload=payload,
+                    timeout=timeout,
+                )
+                worker.connection.send(job)
+            self._wait(run, timeout)
         finally:
+            # It has a thread, and a process forked now would die of it. An error keeps this frame.
+            del store
             # Also when the wait is interrupted: a worker that still computes must not be reused.
             for rank in run.pending:
                 self._kill(rank)
@@ -202,14 +209,10 @@ class WorkerPool:
     def _give_up(self, run: _Run, timeout: float) -> None:
         """Record every rank that has not answered, with its stacks, and kill it."""
         secondary = bool(run.failures)
-        for worker in run.pending.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(_pid(worker), signal.SIGUSR1)
         patience = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < patience and not all(
-            has_written_its_stacks(worker.log) or not worker.process.is_alive()
-            for worker in run.pending.values()
-        ):
+        while not secondary and time.monotonic() < patience:
+            if all(has_written_its_stacks(w.log) for w in run.pending.values()):
+                break
             time.sleep(0.05)
         for rank, worker in list(run.pending.items()):
             if rank in run.starting:
@@ -255,20 +258,6 @@ class WorkerPool:
         self._directory.cleanup()
 
 
-def _pid(worker: _Worker) -> int:
-    pid = worker.process.pid
-    assert pid is not None
-    return pid
-
-
-def _free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _rendezvous(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the variables that `torchrun` would set on one node."""
     env = {
@@ -280,6 +269,7 @@ def _rendezvous(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "worker-pool",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
     }
     if any(name == "lo" for _, name in socket.if_nameindex()):

@@ -11,7 +11,6 @@ import logging
 import os
 import pickle
 import random
-import signal
 import sys
 import threading
 import time
@@ -30,8 +29,8 @@ from lightning_megatron.testing.failures import Failure
 STARTED = b"started"
 """What a worker sends when it calls the function; the pickled answer follows."""
 
-_OUTPUT_TAIL = 8000
-"""How many characters of a worker's output go into an error."""
+_OUTPUT_TAIL = 16_000
+"""How many characters of a worker's output go into an error: the hundred calls of a stack do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,8 @@ class Job:
     directory: str
     payload: bytes
     """The pickled (function, args, kwargs): opened once `sys_path` is in place."""
+    timeout: float
+    """Seconds after which the worker writes its stacks."""
 
 
 def end_of_output(log: Path) -> str:
@@ -68,8 +69,6 @@ def serve(connection: Connection, inherited: list[Connection], log: Path) -> Non
         other.close()
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     _redirect_output(log)
-    # When the parent asks, write all stacks to the captured output: a timeout then has a place.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
             job: Job = connection.recv()
@@ -102,10 +101,7 @@ def _redirect_output(log: Path) -> None:
 
 
 def _perform(job: Job, log: Path, connection: Connection) -> bytes:
-    """Run one job and return the pickled answer: a 1-tuple with the result, or a `Failure`.
-
-    Tells the parent of the start as late as it can: stacks asked for from then on are of the job.
-    """
+    """Run one job and return the pickled answer: a 1-tuple with the result, or a `Failure`."""
     rank = int(job.env["RANK"])
     before = dict(os.environ)
     os.environ.update(job.env)
@@ -114,12 +110,16 @@ def _perform(job: Job, log: Path, connection: Connection) -> bytes:
     _reset(rank)
     try:
         fn, args, kwargs = pickle.loads(job.payload)
+        # To the captured output, by a thread that needs neither the interpreter nor a signal:
+        # Lightning's Trainer resets the handlers of all signals.
+        faulthandler.dump_traceback_later(job.timeout, file=2)
         connection.send_bytes(STARTED)
         with warnings.catch_warnings():
             answer = pickle.dumps((fn(*args, **kwargs),))
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the job too
         answer = _pickled_failure(rank, error, log)
     finally:
+        faulthandler.cancel_dump_traceback_later()
         os.environ.clear()
         os.environ.update(before)
     return answer
