@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Architecture = Literal["llama", "gpt"]
+Architecture = Literal["llama", "gpt", "deep"]
+"""``deep`` is ``llama`` with enough layers for eight pipeline stages."""
 IGNORED = -100
-VOCABULARY, HIDDEN, LAYERS, HEADS, KV_HEADS, MLP = 32, 16, 2, 4, 2, 24
+VOCABULARY, HIDDEN, HEADS, KV_HEADS, MLP = 32, 16, 4, 2, 24
+LAYERS: dict[Architecture, int] = {"llama": 2, "gpt": 2, "deep": 5}
 LONGEST = 16
 CLIP = 1.0
 # The gradient of a key bias is zero but for rounding: softmax does not see a shift. With Adam's
@@ -28,7 +30,7 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
 class Data:
     """The global batches of a run, made from a seed alone."""
 
-    steps: int = 6
+    steps: int = 10
     batch: int = 8
     lengths: tuple[int, ...] = (8,)
     """Sequence lengths, taken in turn."""
@@ -75,7 +77,7 @@ def turn(x: Tensor) -> Tensor:
 class DenseBlock(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
-        self.llama = architecture == "llama"
+        self.llama = architecture != "gpt"
         bias, kv = not self.llama, KV_HEADS * HIDDEN // HEADS
         self.norm1, self.norm2 = dense_norm(architecture), dense_norm(architecture)
         self.q = nn.Linear(HIDDEN, HIDDEN, bias)
@@ -107,7 +109,7 @@ class DenseBlock(nn.Module):
 
 
 def dense_norm(architecture: Architecture) -> nn.Module:
-    if architecture == "llama":
+    if architecture != "gpt":
         return nn.RMSNorm(HIDDEN, eps=1e-5)
     return nn.LayerNorm(HIDDEN, eps=1e-5)
 
@@ -120,7 +122,7 @@ class DenseTransformer(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
         if architecture == "gpt":
             self.positions = nn.Embedding(LONGEST, HIDDEN)
-        self.blocks = nn.ModuleList(DenseBlock(architecture) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(DenseBlock(architecture) for _ in range(LAYERS[architecture]))
         self.norm = dense_norm(architecture)
         draw = torch.Generator().manual_seed(0)
         self.double()
