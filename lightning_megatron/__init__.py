@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from lightning_megatron.parallel.data import ShardingConfig
     from lightning_megatron.parallel.plan import PipelineConfig
     from lightning_megatron.pipeline.sequential import PipelineSequential
-    from lightning_megatron.strategies.megatron import ConnectionConfig, MegatronStrategy
+    from lightning_megatron.strategies.connection import ConnectionConfig
+    from lightning_megatron.strategies.megatron import MegatronStrategy
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ConfigError": "errors",
-    "ConnectionConfig": "strategies.megatron",
+    "ConnectionConfig": "strategies.connection",
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
     "PipelineConfig": "parallel.plan",

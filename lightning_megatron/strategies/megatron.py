@@ -1,17 +1,14 @@
 """The Lightning strategy: ``Trainer(strategy=MegatronStrategy(tp=4, pp=2))``.
 
-Hooks only. What they do is decided in `strategies.preflight` (is the run legal), `parallel.apply`
-(put the module on the layout), `strategies.steps` (run a batch) and `checkpoint` (save and load).
+Hooks only, and here those that set a run up; the others are in `strategies.connection` (processes),
+`strategies.step_hooks`, `strategies.checkpoint_hooks` and `strategies.collectives`. What they do is
+decided in `strategies.preflight` (is the run legal), `parallel.apply` (put the module on the
+layout), `strategies.steps` (run a batch) and `checkpoint` (save and load).
 """
 
-import difflib
 import random
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,21 +16,13 @@ import numpy
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
     _set_num_threads_if_needed,
 )
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
@@ -49,46 +38,18 @@ from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
+from lightning_megatron.strategies.connection import ConnectionConfig, Processes, connect
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.data_sampling import split_dataloader
 from lightning_megatron.strategies.data_seeding import seed_dataloader
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
-from lightning_megatron.strategies.steps import StepEngine, mean_over_tokens
+from lightning_megatron.strategies.step_hooks import StepHooks
+from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import derive_seed
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConnectionConfig:
-    """How the processes find and talk to each other."""
-
-    backend: str | None = None
-    """``torch.distributed`` backend; None: nccl on GPUs, gloo on CPUs."""
-    timeout_s: float = 1800.0
-    """Seconds after which a collective that a peer does not join fails."""
-
-    def problems(self) -> list[str]:
-        """Faults of the options."""
-        problems = []
-        known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake")]
-        # "cpu:gloo,cuda:nccl" names one for each kind of device.
-        named = [part.rpartition(":")[2] for part in (self.backend or "gloo").split(",")]
-        for name in named:
-            if name.lower() not in known:
-                close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
-                problems.append(
-                    f"connection.backend={self.backend!r}: torch.distributed has {', '.join(known)}"
-                    f"; nearest valid: backend={close[0]!r}"
-                )
-        if not self.timeout_s > 0:
-            problems.append(
-                f"connection.timeout_s={self.timeout_s}: must be positive; nearest valid: "
-                "timeout_s=1800"
-            )
-        return problems
-
-
-class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
+class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processes):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
     The data-parallel degree is what remains: ``devices * num_nodes / (tp * pp)``. Layers from
@@ -133,7 +94,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         schedule: str = "1f1b",
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008 (frozen)
         sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
-        connection: ConnectionConfig = ConnectionConfig(),
+        connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
         self.options = LayoutOptions(
@@ -148,28 +109,14 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
             pipeline=pipeline,
         )
         self._sharding, self._connection = sharding, connection
-        self.num_nodes = 1
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
-        self._engine: StepEngine | None = None
         self._defer_init = False
-        self._blocked = False
         self._splits_data = False
         self._data_position = DataPosition()
         self._seed = 0
 
     # Processes ---------------------------------------------------------------------------------
-
-    @property
-    @override
-    def root_device(self) -> torch.device:  # type: ignore[override]
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def topology(self) -> Topology:
@@ -192,23 +139,6 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         return self._parallel
 
     @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and the rank-zero helpers who this process is."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for function in (rank_zero_only, utilities_rank_zero_only):
-            setattr(function, "rank", self.global_rank)  # noqa: B010 (of a function)
-
-    @override
     def setup_environment(self) -> None:
         super().setup_environment()
         # Lightning's launcher does this for the first process of a node only; the others would
@@ -225,31 +155,12 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
                 f"parameters or buffers but have no reset_parameters(): "
                 f"{', '.join(findings.real_because)}"
             )
-        self._connect()
+        assert self.cluster_environment is not None
+        settings = (self.options, self._sharding, env.global_seed())
+        connect(self._connection, self.cluster_environment, self.root_device, settings)
         self._topology = self._make_topology(module)
         module._device_mesh = self.topology.mesh
         self._seed_process()
-
-    def _connect(self) -> None:
-        reset_seed()
-        assert self.cluster_environment is not None
-        device = self.root_device
-        backend = self._connection.backend or _get_default_process_group_backend_for_device(device)
-        _init_dist_connection(
-            self.cluster_environment,
-            backend,
-            timeout=timedelta(seconds=self._connection.timeout_s),
-            device_id=device if device.type != "cpu" else None,
-        )
-        mine = (self.options, self._sharding, env.global_seed())
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, mine)
-        differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-        if differing:
-            raise ConfigError(
-                f"the ranks were given different configurations: rank 0 has {everyone[0]}, rank "
-                f"{differing[0]} has {everyone[differing[0]]}; start all of them with the same"
-            )
 
     def _make_topology(self, module: LightningModule) -> Topology:
         """A new topology, or the one that an earlier run put the module on."""
@@ -265,9 +176,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
                 )
             return earlier.topology
         seed = env.global_seed()
-        self._seed = (
-            seed if seed is not None else self._agree_on(random.SystemRandom().getrandbits(31))
-        )
+        if seed is None:
+            seed = int(self.broadcast(random.SystemRandom().getrandbits(31)))
+        self._seed = seed
         return Topology(
             degrees,
             self.root_device,
@@ -275,10 +186,6 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
             seed=self._seed,
             timeout=timedelta(seconds=self._connection.timeout_s),
         )
-
-    def _agree_on(self, value: int) -> int:
-        agreed: int = self.broadcast(value)
-        return agreed
 
     def _seed_process(self) -> None:
         """Equal default random streams on ranks that read the same samples, others elsewhere."""
@@ -407,100 +314,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
             dataloader = self._data_position.resume(dataloader, self.topology)
         return dataloader
 
-    # Steps ---------------------------------------------------------------------------------------
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        engine, trainer = self._steps(), self._module().trainer
-        args = (*args, *kwargs.values())
-        context = self.precision_plugin.train_step_context
-        if not engine.interleaved:
-            with context():
-                output = self.parallel.step("training_step", *args)
-            return mean_over_tokens(output, self.topology)
-        divisor = trainer.accumulate_grad_batches
-        return engine.train(
-            args,
-            context,
-            fresh=trainer.fit_loop.epoch_loop.batch_idx % divisor == 0,
-            blocked=self._blocked,
-            divisor=divisor,
-        )
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Run backward, or, where the step already did, bring its gradients to light."""
-        self.pre_backward(closure_loss)
-        module = self._module()
-        loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self._steps().interleaved:
-            self._steps().release_gradients()
-        else:
-            self.parallel.data.begin(blocked=self._blocked)
-            self.parallel.data.before_backward()
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-            self.parallel.data.finish()
-        if not self._blocked:
-            self.parallel.gradients.finish()
-        loss = self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        self._blocked = True
-        try:
-            yield
-        finally:
-            self._blocked = False
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "validation_step", self.precision_plugin.val_step_context, args, kwargs
-        )
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(
-            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
-        )
-
-    def _evaluate(
-        self,
-        name: str,
-        context: Callable[[], AbstractContextManager[Any]],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        return self._steps().evaluate(name, (*args, *kwargs.values()), context)
-
-    @override
-    def on_validation_end(self) -> None:
-        self.parallel.data.reshard()
-
     # End ------------------------------------------------------------------------------------------
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """End the processes that this one started, which may wait for it for ever.
-
-        They get a moment to fail by themselves: when this exception is but the echo of theirs, it
-        is their traceback that tells the user what went wrong.
-        """
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            deadline = time.monotonic() + _GRACE_S
-            for process in self._launcher.procs:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(deadline - time.monotonic(), 0))
-            self._launcher.kill(signal.SIGKILL)
 
     @override
     def teardown(self) -> None:
@@ -516,22 +330,11 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, ParallelStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    def _steps(self) -> StepEngine:
-        assert self._engine is not None
-        return self._engine
-
 
 def _nobody_else() -> bool:
     """What a metric is told that has no ranks to be synchronised with."""
     return False
 
-
-_GRACE_S = 3.0
-"""How long after a failure of rank 0 the other processes of the node may go on."""
 
 _PARALLEL = "_lightning_megatron_parallel"
 """Attribute under which a module remembers its layout, for a second Trainer."""

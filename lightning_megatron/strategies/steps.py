@@ -30,6 +30,7 @@ from lightning_megatron.pipeline.microbatch import (
 from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.strategies.log_replay import LogRecorder, LogReplay
+from lightning_megatron.topology.mesh import Topology
 
 _NOTHING, _OBJECT = 0.0, 1.0
 Context = Callable[[], AbstractContextManager[Any]]
@@ -212,9 +213,8 @@ class StepEngine:
         pair = torch.tensor([total, tokens], dtype=torch.float64, device=self._topology.device)
         if tokens < 0:
             return pair[0].to(self._dtype), None
-        if self._topology.loss.group is not None:
-            dist.all_reduce(pair, group=self._topology.loss.group)
-        return (pair[0] / pair[1]).to(self._dtype), pair[1]
+        total_loss, total_tokens = sum_over_samples(pair, self._topology)
+        return (total_loss / total_tokens).to(self._dtype), total_tokens
 
     def _training_output(self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor) -> Any:
         if not outputs:
@@ -248,15 +248,20 @@ def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
     )
 
 
-def mean_over_tokens(output: Any, topology: Any) -> Any:
+def mean_over_tokens(output: Any, topology: Topology) -> Any:
     """Make of ``{"loss": sum, "num_tokens": n}`` a loss whose mean over ranks is per token."""
     if not isinstance(output, Mapping) or output.get("num_tokens") is None:
         return output
     loss, tokens = loss_and_tokens(output)
     assert tokens is not None
-    total = tokens.detach().to(torch.float64)
-    if topology.loss.group is not None:
-        total = total.clone()
-        dist.all_reduce(total, group=topology.loss.group)
-    factor = topology.loss.size / total
+    factor = topology.loss.size / sum_over_samples(tokens.detach().to(torch.float64), topology)
     return {**output, "loss": loss * factor.to(loss.dtype)}
+
+
+def sum_over_samples(values: Tensor, topology: Topology) -> Tensor:
+    """The sum of ``values`` over the ranks that computed the loss of other samples."""
+    if topology.loss.group is None:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, group=topology.loss.group)
+    return total

@@ -1,0 +1,111 @@
+"""The part of the strategy that Lightning's loops call for every batch.
+
+How a batch is run is the business of `strategies.steps`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.strategies.steps import StepEngine, mean_over_tokens
+
+
+class StepHooks(ParallelStrategy):
+    """Forward, backward and evaluation of one batch."""
+
+    parallel: ParallelModule
+    _engine: StepEngine | None = None
+    _blocked = False
+    """Whether the batch is one of several before the optimizer step, and not their last."""
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        engine, trainer = self._steps(), self._module().trainer
+        args = (*args, *kwargs.values())
+        context = self.precision_plugin.train_step_context
+        if not engine.interleaved:
+            with context():
+                output = self.parallel.step("training_step", *args)
+            return mean_over_tokens(output, self.parallel.topology)
+        divisor = trainer.accumulate_grad_batches
+        return engine.train(
+            args,
+            context,
+            fresh=trainer.fit_loop.epoch_loop.batch_idx % divisor == 0,
+            blocked=self._blocked,
+            divisor=divisor,
+        )
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run backward, or, where the step already did, bring its gradients to light."""
+        self.pre_backward(closure_loss)
+        module = self._module()
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        if self._steps().interleaved:
+            self._steps().release_gradients()
+        else:
+            self.parallel.data.begin(blocked=self._blocked)
+            self.parallel.data.before_backward()
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            self.parallel.data.finish()
+        if not self._blocked:
+            self.parallel.gradients.finish()
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._blocked = False
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(
+            "validation_step", self.precision_plugin.val_step_context, args, kwargs
+        )
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(
+            "predict_step", self.precision_plugin.predict_step_context, args, kwargs
+        )
+
+    def _evaluate(
+        self,
+        name: str,
+        context: Callable[[], AbstractContextManager[Any]],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        return self._steps().evaluate(name, (*args, *kwargs.values()), context)
+
+    @override
+    def on_validation_end(self) -> None:
+        self.parallel.data.reshard()
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _steps(self) -> StepEngine:
+        assert self._engine is not None
+        return self._engine
