@@ -135,19 +135,19 @@ class _Linear(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: WeightGradients
     ) -> Tensor:
         x = x.to(compute_dtype(x))
-        ctx.deferral = deferral
-        ctx.save_for_backward(x, weight, bias)
+        ctx.deferral, ctx.parameters = deferral, (weight, bias)
+        ctx.save_for_backward(x, weight)
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         grad_no, x_ni = rows(grad), rows(x)
         grad_x = grad_no.mm(weight.to(grad.dtype)).view(x.shape) if needs[0] else None
         gradients = linear_gradients(
-            [weight, bias], needs[1:3], lambda: [(grad_no, x_ni)], ctx.deferral
+            ctx.parameters, needs[1:3], lambda: [(grad_no, x_ni)], ctx.deferral
         )
         return grad_x, *gradients, None
 
@@ -161,7 +161,8 @@ def linear_gradients(
     """Gradients of weights and biases, now or later.
 
     Args:
-        parameters: ``weight, bias, weight, bias, ...`` (a bias may be None).
+        parameters: ``weight, bias, weight, bias, ...`` (a bias may be None), as they were passed to
+            the function: a saved tensor, once unpacked, may no longer lead to the parameter.
         needs: which of them need a gradient.
         factors: for each pair the gradient of the output ``[n, out]`` and the input ``[n, in]``.
         deferral: where to leave them, if it collects.

@@ -320,8 +320,8 @@ class _ColumnParallel(Function):
         gathered = start_gather(x, axis, SEQUENCE_DIM).wait() if sequence else x
         weights, biases = parameters[::2], parameters[1::2]
         ctx.axis, ctx.sequence, ctx.deferral = axis, sequence, deferral
-        ctx.regather = sequence and regathers(x)
-        ctx.save_for_backward(x if ctx.regather else gathered, *parameters)
+        ctx.regather, ctx.parameters = sequence and regathers(x), parameters
+        ctx.save_for_backward(x if ctx.regather else gathered, *weights)
         return tuple(
             _linear(gathered, w, b) for w, b in zip(weights, biases, strict=True) if w is not None
         )
@@ -329,7 +329,7 @@ class _ColumnParallel(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *parameters = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         needs, deferral = ctx.needs_input_grad, ctx.deferral
         later = deferral is not None and deferral.collecting
         regathered = None
@@ -338,7 +338,6 @@ class _ColumnParallel(Function):
         grads_no = [rows(g) for g in grads]
         pending = None
         if needs[0]:
-            weights = parameters[::2]
             grad_x = _column_input_gradient(grads_no, weights)
             grad_x = grad_x.view(*grads[0].shape[:-1], x.shape[-1])
             pending = _start_reduction(grad_x, ctx.axis, ctx.sequence)
@@ -349,7 +348,7 @@ class _ColumnParallel(Function):
                 whole = (regathered or start_gather(x, ctx.axis, SEQUENCE_DIM)).wait()
             return [(grad_no, rows(whole)) for grad_no in grads_no]
 
-        gradients = linear_gradients(parameters, needs[4:], factors, deferral)
+        gradients = linear_gradients(ctx.parameters, needs[4:], factors, deferral)
         return pending.wait() if pending else None, None, None, None, *gradients
 
 
@@ -368,21 +367,22 @@ class _RowParallel(Function):
     ) -> Tensor:
         x = x.to(compute_dtype(x))
         ctx.axis, ctx.sequence, ctx.deferral = axis, sequence, deferral
-        ctx.save_for_backward(x, weight, bias)
+        ctx.parameters = weight, bias
+        ctx.save_for_backward(x, weight)
         y = _start_reduction(F.linear(x, weight.to(x.dtype)), axis, sequence).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if ctx.sequence:
             grad = start_gather(grad, ctx.axis, SEQUENCE_DIM).wait()
         grad_no, x_ni = rows(grad), rows(x)
         grad_x = grad_no.mm(weight.to(grad.dtype)).view(x.shape) if needs[0] else None
         gradients = linear_gradients(
-            [weight, bias], needs[1:3], lambda: [(grad_no, x_ni)], ctx.deferral
+            ctx.parameters, needs[1:3], lambda: [(grad_no, x_ni)], ctx.deferral
         )
         return grad_x, *gradients, None, None, None
 

@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_megatron._torch import tree_map
@@ -48,11 +50,11 @@ def our_name(name: str) -> str:
 
 def transformer_config(architecture: Architecture) -> TransformerConfig:
     """The sizes of the reference."""
-    llama = architecture == "llama"
+    llama = architecture != "gpt"
     return TransformerConfig(
         vocab_size=reference.VOCABULARY,
         hidden_size=reference.HIDDEN,
-        num_layers=reference.LAYERS,
+        num_layers=reference.LAYERS[architecture],
         num_heads=reference.HEADS,
         num_kv_heads=reference.KV_HEADS,
         mlp_size=reference.MLP,
@@ -197,8 +199,9 @@ def train_job(
     data: Data,
     by_token: bool = False,
     accumulate: int = 1,
+    recompute: bool = False,
 ) -> Outcome:
-    """Train the parity module under one layout."""
+    """Train the parity module under one layout; ``recompute`` forgets activations in layers."""
     L.seed_everything(1, verbose=False)
     strategy = MegatronStrategy(**strategy_options)
     recorder = Recorder(accumulate)
@@ -209,6 +212,9 @@ def train_job(
         accumulate_grad_batches=accumulate,
     )
     module = ParityModule(architecture, data, by_token)
+    if recompute:
+        for layer in module.model.trunk.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     trainer.fit(module)
     losses = [float(strategy.reduce(loss)) for loss in recorder.losses]
     return Outcome(losses, recorder.norms, whole_parameters(module.model, strategy.topology))

@@ -85,6 +85,15 @@ CASES = {
 CASE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp=2": (2, {"pp": 2, "num_microbatches": 2}),
     "pp=3 gpipe": (3, {"pp": 3, "num_microbatches": 2, "schedule": "gpipe"}),
+    "pp=2 zbv": (2, {"pp": 2, "num_microbatches": 2, "schedule": "zbv"}),
+    "pp=2 dp=2 interleaved zero 1": (
+        4,
+        {"pp": 2, "num_microbatches": 2, "schedule": "interleaved"},
+    ),
+    "pp=2 dp=2 zb-h1 zero 0": (
+        4,
+        {"pp": 2, "num_microbatches": 2, "zero": 0, "schedule": "zb-h1"},
+    ),
     "pp=2 dp=2 zero 3": (4, {"pp": 2, "num_microbatches": 2, "zero": 3}),
     "pp=2 tp=2 sequence parallel": (
         4,

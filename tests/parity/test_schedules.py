@@ -1,0 +1,106 @@
+"""Every pipeline schedule trains the same weights, on every placement, with ZeRO and recomputation.
+
+The rows are chosen greedily so that every pair of values that some legal row has is covered, with
+as few processes as possible; the choice depends on nothing but the values.
+"""
+
+import itertools
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+import pytest
+
+from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.pipeline.schedule import SCHEDULES, schedule_problems
+from lightning_megatron.testing import WorkerPool
+from tests.parity.jobs import Outcome, train_job
+from tests.parity.reference import Data, reference_curve
+from tests.parity.test_matrix import check
+
+MOST_PROCESSES = 8
+DATA = Data(steps=3)
+"""Three steps: the first has no moments, the second no bias correction in common with it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run a pipeline."""
+
+    schedule: str
+    pp: int
+    stages_per_rank: int
+    data_parallel: str
+    """``dp=1``, or the ZeRO stage over two ranks."""
+    recompute: bool
+    tp: int
+    num_microbatches: int
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.tp * (1 if self.data_parallel == "dp=1" else 2)
+
+    @property
+    def legal(self) -> bool:
+        return self.world_size <= MOST_PROCESSES and not schedule_problems(
+            self.schedule, self.pp, 1, self.stages_per_rank
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of the strategy."""
+        zero = 1 if self.data_parallel == "dp=1" else int(self.data_parallel[-1])
+        return {
+            "schedule": self.schedule,
+            "pp": self.pp,
+            "tp": self.tp,
+            "zero": zero,
+            "num_microbatches": self.num_microbatches,
+            "pipeline": PipelineConfig(stages_per_rank=self.stages_per_rank),
+            "sharding": ShardingConfig(min_numel=1),
+        }
+
+    def pairs(self) -> set[tuple[str, str]]:
+        """The pairs of values that this row puts to the test."""
+        values = [f"{field.name}={getattr(self, field.name)}" for field in fields(self)]
+        return set(itertools.combinations(values, 2))
+
+    def __str__(self) -> str:
+        parts = [self.schedule, f"pp={self.pp}", self.data_parallel, f"m={self.num_microbatches}"]
+        parts += [f"x{self.stages_per_rank}"] * (self.stages_per_rank > 1)
+        parts += ["tp=2"] * (self.tp > 1) + ["recompute"] * self.recompute
+        return " ".join(parts)
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """Legal rows that cover all pairs."""
+    values = (
+        SCHEDULES,
+        (2, 3, 4),
+        (1, 2),
+        ("dp=1", "zero 0", "zero 1", "zero 3"),
+        (False, True),
+        (1, 2),
+        (1, 3, 4),
+    )
+    legal = [row for row in itertools.starmap(Row, itertools.product(*values)) if row.legal]
+    legal.sort(key=lambda row: row.world_size)
+    pairs = {row: row.pairs() for row in legal}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        # Of rows that cover equally much, the first has the fewest processes.
+        best = max(legal, key=lambda row: len(pairs[row] & missing) / (4 + row.world_size))
+        chosen.append(best)
+        missing -= pairs[best]
+    return tuple(chosen)
+
+
+def schedule_job(row: Row) -> Outcome:
+    return train_job(row.options(), "deep", DATA, recompute=row.recompute)
+
+
+@pytest.mark.parametrize("row", rows(), ids=str)
+def test_every_schedule_trains_as_a_plain_loop_does(pool: WorkerPool, row: Row) -> None:
+    check(pool.run(row.world_size, schedule_job, row), reference_curve("deep", DATA))
