@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategies.small import Small, dp_of, loader, make_trainer, samples
 
@@ -109,3 +110,19 @@ def test_an_exception_on_one_rank_ends_all(pool: WorkerPool, place: str) -> None
     assert {rank: f.summary for rank, f in failures.items()} == dict.fromkeys(
         range(4), "the process ended with exit code 1"
     )
+
+
+@pytest.mark.parametrize("place", ["forward", "loss", "backward"])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1f1b"])
+def test_an_exception_ends_every_schedule(pool: WorkerPool, schedule: str, place: str) -> None:
+    """Within ten seconds, with a cause that is not a broken connection."""
+    last = make_schedule(schedule, 2, 1).last_stage_rank
+    rank = {"forward": 1, "loss": last, "backward": 0}[place]
+    layout = {"pp": 2, "schedule": schedule, "num_microbatches": 4}
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as failure:
+        pool.run(2, explode_and_exit, layout, 2, place, rank)
+    assert time.monotonic() - start < 10
+    failures = {found.rank: found for found in failure.value.failures}
+    assert set(failures) == {0, 1}
+    assert f"boom in {place}" in failures[rank].output
