@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -113,7 +112,12 @@ class LayoutOptions:
                 "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
                 "valid: sequence_parallel=False, or tp=2"
             )
-        problems += self.pipeline.problems(self.pp)
+        if self.pipeline.partition is not None and self.pp == 1:
+            stages = max(len(self.pipeline.partition), 2)
+            problems.append(
+                f"pipeline.partition={self.pipeline.partition}, pp=1: the partition says how a "
+                f"pipeline is cut, and there is none; nearest valid: partition=None, or pp={stages}"
+            )
         return problems + self._microbatch_problems()
 
     def _microbatch_problems(self) -> list[str]:
@@ -175,20 +179,8 @@ def examine(
                 plan = ModulePlan(module, degrees, options.pipeline, options.stage_ranks)
                 problems += plan.problems(sequence_parallel=options.sequence_parallel)
                 problems += _shape_problems(trainer, module, options)
-                if not problems:
-                    _warn_of_estimates(plan)
     defer = built and not real_because
     return Findings(tuple(dict.fromkeys(problems)), defer, tuple(real_because))
-
-
-def _warn_of_estimates(plan: ModulePlan) -> None:
-    if plan.estimated_items:
-        rank_zero_warn(
-            "partition='flops': the operations of these items could not be counted, as they do not "
-            "run on the meta device; 2 per parameter and token are taken for them: "
-            f"{', '.join(plan.estimated_items)}. A method flops(sequence_length) of an item tells "
-            "them, example_input_array of the module what the first item takes."
-        )
 
 
 class _Outcome:
