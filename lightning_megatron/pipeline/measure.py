@@ -7,11 +7,13 @@ the two is lost by the runner, its transfers and uneven speed.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lightning_megatron.pipeline.schedule import Kind, Schedule
 from lightning_megatron.pipeline.simulate import simulate
@@ -67,6 +69,23 @@ class Clock:
         return StepTimes(busy, self._between(self._begin, self._end))
 
 
+@contextmanager
+def saved_bytes() -> Iterator[list[int]]:
+    """Within the block, count what autograd keeps: a list of one number, bytes."""
+    seen: set[int] = set()
+    total = [0]
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total[0] += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """One rank's step, in seconds."""
@@ -89,6 +108,10 @@ class Bubble:
     """Mean seconds of a microbatch's forward on every stage."""
     backward: tuple[float, ...]
     """Mean seconds of its backward, both parts together, on every stage."""
+    backward_input: tuple[float, ...]
+    """Mean seconds of the input part; half of the backward where none was split."""
+    backward_weight: tuple[float, ...]
+    """Mean seconds of the weight part; the other half."""
     imbalance: float
     """Compute time of the busiest rank over the mean of all ranks."""
 
@@ -138,5 +161,7 @@ def bubble(schedule: Schedule, ranks: Sequence[StepTimes]) -> Bubble:
         ideal=ideal.bubble_fraction,
         forward=tuple(forward),
         backward=tuple(together),
+        backward_input=tuple(inputs),
+        backward_weight=tuple(weights),
         imbalance=max(busy) / mean_busy if mean_busy else 1.0,
     )

@@ -28,7 +28,7 @@ from lightning_megatron._torch import tree_flatten, tree_map
 from lightning_megatron.layers.deferral import Piece, WeightGradients, add_gradients, attach
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.pipeline.links import Links, Traffic
-from lightning_megatron.pipeline.measure import Bubble, Clock, bubble
+from lightning_megatron.pipeline.measure import Bubble, Clock, bubble, saved_bytes
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.schedule import (
     Action,
@@ -160,6 +160,9 @@ class NoPipeline(Executor):
 class Pipeline(Executor):
     """This rank's stages of a pipeline.
 
+    Attributes:
+        activation_bytes: if not None, filled with what autograd keeps of a microbatch, by stage.
+
     Args:
         topology: the layout; the group of its pp axis carries the messages.
         trunk: the module's `PipelineSequential`, reduced to this rank's stages.
@@ -188,15 +191,23 @@ class Pipeline(Executor):
         self._deferral = WeightGradients()
         self._defers = False
 
-        @lru_cache(maxsize=16)
-        def training(count: int) -> Traffic:
-            return Traffic(make(count), self._rank)
+        self.activation_bytes: dict[int, int] | None = None
+        self.use(make)
 
         @lru_cache(maxsize=16)
         def evaluation(count: int) -> Traffic:
             return Traffic(forward_only(topology.pp.size, count, stage_ranks), self._rank)
 
-        self._training, self._evaluation = training, evaluation
+        self._evaluation = evaluation
+
+    def use(self, make: Callable[[int], Schedule]) -> None:
+        """Train with other schedules from now on; the stages must lie on the same ranks."""
+
+        @lru_cache(maxsize=16)
+        def training(count: int) -> Traffic:
+            return Traffic(make(count), self._rank)
+
+        self._training = training
 
     @property
     def is_last(self) -> bool:
@@ -302,7 +313,7 @@ class Pipeline(Executor):
         port = _Port(position, first=first, last=last, received=entering)
         self._trunk.connect(port)
         try:
-            output = step(action.microbatch, last)
+            output = self._counted(step, action.microbatch, last, stage)
         except StageBoundary as boundary:
             output = boundary.output
             boundary.output = None
@@ -315,6 +326,16 @@ class Pipeline(Executor):
                 "every step must call it once, whatever the batch"
             )
         return output, received
+
+    def _counted(self, step: Step, microbatch: int, last: bool, stage: int) -> Any:
+        if self.activation_bytes is None:
+            return step(microbatch, last)
+        with saved_bytes() as count:
+            try:
+                return step(microbatch, last)
+            finally:
+                known = self.activation_bytes.get(stage, 0)
+                self.activation_bytes[stage] = max(known, count[0])
 
     def _backward(self, action: Action, saved: _Saved) -> None:
         if action.stage == self._final:

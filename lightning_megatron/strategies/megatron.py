@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -36,6 +37,7 @@ from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
+from lightning_megatron.strategies.auto_schedule import AUTO, AutoSchedule
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes, connect
@@ -69,7 +71,8 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             4 per pipeline stage under a pipeline.
         schedule: order of forwards and backwards in the pipeline (see `pipeline.schedule`):
             ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"breadth-first"``, ``"zb-h1"``,
-            ``"zb-h2"``, ``"zbv"``, ``"v-half"``, ``"v-min"``, ``"dualpipev"`` or ``"custom"``.
+            ``"zb-h2"``, ``"zbv"``, ``"v-half"``, ``"v-min"``, ``"dualpipev"``, ``"custom"`` or
+            ``"auto"`` (the fastest, by the times of the first steps).
         pipeline: how the trunk is cut into stages, and how many a rank holds.
         sharding: what ZeRO treats as a unit.
         connection: backend and timeout of the process groups.
@@ -240,6 +243,10 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             self.options.make_schedule,
             self._host_group(),
         )
+        config = self.options.pipeline
+        if self.options.schedule == AUTO and self.pipeline is not None:
+            stages, limit = config.stages_per_rank or 2, config.activation_gib
+            self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)
         self._point_metrics_at_batch_group(module)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -30,6 +31,7 @@ from lightning_megatron.pipeline.schedule import (
     make_schedule,
     schedule_problems,
 )
+from lightning_megatron.strategies.auto_schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.topology.degrees import (
     Degrees,
     degree_problems,
@@ -70,17 +72,40 @@ class LayoutOptions:
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         """Pipeline rank of every stage; raises `ConfigError` where the schedule is not legal."""
-        return self.pipeline.placement(self.schedule, self.pp) if self.pp > 1 else (0,)
+        return self.pipeline.placement(self._begins_with, self.pp) if self.pp > 1 else (0,)
+
+    @property
+    def _begins_with(self) -> str:
+        """Schedule of the first steps."""
+        if self.schedule != AUTO:
+            return self.schedule
+        config = self.pipeline
+        return first_schedule(config.stages_per_rank, config.activation_gib is not None)
 
     def make_schedule(self, count: int) -> Schedule:
         """Pipeline schedule of a batch of ``count`` microbatches."""
         config = self.pipeline
-        return make_schedule(self.schedule, self.pp, count, config.stages_per_rank, config.table)
+        name = self._begins_with
+        return make_schedule(name, self.pp, count, config.stages_per_rank, config.table)
 
     def _schedule_problems(self) -> list[str]:
         pp, count = _whole(self.pp), self.num_microbatches
         config, name = self.pipeline, self.schedule
-        problems = schedule_problems(
+        limit = config.activation_gib
+        problems = []
+        if limit is not None and (name != AUTO or not limit > 0):
+            problems.append(
+                f"pipeline.activation_gib={limit}, schedule={name!r}: it is a number above 0 that "
+                "limits the choice of schedule='auto'; nearest valid: activation_gib=None"
+            )
+        if name == AUTO:
+            if config.stages_per_rank not in (None, *PLACED):
+                problems.append(
+                    f"schedule='auto', stages_per_rank={config.stages_per_rank}: it chooses among "
+                    "schedules with 1 or 2 stages per rank; nearest valid: stages_per_rank=2"
+                )
+            return problems
+        problems += schedule_problems(
             name, max(pp, 1), max(_whole(count), 1), config.stages_per_rank, config.table
         )
         if problems or name != CUSTOM or pp < 1:
@@ -112,12 +137,7 @@ class LayoutOptions:
                 "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
                 "valid: sequence_parallel=False, or tp=2"
             )
-        if self.pipeline.partition is not None and self.pp == 1:
-            stages = max(len(self.pipeline.partition), 2)
-            problems.append(
-                f"pipeline.partition={self.pipeline.partition}, pp=1: the partition says how a "
-                f"pipeline is cut, and there is none; nearest valid: partition=None, or pp={stages}"
-            )
+        problems += self.pipeline.problems(self.pp)
         return problems + self._microbatch_problems()
 
     def _microbatch_problems(self) -> list[str]:
@@ -179,8 +199,20 @@ def examine(
                 plan = ModulePlan(module, degrees, options.pipeline, options.stage_ranks)
                 problems += plan.problems(sequence_parallel=options.sequence_parallel)
                 problems += _shape_problems(trainer, module, options)
+                if not problems:
+                    _warn_of_estimates(plan)
     defer = built and not real_because
     return Findings(tuple(dict.fromkeys(problems)), defer, tuple(real_because))
+
+
+def _warn_of_estimates(plan: ModulePlan) -> None:
+    if plan.estimated_items:
+        rank_zero_warn(
+            "partition='flops': the operations of these items could not be counted, as they do not "
+            "run on the meta device; 2 per parameter and token are taken for them: "
+            f"{', '.join(plan.estimated_items)}. A method flops(sequence_length) of an item tells "
+            "them, example_input_array of the module what the first item takes."
+        )
 
 
 class _Outcome:

@@ -29,6 +29,7 @@ from lightning_megatron.pipeline.microbatch import (
 )
 from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
 from lightning_megatron.pipeline.schedule import Schedule
+from lightning_megatron.strategies.auto_schedule import AutoSchedule
 from lightning_megatron.strategies.log_replay import LogRecorder, LogReplay
 from lightning_megatron.topology.mesh import Topology
 
@@ -45,6 +46,9 @@ class StepEngine:
         rule: how batches are cut.
         schedule: from a number of microbatches, the pipeline schedule for training.
         host_group: gloo group along pp, where the device's own backend is another.
+
+    Attributes:
+        auto: chooses another schedule after the first steps; None where there is no choice.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class StepEngine:
         wide = any(p.dtype == torch.float64 for p in module.parameters())
         self._dtype = torch.float64 if wide else torch.float32
         self._replay = LogReplay(module, topology.pp, last_rank, topology.device, self._dtype)
+        self.auto: AutoSchedule | None = None
         self._by_token: bool | None = None
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -109,6 +114,8 @@ class StepEngine:
             return loss * (weight / divisor)
 
         data.begin(blocked=defer)
+        if self.auto is not None:
+            self.auto.before_step()
         with recorder.recording(), self._random():
             outputs = self.executor.train(
                 self._step("training_step", args, pieces, recorder, context),
@@ -117,6 +124,8 @@ class StepEngine:
                 data,
             )
         data.finish()
+        if self.auto is not None:
+            self.auto.after_step(len(pieces), self._topology.pp.size, self._topology.pp.group)
         loss, tokens = self._share_loss(recorder, outputs, pieces)
         self._by_token = tokens is not None
         if tokens is not None:
