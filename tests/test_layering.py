@@ -50,6 +50,7 @@ LAYERS = {
     "data/collate": 4,
     # Plans, nothing but arithmetic: parallel/ asks them which stage gets what.
     "pipeline/partition": 4,
+    "pipeline/layout_string": 4,
     "pipeline/actions": 2,  # the words in which schedules are written
     "pipeline/schedules": 3,
     "pipeline/schedule": 4,
@@ -94,6 +95,7 @@ PURE = (
     "pipeline/choose",
     "pipeline/draw",
     "pipeline/partition",
+    "pipeline/layout_string",
     "models/config",
     "models/flops",
 )

@@ -5,31 +5,49 @@ group exists: which item goes to which pipeline stage, which names are aliases o
 parameter, what lies outside the trunk, and everything that is wrong with it.
 """
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.parallel.item_flops import ItemFlops, count_item_flops
+from lightning_megatron.pipeline.layout_string import (
+    TrunkParts,
+    is_layout,
+    layout_counts,
+    layout_problems,
+    syntax_problems,
+)
 from lightning_megatron.pipeline.partition import (
     explicit_partition,
     partition_by_cost,
     partition_problems,
 )
 from lightning_megatron.pipeline.schedule import CUSTOM, load_schedule, make_schedule
-from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.topology.degrees import Degrees
+
+PARTITIONS = ("parameters", "flops")
+"""Names of what stages can be balanced by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """How the trunk is cut into stages."""
 
-    partition: list[int] | None = None
-    """Number of trunk items on every stage. None: contiguous stages with the least maximal number
-    of parameters, embedding and head included."""
+    partition: list[int] | str | None = None
+    """Which items go to which stage: ``"parameters"`` (the default) or ``"flops"`` make contiguous
+    stages of which the largest is as small as possible, embedding, head and loss included; a list
+    holds the number of items on every stage; ``"Et*3|(tt|)*29,m|L"`` is Megatron-LM's layout string
+    (`pipeline.layout_string`)."""
+    sequence_length: int | None = None
+    """For ``partition="flops"``: tokens of a sample. By default those of the module's
+    ``example_input_array``."""
     stages_per_rank: int | None = None
     """Stages that every pipeline rank holds. None: the schedule's usual number, 2 for those of V
     shape, ``interleaved`` and ``breadth-first``, else 1."""
@@ -45,6 +63,38 @@ class PipelineConfig:
         if schedule == CUSTOM and self.table is not None:
             return load_schedule(self.table).stage_ranks
         return make_schedule(schedule, pp, 1, self.stages_per_rank).stage_ranks
+
+    @property
+    def layout(self) -> str | None:
+        """The partition, if it is a layout string."""
+        given = self.partition
+        return given if isinstance(given, str) and is_layout(given) else None
+
+    def problems(self, pp: int) -> list[str]:
+        """Faults of the partition that show without the module."""
+        given, layout, length = self.partition, self.layout, self.sequence_length
+        problems = []
+        if isinstance(given, str) and layout is None and given not in PARTITIONS:
+            close = difflib.get_close_matches(given, PARTITIONS, n=1, cutoff=0.0)
+            problems.append(
+                f"partition={given!r}: it is one of {', '.join(map(repr, PARTITIONS))}, a list of "
+                f"numbers of items, or a layout string such as 'Ett|ttL'; nearest valid: "
+                f"partition={(close or PARTITIONS)[0]!r}"
+            )
+        elif pp == 1 and (isinstance(given, list) or layout is not None):
+            stages = len(given) if isinstance(given, list) else str(layout).count("|") + 1
+            problems.append(
+                f"pipeline.partition={given!r}, pp=1: the partition says how a pipeline is cut, "
+                f"and there is none; nearest valid: partition=None, or pp={max(stages, 2)}"
+            )
+        elif layout is not None:
+            problems += syntax_problems(layout)
+        if length is not None and (not isinstance(length, int) or length < 1):
+            problems.append(
+                f"pipeline.sequence_length={length!r}: must be a whole number of at least 1; "
+                "nearest valid: sequence_length=1"
+            )
+        return problems
 
 
 class ModulePlan:
@@ -93,10 +143,18 @@ class ModulePlan:
         trunk = self.trunk
         if trunk is None:
             raise ConfigError(_NO_TRUNK.format(pp=self._degrees.pp))
-        counts = self._config.partition
-        if counts is not None:
-            return explicit_partition(counts, len(trunk), len(self.stage_ranks))
-        return partition_by_cost(self._costs(trunk), len(self.stage_ranks))
+        counts, num_stages = self._config.partition, len(self.stage_ranks)
+        if self._config.layout is not None:
+            parts = TrunkParts.of(trunk.item_names)
+            counts = layout_counts(self._config.layout, parts, num_stages)
+        if isinstance(counts, list):
+            return explicit_partition(counts, len(trunk), num_stages)
+        return partition_by_cost(self._costs(trunk), num_stages)
+
+    @property
+    def estimated_items(self) -> tuple[str, ...]:
+        """Items whose operations could not be counted; empty where they do not matter."""
+        return () if self._item_flops is None else self._item_flops.estimated
 
     @cached_property
     def stage_of(self) -> Mapping[str, int]:
@@ -166,9 +224,7 @@ class ModulePlan:
                 "parts into one PipelineSequential, or pp=1"
             ]
         assert self.trunk is not None
-        problems = partition_problems(
-            len(self.trunk), len(self.stage_ranks), counts=self._config.partition
-        )
+        problems = self._partition_problems(self.trunk)
         if problems:
             return problems
         inside = set(self.stage_of)
@@ -180,7 +236,38 @@ class ModulePlan:
             if (alias in inside) != (canonical in inside)
         ]
 
+    def _partition_problems(self, trunk: PipelineSequential) -> list[str]:
+        given, layout = self._config.partition, self._config.layout
+        num_items, num_stages = len(trunk), len(self.stage_ranks)
+        counts = given if isinstance(given, list) else None
+        problems = partition_problems(num_items, num_stages, counts=counts)
+        if layout is not None and not problems:
+            problems = layout_problems(layout, TrunkParts.of(trunk.item_names), num_stages)
+        elif given == "flops" and self._config.sequence_length is None and self._example is None:
+            problems.append(
+                "partition='flops', sequence_length=None: operations are counted for samples of "
+                "some length; nearest valid: pipeline.sequence_length=<tokens of a sample>, or "
+                "example_input_array in the module, or partition='parameters'"
+            )
+        elif self._item_flops is not None and not problems:  # an item's own may be negative
+            problems = partition_problems(num_items, num_stages, costs=self._item_flops.flops)
+        return problems
+
+    @property
+    def _example(self) -> Any:
+        return getattr(self._module, "example_input_array", None)
+
+    @cached_property
+    def _item_flops(self) -> ItemFlops | None:
+        """Operations of the items; None where they are not asked for or cannot be told any more."""
+        trunk, asked = self.trunk, self._config.partition == "flops" and self._degrees.pp > 1
+        if trunk is None or not asked or _is_spread(trunk):
+            return None
+        return count_item_flops(trunk, self._config.sequence_length, self._example)
+
     def _costs(self, trunk: PipelineSequential) -> Sequence[float]:
+        if self._item_flops is not None:
+            return self._item_flops.flops
         return [sum(p.numel() for p in item.parameters()) for item in trunk.items()]
 
 
@@ -241,6 +328,14 @@ def _layer_problems(module: nn.Module, degrees: Degrees) -> list[str]:
     check = getattr(module, "problems", None)
     own = list(check(degrees)) if callable(check) else []
     return own or [p for child in module.children() for p in _layer_problems(child, degrees)]
+
+
+def _is_spread(trunk: PipelineSequential) -> bool:
+    """Whether an earlier run has put the trunk on a layout: items are elsewhere, or in parts."""
+    return any(
+        isinstance(m, RemoteItem) or (isinstance(m, ParallelLayer) and m.topology is not None)
+        for m in trunk.modules()
+    )
 
 
 def _join(prefix: str, name: str) -> str:

@@ -3,7 +3,8 @@
 The slowest stage sets the pace of a pipeline: a step takes about ``(m + p - 1)`` times its
 forward and backward. So the items (embedding, layers, norm, head: all of them, in order) are cut
 into contiguous stages such that the most expensive stage is as cheap as possible. What an item
-costs is the caller's choice: parameters, FLOPs or measured time.
+costs is the caller's choice: parameters, FLOPs or measured time. Where a rank holds several stages
+the rule is the same, as the schedules count on equal stages, not on equal ranks.
 
 This is the *linear partition problem*. Two passes solve it exactly:
 
@@ -105,6 +106,28 @@ partition=[2, 2, 2]
     return _cost_problems(costs, num_items) if costs is not None else []
 
 
+def nearest_counts(counts: Sequence[int], num_items: int, num_stages: int) -> list[int]:
+    """Legal sizes of stages close to ``counts``, which may be any; balanced ones of another length.
+
+    Args:
+        counts: what was asked for.
+        num_items: number of items to place, at least ``num_stages``.
+        num_stages: number of stages, over all pipeline ranks.
+
+    >>> nearest_counts([4, 0, 3], num_items=6, num_stages=3)
+    [2, 1, 3]
+    """
+    if len(counts) != num_stages:
+        return [len(stage) for stage in partition_by_cost([1] * num_items, num_stages)]
+    numbers = [c if isinstance(c, int | float) and math.isfinite(c) else 1 for c in counts]
+    nearest = [min(max(1, round(number)), num_items) for number in numbers]
+    while sum(nearest) > num_items:
+        nearest[nearest.index(max(nearest))] -= 1
+    while sum(nearest) < num_items:
+        nearest[-1 - nearest[::-1].index(min(nearest))] += 1
+    return nearest
+
+
 def _count_problems(counts: list[int], num_items: int, num_stages: int) -> list[str]:
     whole = all(isinstance(c, int) and not isinstance(c, bool) and c >= 1 for c in counts)
     total = sum(counts) if whole else None
@@ -116,21 +139,8 @@ def _count_problems(counts: list[int], num_items: int, num_stages: int) -> list[
         rule = f"the stages take {total} items in all, the network has {num_items}"
     else:
         return []
-    nearest = _nearest_counts(counts, num_items, num_stages)
+    nearest = nearest_counts(counts, num_items, num_stages)
     return [f"partition={counts}: {rule}; nearest valid: partition={nearest}"]
-
-
-def _nearest_counts(counts: list[int], num_items: int, num_stages: int) -> list[int]:
-    """Legal counts close to ``counts``: the same length and sum, each at least 1."""
-    if len(counts) != num_stages:
-        return [len(stage) for stage in partition_by_cost([1] * num_items, num_stages)]
-    numbers = [c if isinstance(c, int | float) and math.isfinite(c) else 1 for c in counts]
-    nearest = [min(max(1, round(number)), num_items) for number in numbers]
-    while sum(nearest) > num_items:
-        nearest[nearest.index(max(nearest))] -= 1
-    while sum(nearest) < num_items:
-        nearest[-1 - nearest[::-1].index(min(nearest))] += 1
-    return nearest
 
 
 def _cost_problems(costs: Sequence[float], num_items: int) -> list[str]:
