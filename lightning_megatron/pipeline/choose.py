@@ -222,8 +222,8 @@ def _nothing_fits(
     peaks = nearest.peak_activation
     needed = list(peaks) if isinstance(memory_limit, Sequence) else max(peaks)
     return ConfigError(
-        f"schedule='auto', activation_gib={memory_limit!r}: no schedule keeps its activations within "
-        f"the limit; nearest valid: activation_gib={needed!r} for schedule={nearest.name!r} with "
+        f"schedule='auto', activation_gib={memory_limit!r}: no schedule keeps its activations "
+        f"within the limit; nearest valid: activation_gib={needed!r} for schedule={nearest.name!r} with "
         f"stages_per_rank={nearest.stages_per_rank}, or smaller microbatches, or recomputation"
     )
 
