@@ -132,6 +132,7 @@ def choose_schedule(
     costs: Mapping[int, StageCosts],
     memory_limit: float | Sequence[float] | None = None,
     names: Sequence[str] = SCHEDULES,
+    limit_name: str = "memory_limit",
 ) -> Choice:
     """Choose the fastest schedule whose activations fit.
 
@@ -146,6 +147,7 @@ def choose_schedule(
         memory_limit: most that a rank can keep, for all ranks or one for each; by default anything
             fits.
         names: schedules to consider.
+        limit_name: what the user knows the limit by.
 
     Raises:
         ConfigError: when no schedule fits, with the one that comes nearest, or none can be made for
@@ -166,7 +168,7 @@ def choose_schedule(
     found.sort(key=lambda pair: _rank_of(pair[1]))  # stable, so ties keep the order of names
     best, candidate = found[0]
     if not candidate.fits:
-        raise _nothing_fits([candidate for _, candidate in found], memory_limit)
+        raise _nothing_fits([candidate for _, candidate in found], memory_limit, limit_name)
     return Choice(best, tuple(candidate for _, candidate in found))
 
 
@@ -211,7 +213,7 @@ def _rank_of(candidate: Candidate) -> tuple[bool, float, float]:
 
 
 def _nothing_fits(
-    candidates: Sequence[Candidate], memory_limit: float | Sequence[float] | None
+    candidates: Sequence[Candidate], memory_limit: float | Sequence[float] | None, name: str
 ) -> ConfigError:
     limits = _limits(memory_limit, len(candidates[0].peak_activation))
 
@@ -222,8 +224,8 @@ def _nothing_fits(
     peaks = nearest.peak_activation
     needed = list(peaks) if isinstance(memory_limit, Sequence) else max(peaks)
     return ConfigError(
-        f"schedule='auto', activation_gib={memory_limit!r}: no schedule keeps its activations "
-        f"within the limit; nearest valid: activation_gib={needed!r} for schedule={nearest.name!r} with "
+        f"schedule='auto', {name}={memory_limit!r}: no schedule keeps its activations within the "
+        f"limit; nearest valid: {name}={needed!r} for schedule={nearest.name!r} with "
         f"stages_per_rank={nearest.stages_per_rank}, or smaller microbatches, or recomputation"
     )
 

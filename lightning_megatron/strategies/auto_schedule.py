@@ -101,7 +101,12 @@ class AutoSchedule:
         box: list[StageCosts] = [costs]
         dist.broadcast_object_list(box, src=0)
         choice = choose_schedule(
-            pp, count, {self._stages: box[0]}, self._limit, PLACED[self._stages]
+            pp,
+            count,
+            {self._stages: box[0]},
+            self._limit,
+            PLACED[self._stages],
+            limit_name="pipeline.activation_gib",
         )
         name = choice.schedule.name
         self.chosen = name

@@ -55,8 +55,8 @@ def test_nothing_fits() -> None:
     with pytest.raises(ConfigError) as error:
         choose_schedule(4, 12, BOTH, memory_limit=1.5)
     message = str(error.value)
-    assert message.startswith("schedule='auto', activation_gib=1.5: no schedule keeps")
-    assert "activation_gib=2.0 for schedule='v-min' with stages_per_rank=2" in message
+    assert message.startswith("schedule='auto', memory_limit=1.5: no schedule keeps")
+    assert "memory_limit=2.0 for schedule='v-min' with stages_per_rank=2" in message
     assert chosen(4, 12, BOTH, memory_limit=2.0) == "v-min"
 
 
