@@ -53,6 +53,8 @@ class PipelineConfig:
     shape, ``interleaved`` and ``breadth-first``, else 1."""
     table: str | None = None
     """For ``schedule="custom"``: path of the schedule, CSV or JSON."""
+    activation_gib: float | None = None
+    """For ``schedule="auto"``: GiB of activations that a rank may keep; None: any."""
 
     def placement(self, schedule: str, pp: int) -> tuple[int, ...]:
         """Pipeline rank of every stage.
