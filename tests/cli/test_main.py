@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import lightning.pytorch  # noqa: F401  its log handler keeps the stderr that it was imported under
 import pytest
 
 from lightning_megatron.cli import config_error_in, main
