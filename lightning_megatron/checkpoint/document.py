@@ -19,7 +19,13 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.codec import Decoder, Encoder
 from lightning_megatron.checkpoint.commit import write_durably
-from lightning_megatron.checkpoint.manifest import STATE_FILE, STATE_TENSORS_FILE, Manifest
+from lightning_megatron.checkpoint.digest import entry_of
+from lightning_megatron.checkpoint.manifest import (
+    STATE_FILE,
+    STATE_TENSORS_FILE,
+    FileEntry,
+    Manifest,
+)
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, merge_snapshots
 from lightning_megatron.checkpoint.state import chunks_of
 from lightning_megatron.errors import CheckpointError, raise_if_any
@@ -49,11 +55,14 @@ class Document:
     aliases: Mapping[str, str]
     """Of shared parameters, over all ranks."""
 
-    def write(self, directory: Path) -> None:
-        """Write the files into a checkpoint under construction."""
-        write_durably(directory / STATE_FILE, self.json)
+    def write(self, directory: Path) -> dict[str, FileEntry]:
+        """Write the files into a checkpoint under construction; return their sizes and hashes."""
+        contents = {STATE_FILE: self.json}
         if self.tensors is not None:
-            write_durably(directory / STATE_TENSORS_FILE, self.tensors)
+            contents[STATE_TENSORS_FILE] = self.tensors
+        for name, content in contents.items():
+            write_durably(directory / name, content)
+        return {name: entry_of(content) for name, content in contents.items()}
 
 
 def contribution(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]) -> Contribution:

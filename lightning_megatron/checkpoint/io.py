@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.commit import Staging, write_durably
 from lightning_megatron.checkpoint.document import Contribution, Document, compose, contribution
-from lightning_megatron.checkpoint.index import read_metadata, summary
+from lightning_megatron.checkpoint.index import summary
 from lightning_megatron.checkpoint.manifest import (
     MANIFEST_FILE,
     FileEntry,
@@ -87,13 +87,14 @@ def save_directory(
         documents.append(compose(state, contributions))
         staging.create()
 
-    def finish(_: list[None]) -> Manifest:
-        return _finish(staging, documents[0], state, layout or {}, len(optimizers))
+    def finish(written: list[dict[str, FileEntry]]) -> Manifest:
+        files = {name: entry for part in written for name, entry in part.items()}
+        return _finish(staging, documents[0], files, state, layout or {}, len(optimizers))
 
     try:
         peers.run(what, lambda: contribution(model, optimizers), prepare)
-        write_chunks(staging.directory, _all_chunks(model, optimizers), peers)
-        return peers.run(what, lambda: None, finish)
+        files = write_chunks(staging.directory, _all_chunks(model, optimizers), peers)
+        return peers.run(what, lambda: files, finish)
     except BaseException:
         if peers.is_first:
             staging.discard()
@@ -276,16 +277,16 @@ def _all_chunks(
 def _finish(
     staging: Staging,
     document: Document,
+    shards: Mapping[str, FileEntry],
     state: Mapping[str, Any],
     layout: Mapping[str, int],
     optimizers: int,
 ) -> Manifest:
     """Write state and manifest, and publish; on the first rank."""
     directory = staging.directory
-    document.write(directory)
-    files = {entry.name: FileEntry(size=entry.stat().st_size) for entry in os.scandir(directory)}
-    metadata = read_metadata(directory)
-    lost = {info.relative_path for info in metadata.storage_data.values()} - files.keys()
+    files = {**shards, **document.write(directory)}
+    visible = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+    lost = {name for name, entry in files.items() if visible.get(name) != entry.size}
     if lost:
         raise CheckpointError(
             f"files written by other ranks are not visible to the first: {summary(sorted(lost))}; "

@@ -52,13 +52,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
+from lightning_megatron.checkpoint.digest import DigestingFileSystem
 from lightning_megatron.checkpoint.index import coverage_fault, summary
+from lightning_megatron.checkpoint.manifest import FileEntry
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.errors import CheckpointError
 
 
-def write_chunks(directory: Path, chunks: Mapping[str, Chunk], peers: Peers) -> None:
+def write_chunks(
+    directory: Path, chunks: Mapping[str, Chunk], peers: Peers
+) -> dict[str, FileEntry]:
     """Write the chunks of all ranks; collective.
 
     Args:
@@ -66,17 +70,22 @@ def write_chunks(directory: Path, chunks: Mapping[str, Chunk], peers: Peers) -> 
         chunks: this rank's part, by name of the whole tensor.
         peers: the ranks that write.
 
+    Returns:
+        Size and hash of the files that this rank wrote, by name.
+
     Raises:
         CheckpointError: on every rank, when any of them fails or the chunks do not tile a tensor.
     """
+    writer = _Writer(directory)
     with _translated_errors(f"writing {directory}"):
         save(
             {},
-            storage_writer=_Writer(directory),
+            storage_writer=writer,
             planner=_SavePlanner(chunks),
             process_group=peers.group,
             no_dist=peers.size == 1,
         )
+    return writer.fs.files
 
 
 def read_chunks(
@@ -259,6 +268,7 @@ class _Writer(FileSystemWriter):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, thread_count=1, sync_files=True, overwrite=False)
+        self.fs: DigestingFileSystem = DigestingFileSystem()
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
