@@ -8,7 +8,8 @@ header would double the latency. So a message is one flat buffer::
     | bytes, meta length | meta (JSON), only if it changed | tensor | tensor | ...
 
 and each receive is posted ahead with a *capacity* that both ends compute alike: the longest message
-of earlier steps, and of this step up to the one consumed when the receive was posted. A message
+of earlier steps, and of this step up to the one consumed when the receive was posted. Buffers are
+used again as soon as no tensor of their message is left. A message
 that fits is sent as it is (gloo accepts shorter ones); one that does not is announced by a message
 of one header and follows under another tag. `InlineChannel` does this. On devices whose header
 could not be read without a synchronisation, `DeviceChannel` sends the meta through an
@@ -20,10 +21,12 @@ stage keeps only the graph edge of its output, not its memory.
 
 import json
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -98,6 +101,41 @@ def rebuild(structure: Any, take: Callable[[torch.dtype, tuple[int, ...], bool],
     return tuple(items) if kind == "t" else items
 
 
+class _Lent(np.ndarray):  # type: ignore[type-arg]
+    """An array that tells when the last tensor made from it is gone."""
+
+
+class Buffers:
+    """Memory for messages, used again once no tensor of a message is left.
+
+    Attributes:
+        made: buffers allocated so far.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self.made = 0
+
+    def take(self, size: int) -> Tensor:
+        """A buffer of at least ``size`` bytes."""
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= size:
+                return self._free.pop(index)
+        self._free.clear()  # all too small: the messages have become longer
+        self.made += 1
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer of which no tensor was made."""
+        self._free.append(buffer)
+
+    def lend(self, buffer: Tensor) -> Tensor:
+        """The same bytes as a tensor whose end, with that of all its views, returns the buffer."""
+        lent = buffer.numpy().view(_Lent)
+        weakref.finalize(lent, self._free.append, buffer).atexit = False
+        return torch.from_numpy(lent)
+
+
 class InlineChannel:
     """Messages as single flat buffers over a gloo group.
 
@@ -113,9 +151,10 @@ class InlineChannel:
         self._base = _FIRST_CAPACITY
         self._sizes: list[int] = []
         self._count = 0
-        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self._posted: deque[tuple[dist.Work, Tensor, int]] = deque()
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._structure: Any = None
+        self.buffers = Buffers()
 
     def expect(self, count: int) -> None:
         """Start a step of ``count`` messages."""
@@ -143,16 +182,17 @@ class InlineChannel:
     def receive(self) -> Tree:
         """Wait for the next message of the step."""
         index = len(self._sizes)
-        work, buffer = self._posted.popleft()
+        work, buffer, capacity = self._posted.popleft()
         work.wait()
         total = _read_header(buffer)[0]
-        if total > buffer.numel():
-            buffer = torch.empty(total, dtype=torch.uint8)
+        if total > capacity:
+            self.buffers.give(buffer)
+            buffer = self.buffers.take(total)
             self._group.recv([buffer], self._peer, self._tag + _OVERFLOW_TAG).wait()
         self._sizes.append(total)
         if index + LOOKAHEAD < self._count:
             self._post(self._capacity(index + LOOKAHEAD))
-        return self._unpack(buffer)
+        return self._unpack(self.buffers.lend(buffer))
 
     def flush(self) -> None:
         """Wait for the posted messages to leave."""
@@ -163,8 +203,9 @@ class InlineChannel:
         return max([self._base, *self._sizes[: max(index - LOOKAHEAD + 1, 0)]])
 
     def _post(self, capacity: int) -> None:
-        buffer = torch.empty(capacity, dtype=torch.uint8)
-        self._posted.append((self._group.recv([buffer], self._peer, self._tag), buffer))
+        buffer = self.buffers.take(capacity)
+        work = self._group.recv([buffer], self._peer, self._tag)
+        self._posted.append((work, buffer, capacity))
 
     def _isend(self, buffer: Tensor, tag: int) -> None:
         self._sending.append((self._group.send([buffer], self._peer, tag), buffer))

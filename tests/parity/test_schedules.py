@@ -7,13 +7,15 @@ as few processes as possible; the choice depends on nothing but the values.
 import itertools
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.pipeline.schedule import SCHEDULES, schedule_problems
+from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule, schedule_problems
+from lightning_megatron.pipeline.schedules.table import dump_schedule
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, train_job
 from tests.parity.reference import Data, reference_curve
@@ -95,6 +97,43 @@ def rows() -> tuple[Row, ...]:
         chosen.append(best)
         missing -= pairs[best]
     return tuple(chosen)
+
+
+EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
+    "hybrid sharding, zbv": (8, {"schedule": "zbv", "zero": 3, "dp_replicate": 2}),
+    "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "dp_replicate": 2}),
+    "zero 2, zb-h1": (4, {"schedule": "zb-h1", "zero": 2}),
+    "zero 2, dualpipev": (4, {"schedule": "dualpipev", "zero": 2}),
+    "sequence parallel, v-half": (
+        4,
+        {"schedule": "v-half", "tp": 2, "sequence_parallel": True},
+    ),
+}
+"""Processes and options of what the rows leave out."""
+
+
+def extra_job(options: dict[str, Any]) -> Outcome:
+    shared = {"pp": 2, "num_microbatches": 2, "sharding": ShardingConfig(min_numel=1)}
+    return train_job({**shared, **options}, "deep", DATA)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_other_layouts(pool: WorkerPool, name: str) -> None:
+    world, options = EXTRAS[name]
+    check(pool.run(world, extra_job, options), reference_curve("deep", DATA))
+
+
+@pytest.mark.parametrize("source", ["zb-h1", "v-min"])
+def test_a_schedule_from_a_file(pool: WorkerPool, tmp_path: Path, source: str) -> None:
+    table = tmp_path / "schedule.csv"
+    dump_schedule(make_schedule(source, 2, 4), table)
+    options = {
+        "pp": 2,
+        "schedule": "custom",
+        "num_microbatches": 4,
+        "pipeline": PipelineConfig(table=str(table)),
+    }
+    check(pool.run(2, train_job, options, "deep", DATA), reference_curve("deep", DATA))
 
 
 def schedule_job(row: Row) -> Outcome:

@@ -472,3 +472,24 @@ def test_live_activations_follow_the_simulation(pool: WorkerPool, schedule: str)
             live += (action.kind is Kind.FORWARD) - releases
         assert alive == expected
         assert max(alive) <= simulate(plan).peak_live[rank]
+
+
+def buffers_job(schedule: str) -> list[int]:
+    """Receive buffers allocated after each of several steps."""
+    topology = make_topology(dist_size())
+    stages = make_schedule(schedule, topology.pp.size, 1).num_stages
+    trunk, pipeline = pipeline_of_rank(layers(stages), topology, schedule)
+    x, y = (t.chunk(4) for t in data())
+    made = []
+    for _ in range(4):
+        pipeline.train(
+            lambda i, to_end: F.mse_loss(trunk(x[i]), y[i]), lambda loss, _: loss, 4, Silent()
+        )
+        made.append(sum(channel.buffers.made for channel in pipeline._links._from.values()))
+    return made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_receive_buffers_are_used_again(pool: WorkerPool, schedule: str) -> None:
+    for made in pool.run(2, buffers_job, schedule):
+        assert 0 < made[0] == made[-1] < 8
