@@ -51,6 +51,7 @@ LAYERS = {
     # Plans, nothing but arithmetic: parallel/ asks them which stage gets what.
     "pipeline/partition": 4,
     "pipeline/layout_string": 4,
+    "pipeline/repartition": 4,
     "pipeline/actions": 2,  # the words in which schedules are written
     "pipeline/schedules": 3,
     "pipeline/schedule": 4,
@@ -96,6 +97,7 @@ PURE = (
     "pipeline/draw",
     "pipeline/partition",
     "pipeline/layout_string",
+    "pipeline/repartition",
     "models/config",
     "models/flops",
 )
