@@ -237,7 +237,7 @@ def test_partitions_that_do_not_fit(module: nn.Module, partition: Any, says: str
     ("options", "pp", "says"),
     [
         ({"partition": "flop"}, 2, ("'flop'", "'parameters', 'flops'", "partition='flops'")),
-        ({"partition": "measured"}, 2, ("'measured'", "'parameters', 'flops'", "partition=")),
+        ({"partition": "time"}, 2, ("'time'", "'parameters', 'flops'", "a layout string")),
         ({"partition": "Et3|tL"}, 2, ("character 3", "partition='Et|tL'")),
         ({"partition": "Et|t|tL"}, 1, ("pp=1", "partition=None, or pp=3")),
         ({"partition": [1, 2]}, 1, ("pp=1", "partition=None, or pp=2")),
