@@ -13,7 +13,7 @@ says what a step should take (target: within 10 %).
 *overhead*: with stages that compute next to nothing, the time of a step spent neither in the
 stages, nor in autograd, nor in the channels, per action (target: 60 us).
 
-    python -m benchmarks.pipeline [--rounds 6] [--steps 5]
+    python -m benchmarks.pipeline [--rounds 4] [--steps 4]
 """
 
 import statistics
@@ -288,7 +288,7 @@ def overhead_job(name: str, steps: int) -> float:
 
 def main() -> None:
     """Run and report."""
-    options = arguments(__doc__, rounds=6, steps=5)
+    options = arguments(__doc__, rounds=4, steps=4)
     real, sleeping = [], []
     with WorkerPool(4, timeout=900) as pool:
         for pp in (2, 4):

@@ -91,6 +91,11 @@ def reduce_gradients(root: FSDPModule) -> None:
         if groups is None:  # 2.11 has one group per module
             groups = [inner._fsdp_param_group] if inner._fsdp_param_group else []
         for group in reversed(groups):
+            for parameter in group.fsdp_params:
+                # All in the format of the reduction, as those of the input part already are.
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
             group.post_backward()
     state._root_post_backward_final_callback()
 

@@ -1,5 +1,6 @@
 """Lower precisions give, in every layout, what they give in one process, to their rounding."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.transformer import Transformer
+from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.strategies.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity import reference
@@ -42,9 +44,14 @@ TOLERANCES = {"bf16-mixed": (2e-3, 2e-2), "bf16-true": (4e-3, 3e-2), "32-true": 
 class Deferred(GlobalBatches):
     """The transformer built in configure_model."""
 
+    def __init__(self, batches: Any, tied: bool) -> None:
+        super().__init__(batches)
+        self.tied = tied
+
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = Transformer(transformer_config("llama"))
+            config = replace(transformer_config("llama"), tied_embeddings=self.tied)
+            self.model = Transformer(config)
             self.loss = VocabParallelCrossEntropy()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -67,7 +74,7 @@ class Types(L.Callback):
         self.gradients |= {str(p.grad.dtype) for p in module.parameters() if p.grad is not None}
 
 
-def run_once(strategy_options: dict[str, Any], precision: str) -> Outcome:
+def run_once(strategy_options: dict[str, Any], precision: str, tied: bool) -> Outcome:
     L.seed_everything(3, verbose=False)
     strategy, recorder, types = MegatronStrategy(**strategy_options), Recorder(1), Types()
     trainer = quiet_trainer(
@@ -76,15 +83,15 @@ def run_once(strategy_options: dict[str, Any], precision: str) -> Outcome:
         callbacks=[recorder, types],
         gradient_clip_val=reference.CLIP,
     )
-    module = Deferred(Data(steps=STEPS).batches())
+    module = Deferred(Data(steps=STEPS).batches(), tied)
     trainer.fit(module)
     losses = [float(strategy.reduce(loss.float())) for loss in recorder.losses]
     weights = whole_parameters(module.model, strategy.topology)
     return Outcome(losses, recorder.norms, weights, (types.at_rest, types.gradients))
 
 
-def precision_job(strategy_options: dict[str, Any]) -> dict[str, Outcome]:
-    return {precision: run_once(strategy_options, precision) for precision in TOLERANCES}
+def precision_job(strategy_options: dict[str, Any], tied: bool = True) -> dict[str, Outcome]:
+    return {precision: run_once(strategy_options, precision, tied) for precision in TOLERANCES}
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +101,33 @@ def alone(pool: WorkerPool) -> dict[str, Outcome]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SPLIT: dict[str, dict[str, Any]] = {
+    f"pp=2 dp=2 zero {zero} zb-h1 m={count}": {
+        "pp": 2,
+        "zero": zero,
+        "schedule": "zb-h1",
+        "num_microbatches": count,
+        "sharding": ShardingConfig(min_numel=1),
+    }
+    for zero, count in ((0, 2), (1, 1), (3, 1), (3, 3))
+}
+"""Gradients of one unit that FSDP2 meets in two formats, as they come at two times."""
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *SPLIT])
 def test_is_close_to_one_process(pool: WorkerPool, alone: dict[str, Outcome], name: str) -> None:
-    by_rank = pool.run(2, precision_job, LAYOUTS[name])
+    world = 2 if name in LAYOUTS else 4
+    check(pool.run(world, precision_job, LAYOUTS.get(name) or SPLIT[name]), alone)
+
+
+def test_a_v_shaped_pipeline(pool: WorkerPool) -> None:
+    """Untied: a weight that two stages of one rank share stays in float32 under bf16-mixed."""
+    alone = pool.run(1, precision_job, {}, tied=False)[0]
+    options = {"pp": 2, "schedule": "zbv", "num_microbatches": 2}
+    check(pool.run(2, precision_job, options, tied=False), alone)
+
+
+def check(by_rank: list[dict[str, Outcome]], alone: dict[str, Outcome]) -> None:
     for precision, expected in alone.items():
         at_rest = "torch.bfloat16" if precision == "bf16-true" else "torch.float32"
         loss_tolerance, norm_tolerance = TOLERANCES[precision]
