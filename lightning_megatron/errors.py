@@ -41,3 +41,7 @@ def raise_if_any(problems: Sequence[str]) -> None:
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is damaged, or is not one of ours."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The content of a checkpoint is not what was written: looking again will not help."""

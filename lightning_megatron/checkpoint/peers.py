@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,8 +22,10 @@ R = TypeVar("R")
 @dataclass(frozen=True)
 class _Failure:
     text: str
-    problems: tuple[str, ...] | None
+    problems: tuple[str, ...] | None = None
     """The faults of a `ConfigError`; None for any other error."""
+    damage: bool = False
+    """Whether it was a `DamagedCheckpointError`."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Peers:
 
         Raises:
             ConfigError: with the faults of all ranks, if nothing worse happened.
-            CheckpointError: any other error, with the ranks where it arose.
+            CheckpointError: any other error, with the ranks where it arose; a
+                `DamagedCheckpointError` if that is what all of them raised.
         """
         outcome, error = _attempt(each)
         outcomes = self._gather(outcome)
@@ -118,10 +121,10 @@ def _attempt(function: Callable[[], Any]) -> tuple[_Outcome, BaseException | Non
 
 def _describe(error: BaseException) -> _Failure:
     if isinstance(error, ConfigError):
-        return _Failure(str(error), error.problems)
+        return _Failure(str(error), problems=error.problems)
     if isinstance(error, CheckpointError):
-        return _Failure(str(error), None)
-    return _Failure(f"{type(error).__name__}: {error}", None)
+        return _Failure(str(error), damage=isinstance(error, DamagedCheckpointError))
+    return _Failure(f"{type(error).__name__}: {error}")
 
 
 def _joint_error(what: str, failures: dict[int, _Failure], size: int) -> Exception:
@@ -134,4 +137,5 @@ def _joint_error(what: str, failures: dict[int, _Failure], size: int) -> Excepti
         text if size == 1 else f"rank {', '.join(map(str, ranks))}: {text}"
         for text, ranks in by_text.items()
     ]
-    return CheckpointError(f"{what}: {'; '.join(parts)}")
+    kind = DamagedCheckpointError if all(f.damage for f in failures.values()) else CheckpointError
+    return kind(f"{what}: {'; '.join(parts)}")
