@@ -1,15 +1,8 @@
 """Saving and loading a checkpoint directory, on all ranks together or in one process alone.
 
-Saving writes into a hidden sibling directory and commits by rename (see commit.py); the order is
-
-1. every rank writes its tensors (shards.py), and describes what else it alone knows: optimizer
-   options of its stage, aliases, extra state of its modules;
-2. the first rank writes that and Lightning's state as JSON, then the manifest with all sizes;
-3. the first rank renames.
-
-If any rank fails in any step, all raise the same error, the temporary directory is removed and the
-target is what it was. Loading goes the other way: manifest, sizes, index and coverage are checked,
-then names and shapes against the module and its optimizers, and only then values are read.
+Saving is described in prepared.py. Loading goes the other way: manifest, sizes, index and coverage
+are checked, then names and shapes against the module and its optimizers, and only then values are
+read.
 """
 
 import logging
@@ -22,26 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint.commit import Staging, write_durably
-from lightning_megatron.checkpoint.document import Contribution, Document, compose, contribution
 from lightning_megatron.checkpoint.index import summary
 from lightning_megatron.checkpoint.manifest import (
-    MANIFEST_FILE,
-    FileEntry,
     Manifest,
-    library_versions,
-    local_path,
 )
 from lightning_megatron.checkpoint.optimizer import OptimizerRestore, OptimizerSnapshot
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.prepared import OPTIMIZER_PREFIX, Preparation, all_chunks
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX, CheckpointReader
-from lightning_megatron.checkpoint.shards import write_chunks
 from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
-from lightning_megatron.errors import CheckpointError, raise_if_any
+from lightning_megatron.errors import raise_if_any
 
 logger = logging.getLogger(__name__)
-
-_OPTIMIZER = "optimizer"
 
 
 def save_directory(
@@ -75,30 +60,10 @@ def save_directory(
         CheckpointError: anything else failed on any rank; the target is what it was before.
     """
     peers = Peers(group)
-    target, token = peers.run(
-        f"saving {os.fspath(path)}",
-        lambda: local_path(path),
-        lambda paths: (paths[0], Staging.new_token()),
-    )
-    what, staging = f"saving {target}", Staging(target, token)
-    documents: list[Document] = []  # on the first rank
-
-    def prepare(contributions: list[Contribution]) -> None:
-        documents.append(compose(state, contributions))
-        staging.create()
-
-    def finish(written: list[dict[str, FileEntry]]) -> Manifest:
-        files = {name: entry for part in written for name, entry in part.items()}
-        return _finish(staging, documents[0], files, state, layout or {}, len(optimizers))
-
-    try:
-        peers.run(what, lambda: contribution(model, optimizers), prepare)
-        files = write_chunks(staging.directory, _all_chunks(model, optimizers), peers)
-        return peers.run(what, lambda: files, finish)
-    except BaseException:
-        if peers.is_first:
-            staging.discard()
-        raise
+    prepared = Preparation(peers).prepare(path, model, state, optimizers, layout)
+    manifest = prepared.write(lambda: all_chunks(model, optimizers), peers)
+    assert manifest is not None
+    return manifest
 
 
 def load_directory(
@@ -219,7 +184,7 @@ class _Loading:
                 names,
                 chunks_of(self._model),
                 stored_names=self._stored_names,
-                prefix=f"{_OPTIMIZER}.{index}",
+                prefix=f"{OPTIMIZER_PREFIX}.{index}",
                 metadata=self._reader.metadata,
                 saved=data,
             )
@@ -262,49 +227,3 @@ def _judge(reports: Sequence[_Report], reader: CheckpointReader, strict: bool) -
     if len(problems) > 20:
         problems = [*problems[:20], f"and {len(problems) - 20} more of this kind"]
     raise_if_any(problems)
-
-
-def _all_chunks(
-    model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]
-) -> dict[str, Chunk]:
-    found = {f"{MODEL_PREFIX}.{name}": chunk for name, chunk in chunks_of(model).items()}
-    for index, snapshot in enumerate(optimizers):
-        prefix = f"{_OPTIMIZER}.{index}"
-        found |= {f"{prefix}.{name}": chunk for name, chunk in snapshot.tensors.items()}
-    return found
-
-
-def _finish(
-    staging: Staging,
-    document: Document,
-    shards: Mapping[str, FileEntry],
-    state: Mapping[str, Any],
-    layout: Mapping[str, int],
-    optimizers: int,
-) -> Manifest:
-    """Write state and manifest, and publish; on the first rank."""
-    directory = staging.directory
-    files = {**shards, **document.write(directory)}
-    visible = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
-    lost = {name for name, entry in files.items() if visible.get(name) != entry.size}
-    if lost:
-        raise CheckpointError(
-            f"files written by other ranks are not visible to the first: {summary(sorted(lost))}; "
-            "checkpoints need a directory that all ranks share"
-        )
-    manifest = Manifest(
-        step=_integer(state.get("global_step")),
-        epoch=_integer(state.get("epoch")),
-        layout=dict(layout),
-        versions=library_versions(),
-        files=files,
-        aliases=dict(document.aliases),
-        optimizers=optimizers,
-    )
-    write_durably(directory / MANIFEST_FILE, manifest.to_json().encode())
-    staging.publish()
-    return manifest
-
-
-def _integer(value: Any) -> int | None:
-    return value if type(value) is int else None

@@ -7,7 +7,7 @@ part, the first rank sees all outcomes and draws the conclusion, and every rank 
 same result or raises the same error. Cost: one gather and one broadcast of small objects.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,6 +70,25 @@ class Peers:
             CheckpointError: any other error, with the ranks where it arose; a
                 `DamagedCheckpointError` if that is what all of them raised.
         """
+        agreed: R = self._conclude(what, each, first, self._broadcast)
+        return agreed
+
+    def deal(self, what: str, each: Callable[[], T], first: Callable[[list[T]], Sequence[R]]) -> R:
+        """Like `run`, but ``first`` makes one result for every rank, which gets only its own."""
+        mine: R = self._conclude(what, each, first, self._scatter)
+        return mine
+
+    def share(self, value: T) -> T:
+        """Return the first rank's ``value`` on every rank."""
+        return self._broadcast(value)
+
+    def _conclude(
+        self,
+        what: str,
+        each: Callable[[], T],
+        first: Callable[[list[T]], Any],
+        hand_out: Callable[[tuple[dict[int, _Failure], Any]], tuple[dict[int, _Failure], Any]],
+    ) -> Any:
         outcome, error = _attempt(each)
         outcomes = self._gather(outcome)
         failures: dict[int, _Failure] = {}
@@ -81,17 +100,12 @@ class Peers:
                 conclusion, error = _attempt(lambda: first(values))
                 result = conclusion.value
                 failures = {} if conclusion.failure is None else {0: conclusion.failure}
-        failures, result = self._broadcast((failures, result))
+        failures, result = hand_out((failures, result))
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt stays one
         if failures:
             raise _joint_error(what, failures, self.size) from error
-        agreed: R = result
-        return agreed
-
-    def share(self, value: T) -> T:
-        """Return the first rank's ``value`` on every rank."""
-        return self._broadcast(value)
+        return result
 
     def _gather(self, outcome: _Outcome) -> list[_Outcome] | None:
         if self.size == 1:
@@ -106,6 +120,18 @@ class Peers:
         box = [value]
         dist.broadcast_object_list(box, src=self._first_global_rank, group=self.group)
         return box[0]
+
+    def _scatter(self, value: tuple[dict[int, _Failure], Any]) -> tuple[dict[int, _Failure], Any]:
+        failures, results = value
+        if self.size == 1:
+            return failures, None if failures else results[0]
+        parts = [(failures, part) for part in results or [None] * self.size]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(
+            mine, parts if self.is_first else None, src=self._first_global_rank, group=self.group
+        )
+        part: tuple[dict[int, _Failure], Any] = mine[0]
+        return part
 
     @property
     def _first_global_rank(self) -> int:

@@ -3,9 +3,11 @@
 DCP (``torch.distributed.checkpoint``) writes one file per rank and an index of which rectangle of
 which tensor lies where. Its planners decide who writes and reads what; ours take `Chunk` objects:
 
-* saving: every rank offers its chunks, and the coordinator gives each rectangle that several ranks
-  hold to the one with the fewest bytes so far (parameters are identical on replicas; where values
-  may differ, the lowest rank writes). It then checks that the chunks of every tensor tile it.
+* saving: every rank offers its chunks, and the first gives each rectangle that several ranks hold
+  to the one with the fewest bytes so far (parameters are identical on replicas; where values may
+  differ, the lowest rank writes). It then checks that the chunks of every tensor tile it. Planning
+  and writing are separate calls: a plan serves until names or shapes change, and tells which
+  tensors have to be copied before they are written in the background.
 * loading: every rank reads the stored rectangles that overlap its own, without communication.
 
 Files are written by one thread, as DCP loses the errors of its helper threads (pytorch issue
@@ -16,9 +18,9 @@ import io
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,6 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
@@ -57,13 +58,125 @@ from lightning_megatron.checkpoint.index import coverage_fault, summary
 from lightning_megatron.checkpoint.manifest import FileEntry
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.write_error import write_error
 from lightning_megatron.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritePlan:
+    """Who writes which rectangle, as one rank knows it."""
+
+    mine: SavePlan
+    """What this rank writes."""
+    metadata: Metadata | None
+    """The index, without places in files; on the first rank."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Tensors of which this rank writes a part."""
+        return frozenset(item.index.fqn for item in self.mine.items)
+
+    @property
+    def size(self) -> int:
+        """Bytes of tensors that this rank writes."""
+        return sum(_item_bytes(item) for item in self.mine.items)
+
+
+def offer(chunks: Mapping[str, Chunk]) -> SavePlan:
+    """Describe what this rank holds; the same for as long as neither names nor shapes change."""
+    return _SavePlanner(chunks).create_local_plan()
+
+
+def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
+    """Agree on who writes what; collective.
+
+    Args:
+        what: what is being done; begins the message of an error.
+        offered: what `offer` returned on this rank.
+        peers: the ranks that write.
+
+    Raises:
+        CheckpointError: on every rank, when the ranks' chunks do not tile a tensor.
+    """
+    index: list[Metadata] = []  # on the first rank
+
+    def assign(offers: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = _SavePlanner({}).create_global_plan(offers)
+        index.append(metadata)
+        return _Writer(Path()).prepare_global_plan(plans)
+
+    mine = peers.deal(what, lambda: offered, assign)
+    return WritePlan(mine=mine, metadata=index[0] if index else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What one rank wrote."""
+
+    places: Sequence[WriteResult]
+    """Which rectangle lies where."""
+    files: Mapping[str, FileEntry]
+    """Size and hash of its files, by name."""
+
+
+def write_shards(
+    directory: Path,
+    plan: WritePlan,
+    chunks: Mapping[str, Chunk],
+    stop: Callable[[], bool] = lambda: False,
+) -> Written | None:
+    """Write this rank's file; not collective.
+
+    Args:
+        directory: exists, is empty, and all ranks see it.
+        plan: of all ranks.
+        chunks: values of at least the tensors that the plan gives to this rank.
+        stop: asked before each tensor whether to give up.
+
+    Returns:
+        What `write_index` needs; None when it was stopped.
+
+    Raises:
+        CheckpointError: with the error of the system and the space that is left.
+    """
+    # Copying ahead is for device tensors: it opens a stream on a device of its own choice.
+    on_device = any(not chunk.tensor.is_cpu for chunk in chunks.values())
+    writer = _Writer(directory, copy_ahead=10_000_000 if on_device else 0)
+    try:
+        places = writer.write_data(plan.mine, _SavePlanner(chunks, stop)).value()
+    except _Stopped:
+        return None
+    except Exception as error:
+        raise write_error(error, directory, plan.size) from error
+    return Written(places=places, files=writer.fs.files)
+
+
+def write_index(
+    directory: Path, plan: WritePlan, written: Sequence[Written]
+) -> dict[str, FileEntry]:
+    """Write the index of the shards, on the first rank.
+
+    Args:
+        directory: where all ranks have written.
+        plan: of all ranks.
+        written: what `write_shards` returned, by rank.
+
+    Returns:
+        Size and hash of the index and of all shards, by name.
+    """
+    assert plan.metadata is not None
+    writer = _Writer(directory)
+    writer.finish(replace(plan.metadata), [list(part.places) for part in written])
+    files = dict(writer.fs.files)
+    for part in written:
+        files |= part.files
+    return files
 
 
 def write_chunks(
     directory: Path, chunks: Mapping[str, Chunk], peers: Peers
 ) -> dict[str, FileEntry]:
-    """Write the chunks of all ranks; collective.
+    """Write the chunks of all ranks, and their index; collective.
 
     Args:
         directory: an existing empty directory that all ranks see.
@@ -71,21 +184,18 @@ def write_chunks(
         peers: the ranks that write.
 
     Returns:
-        Size and hash of the files that this rank wrote, by name.
+        Size and hash of the files of all ranks, by name.
 
     Raises:
         CheckpointError: on every rank, when any of them fails or the chunks do not tile a tensor.
     """
-    writer = _Writer(directory)
-    with _translated_errors(f"writing {directory}"):
-        save(
-            {},
-            storage_writer=writer,
-            planner=_SavePlanner(chunks),
-            process_group=peers.group,
-            no_dist=peers.size == 1,
-        )
-    return writer.fs.files
+    what = f"writing {directory}"
+    plan = plan_writes(what, offer(chunks), peers)
+
+    def finish(written: list[Written | None]) -> dict[str, FileEntry]:
+        return write_index(directory, plan, [part for part in written if part is not None])
+
+    return peers.run(what, lambda: write_shards(directory, plan, chunks), finish)
 
 
 def read_chunks(
@@ -115,9 +225,16 @@ def _metadata_of(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=chunk.tensor.shape)
 
 
+class _Stopped(Exception):
+    """Writing was given up on request."""
+
+
 class _SavePlanner(SavePlanner):
-    def __init__(self, chunks: Mapping[str, Chunk]) -> None:
+    def __init__(
+        self, chunks: Mapping[str, Chunk], stop: Callable[[], bool] = lambda: False
+    ) -> None:
         self._chunks = chunks
+        self._stop = stop
 
     @override
     def set_up_planner(
@@ -167,12 +284,19 @@ class _SavePlanner(SavePlanner):
 
     @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if self._stop():
+            raise _Stopped
         return self._chunks[write_item.index.fqn].tensor
 
 
 def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None
     return item.tensor_data
+
+
+def _item_bytes(item: WriteItem) -> int:
+    data = _data(item)
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def _check_agreement(plans: Sequence[SavePlan]) -> None:
@@ -199,8 +323,7 @@ def _assign_writers(plans: Sequence[SavePlan]) -> list[SavePlan]:
         ranks = holders[index]
         pinned = any(index.fqn in plans[rank].planner_data for rank in ranks)
         writer[index] = chosen = min(ranks) if pinned else min(ranks, key=load.__getitem__)
-        data = _data(items[index])
-        load[chosen] += math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        load[chosen] += _item_bytes(items[index])
     return [
         replace(plan, items=[i for i in plan.items if writer[i.index] == rank], planner_data=None)
         for rank, plan in enumerate(plans)
@@ -266,8 +389,10 @@ class _LoadPlanner(LoadPlanner):
 class _Writer(FileSystemWriter):
     """Writes no file for a rank that has nothing to write, and no path into the index."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, thread_count=1, sync_files=True, overwrite=False)
+    def __init__(self, directory: Path, copy_ahead: int = 0) -> None:
+        super().__init__(
+            directory, sync_files=True, thread_count=1, per_thread_copy_ahead=copy_ahead
+        )
         self.fs: DigestingFileSystem = DigestingFileSystem()
 
     @override

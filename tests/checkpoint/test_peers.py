@@ -38,12 +38,16 @@ def job(use_group):
     if use_group and rank == 0:
         return None
     peers = Peers(group)
+    dealt = peers.deal("x", lambda: rank, lambda values: [10 * v for v in values])
+    assert dealt == 10 * peers.rank + (10 if use_group else 0)
     out = [peers.rank, peers.share(f"from {rank}"), peers.run("x", lambda: rank, list)]
 
     def each():
         if rank:
             raise ConfigError([f"fault {rank}", "both"])
 
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
+        peers.deal("dealing", lambda: rank, lambda values: [v / 0 for v in values])
     for attempt in (each, lambda: 1 / (2 - rank)):
         try:
             peers.run("trying", attempt, list)

@@ -1,0 +1,203 @@
+"""A save in two halves: what must happen at once, and what can wait.
+
+`Preparation` captures everything but the tensors: the path, Lightning's state as JSON, who writes
+which rectangle. It is quick, and raises what the user did wrong. `PreparedSave.write` puts the
+tensors and all of it into a hidden sibling directory and commits by rename (see commit.py); it may
+run later, on another thread and another group, with copies of the tensors. The order is
+
+1. the first rank makes the directory;
+2. every rank writes its tensors (shards.py);
+3. the first rank writes the index, the state and, last, the manifest with all sizes, and renames.
+
+If any rank fails in any step, all raise the same error, the temporary directory is removed and the
+target is what it was.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from lightning_megatron.checkpoint.commit import Staging, write_durably
+from lightning_megatron.checkpoint.document import Contribution, Document, compose, contribution
+from lightning_megatron.checkpoint.index import summary
+from lightning_megatron.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    library_versions,
+    local_path,
+)
+from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
+from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.reader import MODEL_PREFIX
+from lightning_megatron.checkpoint.shards import (
+    WritePlan,
+    Written,
+    offer,
+    plan_writes,
+    write_index,
+    write_shards,
+)
+from lightning_megatron.checkpoint.state import Chunk, chunks_of
+from lightning_megatron.checkpoint.write_error import write_error
+from lightning_megatron.errors import CheckpointError
+
+OPTIMIZER_PREFIX = "optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSave:
+    """A checkpoint of which only the tensors are missing."""
+
+    target: Path
+    """The directory to make."""
+    token: str
+    """Distinguishes this attempt from others."""
+    plan: WritePlan
+    """Who writes which rectangle."""
+    document: Document | None
+    """Everything that is not a shard; on the first rank."""
+    summary: Manifest
+    """The manifest, as far as it is known before anything is written."""
+
+    def write(
+        self,
+        chunks: Callable[[], Mapping[str, Chunk]],
+        peers: Peers,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Manifest | None:
+        """Write and publish; collective.
+
+        Args:
+            chunks: gives this rank's part, at least what the plan names; if it raises, the save
+                fails on all ranks.
+            peers: the ranks that prepared it, perhaps over another group.
+            stop: asked now and then whether to give up; one rank is enough.
+
+        Returns:
+            The manifest, on every rank; None when it was given up.
+
+        Raises:
+            CheckpointError: it failed on any rank; the target is what it was before.
+        """
+        what, staging = f"saving {self.target}", Staging(self.target, self.token)
+        published = False
+
+        def create(_: list[None]) -> None:
+            try:
+                staging.create()
+            except OSError as error:
+                raise write_error(error, staging.directory, self.plan.size) from error
+
+        def finish(results: list[Written | None]) -> Manifest | None:
+            written = [part for part in results if part is not None]
+            if len(written) < len(results):
+                return None
+            try:
+                return self._finish(staging, written)
+            except OSError as error:
+                raise write_error(error, staging.directory, self.plan.size) from error
+
+        try:
+            peers.run(what, lambda: None, create)
+            manifest = peers.run(
+                what, lambda: write_shards(staging.directory, self.plan, chunks(), stop), finish
+            )
+            published = manifest is not None
+            return manifest
+        finally:
+            if peers.is_first and not published:
+                staging.discard()
+
+    def _finish(self, staging: Staging, written: Sequence[Written]) -> Manifest:
+        """Write index, state and manifest, and publish; on the first rank."""
+        assert self.document is not None
+        directory = staging.directory
+        files = write_index(directory, self.plan, written) | self.document.write(directory)
+        visible = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+        lost = {name for name, entry in files.items() if visible.get(name) != entry.size}
+        if lost:
+            raise CheckpointError(
+                "files written by other ranks are not visible to the first: "
+                f"{summary(sorted(lost))}; checkpoints need a directory that all ranks share"
+            )
+        manifest = replace(
+            self.summary,
+            versions=library_versions(),
+            files=files,
+            aliases=dict(self.document.aliases),
+        )
+        write_durably(directory / MANIFEST_FILE, manifest.to_json().encode())
+        staging.publish()
+        return manifest
+
+
+class Preparation:
+    """Makes `PreparedSave` objects, and remembers the plan from one to the next.
+
+    Args:
+        peers: the ranks that save.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._offered: SavePlan | None = None
+        self._plan: WritePlan | None = None
+
+    def prepare(
+        self,
+        path: str | os.PathLike[str],
+        model: Mapping[str, Any],
+        state: Mapping[str, Any],
+        optimizers: Sequence[OptimizerSnapshot] = (),
+        layout: Mapping[str, int] | None = None,
+    ) -> PreparedSave:
+        """Capture what is not a tensor; collective. Arguments and errors: see `save_directory`."""
+        documents: list[Document] = []  # on the first rank
+        offered = offer(all_chunks(model, optimizers))
+
+        def each() -> tuple[Path, Contribution, bool]:
+            known = self._plan is not None and offered == self._offered
+            return local_path(path), contribution(model, optimizers), known
+
+        def first(parts: list[tuple[Path, Contribution, bool]]) -> tuple[Path, str, bool]:
+            paths, contributions, known = zip(*parts, strict=True)
+            documents.append(compose(state, contributions))
+            return paths[0], Staging.new_token(), all(known)
+
+        target, token, known = self._peers.run(f"saving {os.fspath(path)}", each, first)
+        if not known:
+            self._plan = None
+            self._plan = plan_writes(f"saving {target}", offered, self._peers)
+            self._offered = offered
+        assert self._plan is not None
+        return PreparedSave(
+            target=target,
+            token=token,
+            plan=self._plan,
+            document=documents[0] if documents else None,
+            summary=Manifest(
+                step=_integer(state.get("global_step")),
+                epoch=_integer(state.get("epoch")),
+                layout=dict(layout or {}),
+                optimizers=len(optimizers),
+            ),
+        )
+
+
+def all_chunks(
+    model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]
+) -> dict[str, Chunk]:
+    """Return all tensors of this rank, by their names in the checkpoint."""
+    found = {f"{MODEL_PREFIX}.{name}": chunk for name, chunk in chunks_of(model).items()}
+    for index, snapshot in enumerate(optimizers):
+        prefix = f"{OPTIMIZER_PREFIX}.{index}"
+        found |= {f"{prefix}.{name}": chunk for name, chunk in snapshot.tensors.items()}
+    return found
+
+
+def _integer(value: Any) -> int | None:
+    return value if type(value) is int else None

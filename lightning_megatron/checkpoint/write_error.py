@@ -1,0 +1,54 @@
+"""What to tell a user whose checkpoint could not be written.
+
+A full disk arrives in many forms: torch's archive writer calls a Python stream, loses the stream's
+`OSError` and complains of an "unexpected pos". A message that helps names the file, the system's
+error, and how much room was needed and is left.
+"""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from lightning_megatron.errors import CheckpointError
+
+
+def write_error(error: Exception, directory: Path, needed: int) -> CheckpointError:
+    """Return an error that says why ``directory`` could not be written.
+
+    Args:
+        error: what was raised.
+        directory: where it was to be written; need not exist.
+        needed: bytes that this process was to write.
+    """
+    if isinstance(error, CheckpointError):
+        return error
+    free = _free_bytes(directory)
+    cause = _system_error(error)
+    if cause is not None:
+        what, path = f"[Errno {cause.errno}] {cause.strerror}", cause.filename or directory
+    elif free is not None and free < needed:
+        what, path = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}", directory
+    else:
+        what, path = f"{type(error).__name__}: {error}", directory
+    room = "unknown" if free is None else f"{free:,}"
+    return CheckpointError(f"{path}: {what} ({needed:,} bytes needed here, {room} free)")
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """Find the error of the operating system behind ``error``."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno is not None:
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _free_bytes(directory: Path) -> int | None:
+    for path in (directory, *directory.parents):
+        try:
+            return shutil.disk_usage(path).free
+        except OSError:
+            continue
+    return None
