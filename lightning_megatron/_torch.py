@@ -14,6 +14,7 @@ from torch import Tensor
 # The FSDP2-based replicate (ZeRO 0) has no public home in 2.11-2.13; the older
 # torch.distributed._composable.replicate is built on DDP and mixes with no DTensor.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -99,6 +100,9 @@ def reduce_gradients(root: FSDPModule) -> None:
             group.post_backward()
     state._root_post_backward_final_callback()
 
+
+StorageInfo = _StorageInfo
+"""Where the bytes of a chunk are, in the index of a distributed checkpoint (2.11-2.13)."""
 
 DCP_METADATA_GLOBALS = frozenset(
     {

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load as safetensors_load
 from safetensors.torch import save as safetensors_save
 from torch import Tensor
@@ -25,10 +24,11 @@ from lightning_megatron.checkpoint.manifest import (
     STATE_TENSORS_FILE,
     FileEntry,
     Manifest,
+    read_text,
 )
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, merge_snapshots
 from lightning_megatron.checkpoint.state import chunks_of
-from lightning_megatron.errors import CheckpointError, raise_if_any
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, raise_if_any
 
 logger = logging.getLogger(__name__)
 
@@ -140,19 +140,22 @@ def read_document(directory: Path, manifest: Manifest) -> dict[str, Any]:
     """Return the parts ``state``, ``optimizers`` and ``extras``.
 
     Raises:
-        CheckpointError: the files are damaged.
+        OSError: a file cannot be read.
+        DamagedCheckpointError: it is not the state of a checkpoint.
     """
     try:
-        data = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))
+        data = json.loads(read_text(directory / STATE_FILE))
         tensors: dict[str, Tensor] = {}
         if STATE_TENSORS_FILE in manifest.files:
             tensors = safetensors_load((directory / STATE_TENSORS_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise CheckpointError(f"{directory}: the state cannot be read: {error!r}") from error
-    document = Decoder(tensors).decode(data)
+        document = Decoder(tensors).decode(data)
+    except OSError:
+        raise
+    except Exception as error:  # whatever garbage makes the readers do
+        raise DamagedCheckpointError(f"the state cannot be read: {error!r}") from error
     shapes = (("state", dict), ("extras", dict), ("optimizers", list))
     if not isinstance(document, dict) or not all(
         isinstance(document.get(key), kind) for key, kind in shapes
     ):
-        raise CheckpointError(f"{directory}: {STATE_FILE} is not the state of a checkpoint")
+        raise DamagedCheckpointError(f"{STATE_FILE} is not the state of a checkpoint")
     return document

@@ -2,14 +2,22 @@
 
 DCP keeps which rectangle of which tensor lies where in ``.metadata``, a pickle that its own reader
 loads without restriction: whoever can write a checkpoint could run code on every machine that
-loads it. Here it is unpickled with a list of the few classes that it is made of, and then held
-against the manifest: the chunks of every tensor must tile it (DCP loads a tensor with a hole and
-leaves what was in memory), and must lie within files of the checkpoint.
+loads it. We keep the same in the manifest and build DCP's index from that; the pickle is there for
+DCP's own tools. Only the checkpoints of schema 1, which have no other index, have it unpickled,
+with a list of the few classes that it is made of.
+
+Either is then held against the files: the chunks of every tensor must tile it (DCP loads a tensor
+with a hole and leaves what was in memory), and must lie within files of the checkpoint, no two in
+one place, so that a small file cannot stand for large memory.
 """
 
+import io
 import math
 import pickle
+import pickletools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +26,112 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from typing_extensions import override
 
-from lightning_megatron._torch import DCP_METADATA_GLOBALS
-from lightning_megatron.checkpoint.manifest import METADATA_FILE, FileEntry, is_file_name
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron._torch import DCP_METADATA_GLOBALS, StorageInfo
+from lightning_megatron.checkpoint.manifest import (
+    LARGEST_TEXT,
+    METADATA_FILE,
+    ChunkEntry,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    is_file_name,
+)
+from lightning_megatron.errors import DamagedCheckpointError
 
 
 def read_metadata(directory: Path) -> Metadata:
-    """Read the index of the shards without trusting it.
+    """Read the pickled index of the shards without trusting it.
 
     Raises:
-        CheckpointError: it cannot be read, or would run code.
+        OSError: it cannot be read.
+        DamagedCheckpointError: it is not an index, or would run code.
     """
+    path = directory / METADATA_FILE
     try:
-        with (directory / METADATA_FILE).open("rb") as file:
-            metadata = _RestrictedUnpickler(file).load()
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+        if path.stat().st_size > LARGEST_TEXT:
+            raise DamagedCheckpointError(f"{METADATA_FILE} is larger than an index can be")
+        content = path.read_bytes()
+        _check_memory(content)
+        metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{directory}: {error}") from error
+    except OSError:
+        raise
     except Exception as error:  # whatever garbage makes the unpickler do
-        raise CheckpointError(f"{directory}: {METADATA_FILE} cannot be read: {error!r}") from error
+        raise DamagedCheckpointError(
+            f"{directory}: {METADATA_FILE} cannot be read: {error!r}"
+        ) from error
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{directory}: {METADATA_FILE} is not an index of shards")
+        raise DamagedCheckpointError(f"{directory}: {METADATA_FILE} is not an index of shards")
     return metadata
+
+
+def tensor_entries(metadata: Metadata) -> dict[str, TensorEntry]:
+    """Return what the manifest keeps of an index that was just written."""
+    found = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        places = [metadata.storage_data[MetadataIndex(name, c.offsets)] for c in entry.chunks]
+        found[name] = TensorEntry(
+            dtype=str(entry.properties.dtype).removeprefix("torch."),
+            shape=tuple(entry.size),
+            chunks=tuple(
+                ChunkEntry(
+                    offsets=tuple(chunk.offsets),
+                    sizes=tuple(chunk.sizes),
+                    file=place.relative_path,
+                    begin=place.offset,
+                    length=place.length,
+                )
+                for chunk, place in zip(entry.chunks, places, strict=True)
+            ),
+        )
+    return found
+
+
+def index_of(directory: Path, manifest: Manifest) -> Metadata:
+    """Return the index of a checkpoint's shards: the manifest's, or for schema 1 the pickled one.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedCheckpointError: it is not an index, or would run code.
+    """
+    if not manifest.is_sealed:
+        return read_metadata(directory)
+    entries: dict[str, Any] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
+    for name, entry in manifest.tensors.items():
+        entries[name] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=_dtype(name, entry.dtype)),
+            size=torch.Size(entry.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                for c in entry.chunks
+            ],
+        )
+        for c in entry.chunks:
+            place = StorageInfo(relative_path=c.file, offset=c.begin, length=c.length)
+            storage[MetadataIndex(name, torch.Size(c.offsets))] = place
+    return Metadata(entries, storage_data=storage)
+
+
+def _dtype(tensor: str, name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedCheckpointError(f"{tensor}: there is no dtype {name!r}")
+    return dtype
 
 
 def check_metadata(metadata: Metadata, files: Mapping[str, FileEntry]) -> None:
     """Check that every tensor is covered by chunks that lie within the checkpoint's files.
 
     Raises:
-        CheckpointError: naming the tensors that are not.
+        DamagedCheckpointError: naming the tensors that are not.
     """
     faults = []
     for name, entry in metadata.state_dict_metadata.items():
@@ -63,8 +145,10 @@ def check_metadata(metadata: Metadata, files: Mapping[str, FileEntry]) -> None:
             fault = f"damaged entry ({error!r})"
         if fault:
             faults.append(f"{name}: {fault}")
+    if not faults:
+        faults = _shared_bytes(metadata)
     if faults:
-        raise CheckpointError(f"the index of the shards is damaged: {summary(faults)}")
+        raise DamagedCheckpointError(f"the index of the shards is damaged: {summary(faults)}")
 
 
 def coverage_fault(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
@@ -137,6 +221,29 @@ def _storage_fault(
     return None
 
 
+def _shared_bytes(metadata: Metadata) -> list[str]:
+    """Name the files of which two chunks claim the same bytes."""
+    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for info in metadata.storage_data.values():
+        ranges[info.relative_path].append((info.offset, info.offset + info.length))
+    faults = []
+    for file, found in ranges.items():
+        found.sort()
+        if any(end > begin for (_, end), (begin, _) in pairwise(found)):
+            faults.append(f"two chunks claim the same bytes of {file}")
+    return faults
+
+
+def _check_memory(content: bytes) -> None:
+    """Refuse a pickle whose memo has holes: the unpickler allocates up to the largest number."""
+    puts = highest = 0
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            puts, highest = puts + 1, max(highest, int(argument or 0))
+    if highest > puts:
+        raise DamagedCheckpointError(f"{METADATA_FILE} numbers {puts} objects up to {highest}")
+
+
 class _RestrictedUnpickler(pickle.Unpickler):
     @override
     def find_class(self, module_name: str, global_name: str, /) -> Any:
@@ -144,7 +251,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return super().find_class(module_name, global_name)
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             return getattr(torch, global_name)
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{METADATA_FILE} refers to {module_name}.{global_name}, which has no place in an "
             "index of shards: refusing to load it"
         )

@@ -6,35 +6,51 @@
         manifest.json       this file's `Manifest`; written last, so a directory without it is torn
         state.json          Lightning's state and optimizer options (codec.py)
         state.safetensors   tensors of that state; absent when it has none
-        .metadata           index of the shards, written by torch.distributed.checkpoint
+        .metadata           index of the shards as torch.distributed.checkpoint reads it
         __0_0.distcp ...    shards: ``model.<name>``, ``optimizer.<i>.<name>.<key>``
 
-The directory is flat and the manifest lists every other file with its size, so that a truncated,
-missing or foreign file is found before anything is read, and no name can leave the directory. The
-entry of a file has room for a content hash.
+The directory is flat. The manifest lists every other file with its size and the hash of its content
+and every tensor with its chunks, and ends with the hash of itself, so that nothing that was
+truncated, flipped, swapped or lost is taken for a weight, and no name can leave the directory. The
+hashes tell damage, not forgery: who can write a checkpoint can write its hashes too, which is why
+nothing in it is trusted with more than numbers.
 """
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 STATE_TENSORS_FILE = "state.safetensors"
 METADATA_FILE = ".metadata"
 
-SCHEMA = 1
-"""Raised when older readers can no longer read what is written."""
+SCHEMA = 2
+"""Raised when older readers can no longer read what is written, or must not trust it less.
+
+Since 2 a manifest has hashes, tensors and its own seal. As no single flipped bit turns the digit 2
+into a 1, a sealed manifest cannot be taken for one of the time before seals."""
 
 _FILE_NAME = re.compile(r"(?!\.\.?$)[\w.=+-]{1,255}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SEAL = re.compile(r',\n "sha256": "([0-9a-f]{64})"\n}\n')
+_SEAL_LENGTH = len(',\n "sha256": ""\n}\n') + 64
 _LIBRARIES = ("torch", "lightning", "lightning-megatron")
+
+_LATEST = 1e11
+"""Seconds since 1970 that are still a date."""
+
+LARGEST_TEXT = 1 << 30
+"""Bytes of a JSON file or index that is read as a whole: a sparse file of any size costs nothing to
+make, and must not cost our memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +60,33 @@ class FileEntry:
     size: int
     """Bytes."""
     sha256: str | None = None
-    """Hash of the content, where one was taken."""
+    """Hash of the content; None in manifests of schema 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkEntry:
+    """A rectangle of a tensor, and the bytes of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    """Index of its first element, per dimension."""
+    sizes: tuple[int, ...]
+    """Elements, per dimension."""
+    file: str
+    begin: int
+    """First byte in the file."""
+    length: int
+    """Bytes in the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of the whole model or of an optimizer."""
+
+    dtype: str
+    """Like ``bfloat16``."""
+    shape: tuple[int, ...]
+    chunks: tuple[ChunkEntry, ...]
+    """They tile the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,54 +99,155 @@ class Manifest:
     """Optimizer steps taken."""
     epoch: int | None = None
     """Epoch of the training loop."""
+    written: float | None = None
+    """When, in seconds since 1970."""
     layout: Mapping[str, int] = field(default_factory=dict)
     """Degrees under which it was written; for information, any other can read it."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries that wrote it."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Every other file of the directory."""
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    """Every tensor in the shards; empty in schema 1."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of shared parameters, and the name under which each is stored."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether it has hashes and tensors, and was checked against its own hash."""
+        return self.schema > 1
+
     def to_json(self) -> str:
         """Return the content of ``manifest.json``."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        head = {k: v for k, v in vars(self).items() if k not in ("files", "tensors")}
+        parts = [json.dumps(head, indent=1, sort_keys=True)[: -len("\n}")]]
+        files = {name: asdict(entry) for name, entry in self.files.items()}
+        parts.append(_one_line_each("files", files))
+        if not self.is_sealed:
+            return ",\n".join(parts) + "\n}\n"
+        parts.append(_one_line_each("tensors", {n: _plain(t) for n, t in self.tensors.items()}))
+        body = ",\n".join(parts)
+        return f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
         """Parse the content of ``manifest.json``; fields of later versions are ignored.
 
         Raises:
-            CheckpointError: it is not a manifest, or one of a newer schema.
+            DamagedCheckpointError: it is not a manifest, or not what was written.
+            CheckpointError: it has a newer schema.
         """
         try:
-            data = json.loads(text)
-            if not isinstance(data["schema"], int) or data["schema"] > SCHEMA:
+            data = json.loads(text, object_pairs_hook=_without_repetition)
+            schema = data["schema"]
+            if type(schema) is not int or schema < 1:
+                raise ValueError(f"schema {schema!r}")
+            _check_seal(text, expected=schema > 1)
+            if schema > SCHEMA:
                 raise CheckpointError(
-                    f"schema {data['schema']!r}: this version reads schemas up to {SCHEMA}; "
+                    f"schema {schema!r}: this version reads schemas up to {SCHEMA}; "
                     f"written by {data.get('versions')}"
                 )
             known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-            known["files"] = {name: _entry(name, e) for name, e in data["files"].items()}
+            known["files"] = {n: _file_entry(n, e, schema) for n, e in data["files"].items()}
+            tensors = data["tensors"] if schema > 1 else {}
+            known["tensors"] = {n: _tensor_entry(e) for n, e in tensors.items()}
             manifest = cls(**known)
             _check_mappings(manifest)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{MANIFEST_FILE} is not a manifest: {error!r}") from error
+            raise DamagedCheckpointError(f"{MANIFEST_FILE} is not a manifest: {error!r}") from error
         return manifest
 
 
-def _entry(name: str, data: Mapping[str, Any]) -> FileEntry:
-    if not is_file_name(name) or type(data["size"]) is not int or data["size"] < 0:
+def _one_line_each(name: str, entries: Mapping[str, Any]) -> str:
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(v)}" for key, v in entries.items())
+    return f' "{name}": {{\n{lines}\n }}'
+
+
+def _plain(entry: TensorEntry) -> dict[str, Any]:
+    chunks = [[*map(list, (c.offsets, c.sizes)), c.file, c.begin, c.length] for c in entry.chunks]
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
+
+
+def _check_seal(text: str, *, expected: bool) -> None:
+    body, seal = text[:-_SEAL_LENGTH], _SEAL.fullmatch(text[-_SEAL_LENGTH:])
+    if not expected:
+        if seal or '"sha256": "' in text:
+            raise DamagedCheckpointError(f"{MANIFEST_FILE} has hashes but not their schema")
+        return
+    if seal is None:
+        raise DamagedCheckpointError(f"{MANIFEST_FILE} does not end with its own hash")
+    found = hashlib.sha256(body.encode()).hexdigest()
+    if found != seal[1]:
+        raise DamagedCheckpointError(
+            f"{MANIFEST_FILE}: the content has SHA-256 {found}, but {seal[1]} was written"
+        )
+
+
+def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return result
+
+
+def _file_entry(name: str, data: Mapping[str, Any], schema: int) -> FileEntry:
+    size, sha256 = data["size"], data.get("sha256")
+    if not is_file_name(name) or name == MANIFEST_FILE or not _is_count(size):
         raise ValueError(f"entry {name!r}: {data!r}")
-    return FileEntry(size=data["size"], sha256=data.get("sha256"))
+    if schema > 1 and _SHA256.fullmatch(str(sha256)) is None:
+        raise ValueError(f"entry {name!r}: {data!r}")
+    return FileEntry(size=size, sha256=sha256)
+
+
+def _tensor_entry(data: Mapping[str, Any]) -> TensorEntry:
+    chunks = [
+        ChunkEntry(
+            offsets=_counts(offsets), sizes=_counts(sizes), file=file, begin=begin, length=length
+        )
+        for offsets, sizes, file, begin, length in data["chunks"]
+    ]
+    if not all(
+        isinstance(c.file, str) and _is_count(c.begin) and _is_count(c.length) for c in chunks
+    ):
+        raise ValueError("a chunk without a place")
+    if not isinstance(data["dtype"], str):
+        raise TypeError("a dtype is not a string")
+    return TensorEntry(dtype=data["dtype"], shape=_counts(data["shape"]), chunks=tuple(chunks))
+
+
+def _chunk_entry(offsets: Any, sizes: Any, file: Any, begin: Any, length: Any) -> ChunkEntry:
+    if not (isinstance(file, str) and _is_count(begin) and _is_count(length)):
+        raise ValueError(f"a chunk in {file!r} at {begin!r}+{length!r}")
+    return ChunkEntry(
+        offsets=_counts(offsets), sizes=_counts(sizes), file=file, begin=begin, length=length
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(map(_is_count, values)):
+        raise ValueError(f"{values!r} is no list of sizes")
+    return tuple(values)
 
 
 def _check_mappings(manifest: Manifest) -> None:
     names = (*manifest.aliases.items(), *manifest.versions.items())
     if not all(isinstance(part, str) for pair in names for part in pair):
         raise TypeError("a name is not a string")
+    if not isinstance(manifest.layout, dict) or not _is_count(manifest.optimizers):
+        raise TypeError("a field has another type")
+    for number in (manifest.step, manifest.epoch):
+        if number is not None and not _is_count(number):
+            raise TypeError(f"{number!r} is not a count")
+    written = manifest.written
+    if written is not None and not (type(written) is float and 0 <= written < _LATEST):
+        raise TypeError(f"{written!r} is not a time")
 
 
 def is_file_name(name: str) -> bool:
@@ -147,46 +290,46 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of a checkpoint directory.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        DamagedCheckpointError: there is none, or it is not what was written.
+        CheckpointError: there is no such directory, or it cannot be read.
     """
     directory = local_path(path)
-    try:
-        text = (directory / MANIFEST_FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{directory}: {_why_no_manifest(directory, error)}") from error
-    try:
-        return Manifest.from_json(text)
-    except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
-
-
-def _why_no_manifest(directory: Path, error: Exception) -> str:
-    if not directory.exists():
-        return "there is no such checkpoint"
     if not directory.is_dir():
-        return "this is a file, not a checkpoint directory"
-    if isinstance(error, FileNotFoundError):
-        return f"no {MANIFEST_FILE}: not a checkpoint of this library, or one that was not finished"
-    return f"{MANIFEST_FILE} cannot be read: {error}"
+        raise CheckpointError(f"{directory}: {_why_no_directory(directory)}")
+    try:
+        return Manifest.from_json(read_text(directory / MANIFEST_FILE))
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(
+            f"{directory}: no {MANIFEST_FILE}: not a checkpoint of this library, or one that was "
+            "not finished"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {MANIFEST_FILE} cannot be read: {error}") from error
+    except CheckpointError as error:
+        raise type(error)(f"{directory}: {error}") from error
 
 
-def check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare the directory with its manifest.
+def read_text(file: Path) -> str:
+    """Read a JSON file of a checkpoint.
 
     Raises:
-        CheckpointError: a file is missing, is not a file inside the directory, or has another size.
+        OSError: it cannot be read.
+        DamagedCheckpointError: it is not a text of acceptable size.
     """
-    faults = []
-    root = directory.resolve()
-    for name, entry in manifest.files.items():
-        path = directory / name
-        if path.is_symlink() and path.resolve().parent != root:
-            faults.append(f"{name} is a link out of the checkpoint")
-        elif not path.is_file():
-            faults.append(f"{name} is missing")
-        elif (size := path.stat().st_size) != entry.size:
-            faults.append(f"{name} has {size} bytes, not the {entry.size} that were written")
-    required = {STATE_FILE, METADATA_FILE} - manifest.files.keys()
-    faults += [f"{name} is not in the manifest" for name in sorted(required)]
-    if faults:
-        raise CheckpointError(f"{directory} is damaged: {'; '.join(faults)}")
+    if file.exists() and not file.is_file():
+        raise DamagedCheckpointError(f"{file.name} is not a file")
+    size = file.stat().st_size
+    if size > LARGEST_TEXT:
+        raise DamagedCheckpointError(
+            f"{file.name} has {size} bytes: more than {LARGEST_TEXT} are not read"
+        )
+    try:
+        return file.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(f"{file.name} is not a text: {error}") from error
+
+
+def _why_no_directory(path: Path) -> str:
+    if path.exists():
+        return "this is a file, not a checkpoint directory"
+    return "there is no such checkpoint"

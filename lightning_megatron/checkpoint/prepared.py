@@ -14,6 +14,7 @@ target is what it was.
 """
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_megatron.checkpoint.commit import Staging, write_durably
 from lightning_megatron.checkpoint.document import Contribution, Document, compose, contribution
-from lightning_megatron.checkpoint.index import summary
+from lightning_megatron.checkpoint.index import read_metadata, summary, tensor_entries
 from lightning_megatron.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -126,8 +127,10 @@ class PreparedSave:
             )
         manifest = replace(
             self.summary,
+            written=time.time(),
             versions=library_versions(),
             files=files,
+            tensors=tensor_entries(read_metadata(directory)),
             aliases=dict(self.document.aliases),
         )
         write_durably(directory / MANIFEST_FILE, manifest.to_json().encode())

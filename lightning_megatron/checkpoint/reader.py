@@ -1,5 +1,11 @@
-"""An open checkpoint."""
+"""An open checkpoint.
 
+Opening one verifies it, in the order of cost and so that nothing is parsed before its hash was
+compared: the manifest against its own hash, names and sizes of the files, their contents (the ranks
+share the work), and that the chunks tile the tensors.
+"""
+
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +15,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from lightning_megatron.checkpoint.commit import locate
 from lightning_megatron.checkpoint.document import read_document
-from lightning_megatron.checkpoint.index import check_metadata, read_metadata
-from lightning_megatron.checkpoint.manifest import check_files, local_path, read_manifest
+from lightning_megatron.checkpoint.index import check_metadata, index_of
+from lightning_megatron.checkpoint.manifest import local_path, read_manifest
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.shards import read_chunks
 from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.verify import check_contents, check_files
+
+logger = logging.getLogger(__name__)
 
 MODEL_PREFIX = "model"
 """Of the names of parameters and buffers in the shards."""
@@ -37,7 +46,8 @@ class CheckpointReader:
         optimizers: what `merge_snapshots` returned for each optimizer.
 
     Raises:
-        CheckpointError: it does not exist, is incomplete or damaged, or would run code.
+        DamagedCheckpointError: it is not what was written, or would run code.
+        CheckpointError: it does not exist or cannot be read.
     """
 
     def __init__(
@@ -55,19 +65,26 @@ class CheckpointReader:
             lambda _: locate(local_path(path)),
         )
         self.what = f"loading {self.directory}"
-        self.peers.run(self.what, self._open, lambda _: self._verify())
+        self.peers.run(self.what, self._open, lambda _: check_files(self.directory, self.manifest))
+        check_contents(self.what, self.directory, self.manifest, self.peers)
+        self.peers.run(self.what, self._read, lambda _: self._check_coverage())
 
     def _open(self) -> None:
         self.manifest = read_manifest(self.directory)
-        if self.peers.is_first:
-            check_files(self.directory, self.manifest)
-        self.metadata: Metadata = read_metadata(self.directory)
+        if self.peers.is_first and not self.manifest.is_sealed:
+            logger.warning(
+                "%s was written before checkpoints had hashes: only sizes and coverage are checked",
+                self.directory,
+            )
+
+    def _read(self) -> None:
+        self.metadata: Metadata = index_of(self.directory, self.manifest)
         document = read_document(self.directory, self.manifest)
         self.state: dict[str, Any] = document["state"]
         self.extras: dict[str, Any] = document["extras"]
         self.optimizers: list[dict[str, Any]] = document["optimizers"]
 
-    def _verify(self) -> None:
+    def _check_coverage(self) -> None:
         check_metadata(self.metadata, self.manifest.files)
 
     def entry(self, stored: str) -> TensorStorageMetadata | None:

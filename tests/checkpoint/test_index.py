@@ -6,12 +6,19 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from lightning_megatron.checkpoint.index import check_metadata, coverage_fault, read_metadata
-from lightning_megatron.checkpoint.manifest import FileEntry
+from lightning_megatron.checkpoint.digest import read_entry
+from lightning_megatron.checkpoint.index import (
+    check_metadata,
+    coverage_fault,
+    index_of,
+    read_metadata,
+    tensor_entries,
+)
+from lightning_megatron.checkpoint.manifest import Manifest, TensorEntry
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.shards import write_chunks
 from lightning_megatron.checkpoint.state import Chunk, whole
-from lightning_megatron.errors import CheckpointError
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 
 def boxes(*pairs):
@@ -80,11 +87,31 @@ def test_index_that_is_none_is_refused(tmp_path, content):
         read_metadata(tmp_path)
 
 
+def test_index_that_numbers_objects_up_to_the_memory_is_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"Nr\xff\xff\xff\x7f.")  # would allocate 32 GB
+    with pytest.raises(DamagedCheckpointError, match="numbers 1 objects up to 2147483647"):
+        read_metadata(tmp_path)
+
+
+def test_manifest_carries_the_same_index(index):
+    metadata, files = index
+    manifest = Manifest(files=files, tensors=tensor_entries(metadata))
+    rebuilt = index_of(None, Manifest.from_json(manifest.to_json()))
+    assert rebuilt.state_dict_metadata == metadata.state_dict_metadata
+    assert rebuilt.storage_data == metadata.storage_data
+
+
+def test_unknown_dtype_is_refused():
+    entry = TensorEntry(dtype="load", shape=(), chunks=())
+    with pytest.raises(DamagedCheckpointError, match="a: there is no dtype 'load'"):
+        index_of(None, Manifest(tensors={"a": entry}))
+
+
 @pytest.fixture
 def index(tmp_path):
     chunks = {"a": whole(torch.arange(6.0).reshape(2, 3)), "b": whole(torch.tensor(1))}
     write_chunks(tmp_path, chunks, Peers(alone=True))
-    files = {f.name: FileEntry(size=f.stat().st_size) for f in tmp_path.iterdir()}
+    files = {f.name: read_entry(f) for f in tmp_path.iterdir()}
     return read_metadata(tmp_path), files
 
 
@@ -94,6 +121,10 @@ def test_good_index_is_accepted(index):
 
 def _info(metadata):
     return next(iter(metadata.storage_data.values()))
+
+
+def _last(metadata):
+    return max(metadata.storage_data.values(), key=lambda info: info.offset)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +140,7 @@ def _info(metadata):
         (lambda m: setattr(_info(m), "length", 3), "exceeds file"),
         (lambda m: setattr(_info(m), "offset", 10**6), "exceeds file"),
         (lambda m: setattr(_info(m), "offset", -1), "exceeds file"),
+        (lambda m: setattr(_last(m), "offset", 5), "two chunks claim the same bytes"),
     ],
 )
 def test_damaged_index_is_refused(index, damage, message):

@@ -16,6 +16,7 @@ from lightning_megatron.checkpoint.state import Chunk, model_chunks, parameter_n
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 from . import parallel_jobs as jobs
+from .damage import flip, without_hashes
 
 
 def save(path, module, state=None, optimizers=()):
@@ -193,13 +194,10 @@ def test_index_holds_no_path_of_the_machine(path):
         (lambda p: os.truncate(p / "__0_0.distcp", 100), r"__0_0.distcp has 100 bytes"),
         (lambda p: (p / "manifest.json").unlink(), "not finished"),
         (lambda p: (p / "manifest.json").write_text("{"), "not a manifest"),
+        (lambda p: flip(p / "manifest.json", 99), "manifest"),
         (lambda p: (p / ".metadata").unlink(), r".metadata is missing"),
-        (
-            lambda p: (p / "state.json").write_bytes(b"x" * (p / "state.json").stat().st_size),
-            "state",
-        ),
-        (lambda p: _overwrite(p / "__0_0.distcp"), "reading .*step.ckpt"),
-        (lambda p: _gadget(p), "refusing"),
+        (lambda p: _overwrite(p / "state.json"), "state.json: the content has SHA-256"),
+        (lambda p: flip(p / "__0_0.distcp", 9999), "__0_0.distcp: the content has SHA-256"),
     ],
 )
 def test_damaged_checkpoint_is_one_clear_error_and_changes_nothing(path, damage, message):
@@ -213,6 +211,34 @@ def test_damaged_checkpoint_is_one_clear_error_and_changes_nothing(path, damage,
 
 def _overwrite(file):
     file.write_bytes(b"\0" * file.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: None, None),
+        (lambda p: os.truncate(p / "__0_0.distcp", 100), r"__0_0.distcp has 100 bytes"),
+        (lambda p: _overwrite(p / "state.json"), "the state cannot be read"),
+        (lambda p: _overwrite(p / ".metadata"), ".metadata cannot be read"),
+        (lambda p: _overwrite(p / "__0_0.distcp"), "reading .*step.ckpt"),
+        (lambda p: _gadget(p), "refusing"),
+    ],
+)
+def test_checkpoint_from_before_hashes_is_checked_as_far_as_it_can_be(
+    path, damage, message, caplog
+):
+    source = nn.Linear(2, 2)
+    save(path, source, {"global_step": 7})
+    without_hashes(path)
+    damage(path)
+    module = nn.Linear(2, 2)
+    if message is None:
+        assert load_directory(path, module) == {"global_step": 7}
+        assert torch.equal(module.weight, source.weight)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            load_directory(path, module)
+    assert caplog.text.count("before checkpoints had hashes") == 1
 
 
 def _gadget(directory):

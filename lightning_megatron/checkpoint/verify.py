@@ -1,0 +1,104 @@
+"""Is the checkpoint what was written?
+
+Sizes are compared on one rank, as that costs a system call per file. Hashes need every byte: the
+files are spread over the ranks, largest first to the one with the fewest bytes, and over a few
+threads in each, as the hash function runs without Python's lock. That is one read of the whole
+checkpoint, at the speed of the disks; loading then finds its part in the page cache.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from lightning_megatron.checkpoint.digest import read_entry
+from lightning_megatron.checkpoint.index import summary
+from lightning_megatron.checkpoint.manifest import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    STATE_FILE,
+    Manifest,
+)
+from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.errors import DamagedCheckpointError
+
+_THREADS = 4
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Compare the names and sizes in the directory with its manifest.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, is not a file inside the directory, or has
+            another size.
+    """
+    faults = []
+    root = directory.resolve()
+    for name, entry in manifest.files.items():
+        path = directory / name
+        if path.is_symlink() and path.resolve().parent != root:
+            faults.append(f"{name} is a link out of the checkpoint")
+        elif not path.is_file():
+            faults.append(f"{name} is missing")
+        elif (size := path.stat().st_size) != entry.size:
+            faults.append(f"{name} has {size} bytes, not the {entry.size} that were written")
+    required = {STATE_FILE, METADATA_FILE} - manifest.files.keys()
+    faults += [f"{name} is not in the manifest" for name in sorted(required)]
+    if faults:
+        raise DamagedCheckpointError(f"damaged: {summary(faults)}")
+
+
+def check_contents(what: str, directory: Path, manifest: Manifest, peers: Peers) -> None:
+    """Compare the content of every file with its hash in the manifest; collective.
+
+    Files without a hash, which schema 1 has, pass.
+
+    Args:
+        what: what is being done; begins the message of an error.
+        directory: the checkpoint.
+        manifest: what it should contain.
+        peers: the ranks that share the work.
+
+    Raises:
+        DamagedCheckpointError: on every rank, naming the files, expected and found hashes.
+        CheckpointError: a file could not be read.
+    """
+
+    def each() -> list[str]:
+        share = _share(manifest, peers)
+        if not share:
+            return []
+        with ThreadPoolExecutor(min(_THREADS, len(share))) as threads:
+            checked = threads.map(lambda name: _content_fault(directory, manifest, name), share)
+            return [fault for fault in checked if fault is not None]
+
+    def first(found: Sequence[list[str]]) -> None:
+        if faults := [fault for part in found for fault in part]:
+            raise DamagedCheckpointError(f"damaged: {summary(faults)}")
+
+    peers.run(what, each, first)
+
+
+def foreign_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Return what lies in the directory and is not part of the checkpoint; it is never read."""
+    known = {MANIFEST_FILE, *manifest.files}
+    return sorted(path.name for path in directory.iterdir() if path.name not in known)
+
+
+def _share(manifest: Manifest, peers: Peers) -> list[str]:
+    """Return the files that this rank hashes."""
+    load = [0] * peers.size
+    share = []
+    hashed = [(n, e.size) for n, e in manifest.files.items() if e.sha256 is not None]
+    for name, size in sorted(hashed, key=lambda item: (-item[1], item[0])):
+        rank = load.index(min(load))
+        load[rank] += size + 1
+        if rank == peers.rank:
+            share.append(name)
+    return share
+
+
+def _content_fault(directory: Path, manifest: Manifest, name: str) -> str | None:
+    expected, found = manifest.files[name], read_entry(directory / name)
+    if found.sha256 == expected.sha256:
+        return None
+    return f"{name}: the content has SHA-256 {found.sha256}, but {expected.sha256} was written"
