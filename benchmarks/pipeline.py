@@ -7,8 +7,8 @@ gradients are compared before timing. Beside it stands the peak of what autograd
 that keeps most.
 
 *sleeping*: stages that sleep instead of computing, because several processes on two cores have no
-idle time to show: forward and both halves of the backward take a fixed time each, so the simulator
-says what a step should take (target: within 10 %).
+idle time to show: the bubble of the step against the one that the simulator gives for the times
+that the stages really took (target: the step takes at most 1.1 of the simulated time).
 
 *overhead*: with stages that compute next to nothing, the time of a step spent neither in the
 stages, nor in autograd, nor in the channels, per action (target: 60 us).
@@ -38,7 +38,6 @@ from lightning_megatron.pipeline.links import Links
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule
 from lightning_megatron.pipeline.sequential import PipelineSequential
-from lightning_megatron.pipeline.simulate import simulate
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
@@ -47,7 +46,7 @@ MICROBATCHES = 8
 BLOCKS = 8
 SHAPES = {64: (2, 32), 256: (2, 64)}
 """Samples of a microbatch and sequence length, by hidden size."""
-SLEEP_S = 0.008
+SLEEP_S = 0.02
 """Forward, input part and weight part of a rank's share of the network."""
 PEERS: dict[str, Any] = {
     "gpipe": peers.ScheduleGPipe,
@@ -128,7 +127,7 @@ def _placement(name: str, pp: int) -> tuple[int, ...]:
 
 def _ours(
     topology: Topology, items: list[nn.Module], x: Tensor, target: Tensor, name: str
-) -> tuple[nn.Module, Callable[[], Any]]:
+) -> tuple[nn.Module, Callable[[], Any], Pipeline]:
     pp, placement = topology.pp, _placement(name, topology.pp.size)
     size = len(items) // len(placement)
     trunk = PipelineSequential(layers=items)
@@ -142,9 +141,10 @@ def _ours(
     def step(index: int, to_end: bool) -> Tensor:
         return _loss(trunk(inputs[index]), targets[index])
 
-    return trunk, lambda: runner.train(
-        step, lambda loss, _: loss / MICROBATCHES, MICROBATCHES, Silent()
-    )
+    def run() -> Any:
+        return runner.train(step, lambda loss, _: loss / MICROBATCHES, MICROBATCHES, Silent())
+
+    return trunk, run, runner
 
 
 def _peer(
@@ -217,7 +217,7 @@ def real_job(name: str, hidden: int, rounds: int, steps: int) -> dict[str, float
     topology = _topology()
     x, target = _data(hidden)
     sides = {
-        "ours": _ours(topology, _blocks(hidden), x, target, name),
+        "ours": _ours(topology, _blocks(hidden), x, target, name)[:2],
         "torch": _peer(topology, _blocks(hidden), x, target, name),
     }
     for _, step in sides.values():
@@ -237,15 +237,27 @@ def real_job(name: str, hidden: int, rounds: int, steps: int) -> dict[str, float
     return interleave(runs, rounds) | found
 
 
-def sleeping_job(name: str, rounds: int) -> float:
-    """Seconds per step with stages that sleep."""
+def sleeping_job(name: str, rounds: int) -> tuple[float, float, float]:
+    """With stages that sleep: seconds per step, bubble, and bubble simulated with the same times.
+
+    The times are those that the stages really took, as a sleep lasts a little longer than asked.
+    """
     topology = _topology()
     stages = len(_placement(name, topology.pp.size))
     seconds = SLEEP_S * topology.pp.size / stages
     x, target = _data(16)
-    _, step = _ours(topology, [Sleeper(seconds) for _ in range(stages)], x, target, name)
+    items: list[nn.Module] = [Sleeper(seconds) for _ in range(stages)]
+    _, step, runner = _ours(topology, items, x, target, name)
     step()
-    return statistics.median(_timed(step, rounds))
+    found = []
+    for _ in range(rounds):
+        runner.measure(True)
+        spent = _timed(step, 1)[0]
+        measured = runner.bubble()
+        assert measured is not None
+        found.append((spent, measured.fraction, measured.ideal))
+    times, fractions, ideals = zip(*found, strict=True)
+    return statistics.median(times), statistics.median(fractions), statistics.median(ideals)
 
 
 def overhead_job(name: str, steps: int) -> float:
@@ -266,7 +278,8 @@ def overhead_job(name: str, steps: int) -> float:
 
         return timed
 
-    trunk, step = _ours(topology, [nn.Linear(4, 4) for _ in range(stages)], x, target, name)
+    items: list[nn.Module] = [nn.Linear(4, 4) for _ in range(stages)]
+    trunk, step, _ = _ours(topology, items, x, target, name)
     for items in trunk.stage_items:
         items.forward = outside(items.forward)
     actions = len(make_schedule(name, topology.pp.size, MICROBATCHES).row(topology.pp.rank))
@@ -311,23 +324,18 @@ def main() -> None:
                         }
                     )
             for name in SCHEDULES:
-                schedule = make_schedule(name, pp, MICROBATCHES)
-                share = SLEEP_S / schedule.stages_per_rank
-                ideal = simulate(
-                    schedule, forward=share, backward_input=share, backward_weight=share
-                )
-                found = max(pool.run(pp, sleeping_job, name, options.rounds))
-                work = 3 * SLEEP_S * MICROBATCHES
+                seconds, fraction, ideal = max(pool.run(pp, sleeping_job, name, options.rounds))
+                # With the same work on both sides, (1 - bubble) is work over time.
+                ratio = (1 - ideal) / (1 - fraction)
                 sleeping.append(
                     {
                         "pp": pp,
                         "schedule": name,
-                        "step (ms)": round(1e3 * found, 1),
-                        "simulated (ms)": round(1e3 * ideal.step_time, 1),
-                        "ratio": round(found / ideal.step_time, 3),
+                        "step (ms)": round(1e3 * seconds, 1),
+                        "bubble": round(fraction, 3),
+                        "simulated bubble": round(ideal, 3),
+                        "time over simulated": round(ratio, 3),
                         "target": 1.1,
-                        "bubble": round(1 - work / found, 3),
-                        "simulated bubble": round(ideal.bubble_fraction, 3),
                         "overhead (us/action)": round(
                             1e6 * max(pool.run(pp, overhead_job, name, 20)), 1
                         ),

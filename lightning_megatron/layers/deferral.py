@@ -41,10 +41,12 @@ class WeightGradients:
 
     Attributes:
         collecting: whether layers are to defer now.
+        enabled: whether what runs forward (or is recomputed) now will be asked to defer. Where it
+            will not, plain linear layers keep to torch's own function, which costs less.
     """
 
     def __init__(self) -> None:
-        self.collecting = False
+        self.collecting, self.enabled = False, True
         self._pieces: list[Piece] = []
 
     def add(self, targets: list[Tensor], compute: Callable[[], list[Tensor]]) -> None:
@@ -94,7 +96,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, deferral: WeightGradients | None
 ) -> Tensor:
     """``F.linear`` whose weight gradients can be deferred, where ``deferral`` is not None."""
-    if deferral is None or not can_defer((weight, bias)):
+    if deferral is None or not deferral.enabled or not can_defer((weight, bias)):
         return F.linear(x, weight, bias)
     result: Tensor = _Linear.apply(x, weight, bias, deferral)  # type: ignore[no-untyped-call]
     return result

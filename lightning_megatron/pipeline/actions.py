@@ -102,6 +102,10 @@ class Schedule:
             if action.kind is Kind.BACKWARD_INPUT
         )
 
+    def is_split(self, stage: int, microbatch: int) -> bool:
+        """Whether this backward runs in two halves."""
+        return (stage, microbatch) in self._split
+
     def row(self, rank: int) -> tuple[Action, ...]:
         """Work of ``rank``, in order."""
         return self.actions[rank]
@@ -116,7 +120,7 @@ class Schedule:
 
     def input_gradient(self, stage: int, microbatch: int) -> Action:
         """Action that makes the gradient of the stage's input: ``I`` where split, else ``B``."""
-        split = (stage, microbatch) in self._split
+        split = self.is_split(stage, microbatch)
         return Action(Kind.BACKWARD_INPUT if split else Kind.BACKWARD, stage, microbatch)
 
     def needs(self, action: Action) -> tuple[Action, ...]:
