@@ -11,7 +11,7 @@ The order of the transforms is fixed here and nowhere else:
 """
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,10 @@ class ParallelModule:
     """The pipelined part, if the module has one."""
     canonical: Mapping[str, str]
     """Canonical name of every parameter name of the whole module."""
+    stages: tuple[range, ...] = ()
+    """Item indices of every stage of the trunk; empty without a pipeline."""
+    spare: Sequence[nn.Module] | None = None
+    """Copies of the trunk's items for another partition (`parallel.spare`), if there may be one."""
 
 
 def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -> ParallelModule:
@@ -100,20 +104,88 @@ def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -
     plan = ModulePlan(module, topology.degrees, transforms.pipeline, transforms.stage_ranks)
     if topology.world_size > 1:
         _broadcast_weights(module, topology)
+    names = {id(child): name for name, child in module.named_modules()}
+
+    def initialise(part: nn.Module) -> None:
+        materialize(
+            part,
+            names[id(part)],
+            seed=topology.seed,
+            device=topology.device,
+            canonical=plan.canonical,
+        )
+        part.to(topology.device)
+
+    return _spread(module, plan, topology, transforms, initialise)
+
+
+def parallelize_again(
+    module: nn.Module, topology: Topology, transforms: Transforms
+) -> ParallelModule:
+    """Put a trunk of new items on the layout; collective over all processes.
+
+    Args:
+        module: a module that is on the layout but for the items of its trunk, which are whole and
+            on the meta device.
+        topology: the layout.
+        transforms: those of before, with another partition.
+
+    Returns:
+        The module, in which the tensors of the trunk have memory and no values yet.
+    """
+    plan = ModulePlan(module, topology.degrees, transforms.pipeline, transforms.stage_ranks)
+    assert plan.trunk is not None
+    return _spread(
+        module,
+        plan,
+        topology,
+        transforms,
+        lambda part: _allocate(part, topology.device),
+        new=plan.trunk,
+    )
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Give memory to what is on the meta device; what is shared inside stays shared."""
+    made: dict[Tensor, Tensor] = {}
+    for child in module.modules():
+        for own in (child._parameters, child._buffers):
+            for name, old in own.items():
+                if old is None or not old.is_meta:
+                    continue
+                if old not in made:
+                    values = torch.empty_like(old, device=device)
+                    made[old] = (
+                        nn.Parameter(values, requires_grad=old.requires_grad)
+                        if isinstance(old, nn.Parameter)
+                        else values
+                    )
+                own[name] = made[old]  # type: ignore[assignment]  # of the same kind
+
+
+def _spread(
+    module: nn.Module,
+    plan: ModulePlan,
+    topology: Topology,
+    transforms: Transforms,
+    ready: Callable[[nn.Module], None],
+    *,
+    new: nn.Module | None = None,
+) -> ParallelModule:
+    """Steps 3 to 5; ``new`` is the part that is not on the layout yet."""
     tied_groups = _tied_groups(plan, topology)
     if topology.pp.size > 1:
         assert plan.trunk is not None
         plan.trunk.keep(plan.stages, plan.stages_of_rank(topology.pp.rank))
         _avoid_empty_stage(plan.trunk)
-    _distribute(module, topology)
+    _distribute(module if new is None else new, topology)
     data = DataParallel(
         topology,
         transforms.zero,
         transforms.types,
         follow_freezing=transforms.manual_optimization,
     )
-    between = _shared_between_stages(plan.trunk) if topology.pp.size > 1 else set()
-    step = _wrap(module, plan, topology, transforms, data, between)
+    step, between = _wrap(module, plan, topology, transforms, data, ready)
     roles = _roles(module, plan, topology, transforms, tied_groups, between, sharded=data.enabled)
     if data.replicates:
         data.reduce_whole(_by_stage(roles, plan, topology))
@@ -126,6 +198,7 @@ def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -
         gradients=GradientSet(roles, topology),
         trunk=plan.trunk,
         canonical=plan.canonical,
+        stages=tuple(plan.stages) if topology.pp.size > 1 else (),
     )
 
 
@@ -206,21 +279,13 @@ def _wrap(
     topology: Topology,
     transforms: Transforms,
     data: DataParallel,
-    between: Collection[nn.Parameter],
-) -> nn.Module:
-    """Initialise and shard, unit by unit; returns the module to call for a step."""
-    names = {id(child): name for name, child in module.named_modules()}
+    ready: Callable[[nn.Module], None],
+) -> tuple[nn.Module, set[nn.Parameter]]:
+    """Initialise and shard, unit by unit.
 
-    def ready(part: nn.Module) -> None:
-        materialize(
-            part,
-            names[id(part)],
-            seed=topology.seed,
-            device=topology.device,
-            canonical=plan.canonical,
-        )
-        part.to(topology.device)
-
+    Returns:
+        The module to call for a step, and the parameters that several stages of this rank share.
+    """
     step = Step(module)
     if data.enabled:
         min_numel = 1 if transforms.zero == 3 else transforms.sharding.min_numel
@@ -235,9 +300,10 @@ def _wrap(
                 inside = set(items.modules())
                 data.gather_ahead(stage, [unit for unit in found if unit in inside])
     ready(module)
+    between = _shared_between_stages(plan.trunk) if topology.pp.size > 1 else set()
     if data.enabled:
         _wrap_roots(step, plan, topology, transforms, data, between)
-    return step
+    return step, between
 
 
 def _wrap_roots(

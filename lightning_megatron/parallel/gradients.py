@@ -77,7 +77,8 @@ class GradientSet:
         self._outside = [r.parameter for r in self.roles if r.outside]
         self._unmanaged = [r.parameter for r in self.roles if r.unmanaged]
         self._tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
-        for role in self.roles:
+        # By name: ranks may hold the items that share parameters in another order.
+        for role in sorted(self.roles, key=lambda role: role.name):
             if role.tied_group is not None:
                 entry = self._tied.setdefault(role.tied_ranks, (role.tied_group, []))
                 entry[1].append(role.parameter)

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.parallel.item_flops import ItemFlops, count_item_flops
+from lightning_megatron.parallel.spare import spare_problems
 from lightning_megatron.pipeline.layout_string import (
     TrunkParts,
     is_layout,
@@ -32,7 +33,9 @@ from lightning_megatron.pipeline.schedule import CUSTOM, load_schedule, make_sch
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.topology.degrees import Degrees
 
-PARTITIONS = ("parameters", "flops")
+MEASURED = "measured"
+"""Stages that are balanced by the times of the first steps."""
+PARTITIONS = ("parameters", "flops", MEASURED)
 """Names of what stages can be balanced by."""
 
 
@@ -42,8 +45,10 @@ class PipelineConfig:
 
     partition: list[int] | str | None = None
     """Which items go to which stage: ``"parameters"`` (the default) or ``"flops"`` make contiguous
-    stages of which the largest is as small as possible, embedding, head and loss included; a list
-    holds the number of items on every stage; ``"Et*3|(tt|)*29,m|L"`` is Megatron-LM's layout string
+    stages of which the largest is as small as possible, embedding, head and loss included;
+    ``"measured"`` begins with the first of these, measures some steps, and then moves items between
+    stages once, if that saves time (`strategies.measured_partition`); a list holds the number of
+    items on every stage; ``"Et*3|(tt|)*29,m|L"`` is Megatron-LM's layout string
     (`pipeline.layout_string`)."""
     sequence_length: int | None = None
     """For ``partition="flops"``: tokens of a sample. By default those of the module's
@@ -229,8 +234,10 @@ class ModulePlan:
         problems = self._partition_problems(self.trunk)
         if problems:
             return problems
+        if self._config.partition == MEASURED and not _is_spread(self.trunk):
+            problems = spare_problems(self._module, self.trunk, self.trunk_name or "")
         inside = set(self.stage_of)
-        return [
+        return problems + [
             f"pp={pp}: parameter {canonical!r} is shared between the PipelineSequential and the "
             f"rest of the module ({alias!r}); nearest valid: move both uses into the "
             "PipelineSequential, or pp=1"

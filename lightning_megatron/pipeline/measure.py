@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +44,21 @@ class Clock:
 
             self._now, self._between = event, between
         self._marks: list[Any] = []
+        self._notes: list[tuple[int, int, Any]] = []
         self._begin: Any = None
         self._end: Any = None
 
     def begin(self) -> None:
         """A step begins."""
-        self._marks, self._begin = [], self._now()
+        self._marks, self._notes, self._begin = [], [], self._now()
 
     def start(self) -> None:
         """What an action waited for is there."""
         self._marks.append(self._now())
+
+    def note(self, what: int) -> None:
+        """Within an action: something has been reached."""
+        self._notes.append((len(self._marks) // 2, what, self._now()))
 
     def stop(self) -> None:
         """The action has computed."""
@@ -67,6 +73,23 @@ class Clock:
         pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
         busy = tuple(self._between(start, stop) for start, stop in pairs)
         return StepTimes(busy, self._between(self._begin, self._end))
+
+    def spans(self) -> "list[list[Span]]":
+        """Of every action of the latest step, the times between its notes; waits for the device."""
+        spans = []
+        for number, (start, stop) in enumerate(
+            zip(self._marks[::2], self._marks[1::2], strict=True)
+        ):
+            reached: list[tuple[int | None, Any]] = [(None, start)]
+            reached += [(what, mark) for action, what, mark in self._notes if action == number]
+            reached.append((None, stop))
+            spans.append(
+                [
+                    Span(before, after, self._between(first, second))
+                    for (before, first), (after, second) in pairwise(reached)
+                ]
+            )
+        return spans
 
 
 @contextmanager
@@ -84,6 +107,16 @@ def saved_bytes() -> Iterator[list[int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield total
+
+
+class Span(NamedTuple):
+    """Time between two notes within an action."""
+
+    before: int | None
+    """What had been reached; None for the beginning of the action."""
+    after: int | None
+    """What was reached then; None for its end."""
+    seconds: float
 
 
 @dataclass(frozen=True)

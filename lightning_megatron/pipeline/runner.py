@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_megatron._torch import tree_flatten, tree_map
 from lightning_megatron.layers.deferral import Piece, WeightGradients, add_gradients, attach
 from lightning_megatron.pipeline.entering import as_results, works_in_place
+from lightning_megatron.pipeline.item_times import ItemTimes
 from lightning_megatron.pipeline.links import Links, Traffic
 from lightning_megatron.pipeline.measure import Bubble, Clock, bubble, saved_bytes
 from lightning_megatron.pipeline.microbatch import detach
@@ -187,6 +188,8 @@ class Pipeline(Executor):
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
         self._group, self._device = topology.pp.group, topology.device
         self._clock: Clock | None = None
+        self._measures = False
+        self._profile: ItemTimes | None = None
         self._measured: Schedule | None = None
         self._deferral = WeightGradients()
         self._defers = False
@@ -216,11 +219,26 @@ class Pipeline(Executor):
 
     def measure(self, on: bool) -> None:
         """Note the times of the coming steps, or stop it."""
-        self._clock = Clock(self._device) if on else None
+        self._measures = on
+        self._watch()
+
+    def profile(self, on: bool) -> ItemTimes | None:
+        """Note the times of the items in the coming steps, or stop it and return them."""
+        found, self._profile = self._profile, None
+        if found is not None:
+            found.close()
+        if on:
+            self._profile = ItemTimes(self._trunk, list(self._position), self._final)
+        self._watch()
+        return found
+
+    def _watch(self) -> None:
+        wanted = self._measures or self._profile is not None
+        self._clock = Clock(self._device) if wanted else None
 
     def bubble(self) -> Bubble | None:
         """Idle time of the latest step, None if it was not measured; collective over the ranks."""
-        if self._clock is None or self._measured is None:
+        if self._clock is None or self._measured is None or not self._measures:
             return None
         times: list[Any] = [None] * self._measured.num_ranks
         dist.all_gather_object(times, self._clock.read(), group=self._group)
@@ -236,6 +254,8 @@ class Pipeline(Executor):
         clock = self._clock
         if clock is not None:
             clock.begin()
+            if self._profile is not None:
+                self._profile.clock = clock
             self._measured = traffic.schedule
         self._links.begin(traffic)
         row = traffic.schedule.row(self._rank)
@@ -268,6 +288,8 @@ class Pipeline(Executor):
         self._links.end()
         if clock is not None:
             clock.end()
+            if self._profile is not None:
+                self._profile.add(traffic.schedule, self._rank)
         return [detach(outputs[i]) for i in range(count)] if self.is_last else []
 
     @override

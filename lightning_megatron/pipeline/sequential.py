@@ -13,7 +13,7 @@ rank and code after it on the last stage only.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -70,7 +70,13 @@ class StageItems(nn.Module):
     Args:
         items: in order; the first receives ``args`` and each next the result of the one before.
         accepts: for each item, the keyword arguments that its forward takes (None: any).
+
+    Attributes:
+        observer: if set, called with -1 and the arguments before the first item, and after each
+            item with its position and result.
     """
+
+    observer: Callable[[int, Any], None] | None = None
 
     def __init__(
         self, items: Sequence[nn.Module], accepts: Sequence[frozenset[str] | None]
@@ -86,13 +92,18 @@ class StageItems(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for item, accepts in zip(self.items, self._accepts, strict=True):
+        observe = self.observer
+        if observe is not None:
+            observe(-1, args)
+        for position, (item, accepts) in enumerate(zip(self.items, self._accepts, strict=True)):
             if not kwargs:
                 args = (item(*args),)
             elif accepts is None:
                 args = (item(*args, **kwargs),)
             else:
                 args = (item(*args, **{k: v for k, v in kwargs.items() if k in accepts}),)
+            if observe is not None:
+                observe(position, args[0])
         return args[0] if len(args) == 1 else args
 
 
@@ -167,6 +178,11 @@ class PipelineSequential(nn.Module):
         self._refresh()
         return tuple(self._runs)
 
+    @property
+    def held(self) -> tuple[range, ...]:
+        """The item indices of each stage of this rank; one stage of all until `keep` is called."""
+        return tuple(self._held)
+
     def _refresh(self) -> None:
         """Look the items up anew: one may have been replaced, by an adapter or a compiled block."""
         for indices, run in zip(self._held, self._runs, strict=True):
@@ -191,6 +207,16 @@ class PipelineSequential(nn.Module):
                 for i in part:
                     self._replace(self.item_names[i], RemoteItem(self.item_names[i], index))
         self._set_runs([stages[stage] for stage in mine])
+
+    def refill(self, items: Sequence[nn.Module]) -> None:
+        """Put other items of the same kinds in the place of all, as if none had been dropped.
+
+        Args:
+            items: in order.
+        """
+        for name, item in zip(self.item_names, items, strict=True):
+            self._replace(name, item)
+        self._set_runs([range(len(items))])
 
     def connect(self, port: StagePort | None) -> None:
         """Install (or with None remove) the port through which the next call runs."""

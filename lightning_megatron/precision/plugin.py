@@ -83,6 +83,10 @@ class ShardedPrecision(Precision):
         """Clamp the elements of the local shards."""
         self._gradients().clip_value(float(clip_val))
 
+    def use(self, gradients: GradientSet) -> None:
+        """Clip these gradients from now on; shards of earlier parameters are forgotten."""
+        self.gradients, self._shards = gradients, None
+
     def _gradients(self) -> GradientSet:
         if self.gradients is None:
             raise RuntimeError("gradients can be clipped once the strategy has set up the module")

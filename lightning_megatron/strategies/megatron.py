@@ -9,6 +9,7 @@ layout), `strategies.steps` (run a batch) and `checkpoint` (save and load).
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -34,7 +35,8 @@ from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.optim.local_step import check_optimizer
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
 from lightning_megatron.parallel.data import ShardingConfig
-from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
+from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
 from lightning_megatron.strategies.auto_schedule import AUTO, AutoSchedule
@@ -44,6 +46,7 @@ from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.data_sampling import split_dataloader
 from lightning_megatron.strategies.data_seeding import seed_dataloader
+from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.step_hooks import StepHooks
 from lightning_megatron.strategies.steps import StepEngine
@@ -117,6 +120,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         self._defer_init = False
         self._splits_data = False
         self._data_position = DataPosition()
+        self._host_gloo: dist.ProcessGroup | None = None
         self._seed = 0
 
     # Processes ---------------------------------------------------------------------------------
@@ -231,28 +235,37 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         self._splits_data |= connector.use_distributed_sampler
         fitting = trainer.state.fn == TrainerFn.FITTING
         connector.use_distributed_sampler = self._splits_data and not fitting
-        self._parallel = self._parallelize(module)
+        self._host_gloo = self._host_group()
+        self.adopt(self._parallelize(module))
         self.model = module
-        precision = self.precision_plugin
+        self.barrier()
+        self.measured_partition = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+            if self.parallel.spare is not None:
+                self.measured_partition = MeasuredPartition(self)
+        self.setup_precision_plugin()
+
+    def adopt(self, parallel: ParallelModule) -> None:
+        """Run the module on this layout from now on; collective over all processes."""
+        module, precision = self._module(), self.precision_plugin
         assert isinstance(precision, ShardedPrecision)
-        precision.gradients = self.parallel.gradients
-        self._engine = StepEngine(
-            module,
-            self.parallel,
-            self.options.microbatches(),
-            self.options.make_schedule,
-            self._host_group(),
-        )
+        self._parallel = module.__dict__[_PARALLEL] = parallel
+        precision.use(parallel.gradients)
+        rule = self.options.microbatches()
+        make = self.options.make_schedule
+        self._engine = StepEngine(module, parallel, rule, make, self._host_gloo)
         config = self.options.pipeline
         if self.options.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
             self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)
         self._point_metrics_at_batch_group(module)
-        self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
+
+    def let_go(self) -> None:
+        """Forget the layout and what was made for it, to have the memory for another."""
+        self._module().__dict__.pop(_PARALLEL)
+        self._parallel = self._engine = None
 
     def _parallelize(self, module: LightningModule) -> ParallelModule:
         earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
@@ -271,9 +284,11 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             stage_ranks=self.options.stage_ranks,
             manual_optimization=not module.automatic_optimization,
         )
-        parallel = parallelize(precision.convert_module(module), self.topology, transforms)
-        module.__dict__[_PARALLEL] = parallel
-        return parallel
+        converted = precision.convert_module(module)
+        if self.topology.pp.size == 1 or self.options.pipeline.partition != MEASURED:
+            return parallelize(converted, self.topology, transforms)
+        spare = spare_items(converted)
+        return replace(parallelize(converted, self.topology, transforms), spare=spare)
 
     def _host_group(self) -> dist.ProcessGroup | None:
         if self.topology.pp.group is None or dist.get_backend(self.topology.pp.group) == "gloo":

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.steps import StepEngine, mean_over_tokens
 
 
@@ -22,8 +23,15 @@ class StepHooks(ParallelStrategy):
 
     parallel: ParallelModule
     _engine: StepEngine | None = None
+    measured_partition: MeasuredPartition | None = None
+    """What ``partition="measured"`` found out in the current run; None without it."""
     _blocked = False
     """Whether the batch is one of several before the optimizer step, and not their last."""
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.measured_partition is not None and self._fresh():
+            self.measured_partition.before_step()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +46,7 @@ class StepHooks(ParallelStrategy):
         return engine.train(
             args,
             context,
-            fresh=trainer.fit_loop.epoch_loop.batch_idx % divisor == 0,
+            fresh=self._fresh(),
             blocked=self._blocked,
             divisor=divisor,
         )
@@ -101,6 +109,11 @@ class StepHooks(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         self.parallel.data.reshard()
+
+    def _fresh(self) -> bool:
+        """Whether the batch is the first before an optimizer step."""
+        trainer = self._module().trainer
+        return bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0)
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
