@@ -61,6 +61,8 @@ class PreparedSave:
     """Who writes which rectangle."""
     document: Document | None
     """Everything that is not a shard; on the first rank."""
+    unchanged: bool
+    """Whether all ranks said that their tensors are those of the save before."""
     summary: Manifest
     """The manifest, as far as it is known before anything is written."""
 
@@ -157,21 +159,29 @@ class Preparation:
         state: Mapping[str, Any],
         optimizers: Sequence[OptimizerSnapshot] = (),
         layout: Mapping[str, int] | None = None,
+        *,
+        unchanged: bool = False,
     ) -> PreparedSave:
-        """Capture what is not a tensor; collective. Arguments and errors: see `save_directory`."""
+        """Capture what is not a tensor; collective.
+
+        Args and errors are those of `save_directory`, and ``unchanged``: whether this rank's
+        tensors are those of the save before.
+        """
         documents: list[Document] = []  # on the first rank
         offered = offer(all_chunks(model, optimizers))
 
-        def each() -> tuple[Path, Contribution, bool]:
+        def each() -> tuple[Path, Contribution, bool, bool]:
             known = self._plan is not None and offered == self._offered
-            return local_path(path), contribution(model, optimizers), known
+            return local_path(path), contribution(model, optimizers), known, unchanged
 
-        def first(parts: list[tuple[Path, Contribution, bool]]) -> tuple[Path, str, bool]:
-            paths, contributions, known = zip(*parts, strict=True)
+        def first(
+            parts: list[tuple[Path, Contribution, bool, bool]],
+        ) -> tuple[Path, str, bool, bool]:
+            paths, contributions, known, same = zip(*parts, strict=True)
             documents.append(compose(state, contributions))
-            return paths[0], Staging.new_token(), all(known)
+            return paths[0], Staging.new_token(), all(known), all(known) and all(same)
 
-        target, token, known = self._peers.run(f"saving {os.fspath(path)}", each, first)
+        target, token, known, same = self._peers.run(f"saving {os.fspath(path)}", each, first)
         if not known:
             self._plan = None
             self._plan = plan_writes(f"saving {target}", offered, self._peers)
@@ -182,6 +192,7 @@ class Preparation:
             token=token,
             plan=self._plan,
             document=documents[0] if documents else None,
+            unchanged=same,
             summary=Manifest(
                 step=_integer(state.get("global_step")),
                 epoch=_integer(state.get("epoch")),

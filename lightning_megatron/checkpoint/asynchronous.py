@@ -1,0 +1,371 @@
+"""Saving in the background.
+
+A save stops training only while the state that is not tensors becomes JSON and this rank's tensors
+are copied to host memory (prepared.py, host_copy.py). A thread then writes and publishes, and talks
+to the other ranks' threads over a process group of its own: collectives of two threads on one group
+would pair up wrongly. One save is in flight at a time, so memory holds one copy; only a save of the
+same unchanged tensors (``save_last`` beside the best ones) queues behind, as it needs none.
+
+Outcomes are agreed: the threads of all ranks see the same error or none. But they see it at
+different times, while training has to stop in the same step everywhere, or peers would wait for a
+rank that has raised. So after a failure the threads agree on the first step that no rank has begun,
+and hold back the steps of their rank while they do. `Saver.check` raises there.
+
+Deleting is also put off until the save in flight stands, else a crash in between would leave
+nothing; after a failed save the old ones are kept until the next that succeeds.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_megatron.checkpoint.commit import remove
+from lightning_megatron.checkpoint.host_copy import HostCopy
+from lightning_megatron.checkpoint.manifest import local_path
+from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
+from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.prepared import Preparation, PreparedSave, all_chunks
+from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How checkpoints are saved during training."""
+
+    mode: Literal["async", "sync"] = "sync"
+    """``"async"`` copies the state and writes while training goes on; whoever reads a checkpoint
+    during training (a logger that uploads it) then finds it later than the call that saved it."""
+    process: Literal["thread", "process"] = "thread"
+    """What writes in the background; only ``"thread"`` so far."""
+    on_error: Literal["continue", "raise"] = "continue"
+    """Whether training goes on, with one warning, after a save that failed."""
+    max_failed_saves: int = 3
+    """Failed saves in a row after which training ends all the same."""
+    when_busy: Literal["wait", "supersede"] = "wait"
+    """What a save does that finds another in flight: wait for it, or give it up to take its place
+    (every other time at most, so that some checkpoint is always finished)."""
+    drain_timeout_s: float = 600.0
+    """Seconds that a run which ends with an exception waits for the save in flight."""
+
+    def problems(self) -> list[str]:
+        """Faults of the options."""
+        problems = []
+        for name, choices in (
+            ("mode", ("async", "sync")),
+            ("process", ("thread", "process")),
+            ("on_error", ("continue", "raise")),
+            ("when_busy", ("wait", "supersede")),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                problems.append(
+                    f"checkpoint.{name}={value!r}: must be one of {', '.join(choices)}; nearest "
+                    f"valid: {name}={choices[0]!r}"
+                )
+        if self.process == "process":
+            problems.append(
+                "checkpoint.process='process': writing from another process is not implemented; "
+                "nearest valid: process='thread'"
+            )
+        if self.max_failed_saves < 1:
+            problems.append(
+                f"checkpoint.max_failed_saves={self.max_failed_saves}: must be at least 1; nearest "
+                "valid: max_failed_saves=1"
+            )
+        if not self.drain_timeout_s >= 0:
+            problems.append(
+                f"checkpoint.drain_timeout_s={self.drain_timeout_s}: must not be negative; nearest "
+                "valid: drain_timeout_s=0"
+            )
+        return problems
+
+
+@dataclass(eq=False)
+class _Job:
+    """One save."""
+
+    prepared: PreparedSave
+    chunks: Callable[[], Mapping[str, Chunk]]
+    obsolete: list[Path] = field(default_factory=list)
+    """What to delete once it stands."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set to give it up."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """Set when the fields below are final."""
+    error: Exception | None = None
+    given_up: bool = False
+    raise_at: int = 0
+    """The training step before which an error is raised, on all ranks alike."""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.error is None and not self.given_up
+
+
+class Saver:
+    """Saves checkpoints of one run, now or in the background.
+
+    Args:
+        config: what to do when.
+        peers: the ranks that save.
+        background: the same ranks over a gloo group of its own; None to save while training waits.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, peers: Peers, background: Peers | None = None
+    ) -> None:
+        self._config, self._peers, self._background = config, peers, background
+        self._preparation = Preparation(peers)
+        self._copy = HostCopy()
+        self._copied_at = -1
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unsettled: deque[_Job] = deque()
+        self._failures = 0
+        self._verdict: tuple[int, Exception] | None = None
+        self._gave_up = False
+        # What both threads touch.
+        self._lock = threading.Condition()
+        self._step = 0
+        self._held_back = False
+        self._open: list[_Job] = []
+        self._obsolete: list[Path] = []
+        self._newest_failed = False
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        model: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *,
+        optimizers: Sequence[OptimizerSnapshot] = (),
+        layout: Mapping[str, int] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Begin to save, or save; collective. Arguments as for `save_directory`.
+
+        Args:
+            path: the directory to make.
+            model: what `model_chunks` returned.
+            state: Lightning's checkpoint dictionary without model and optimizers; may change as
+                soon as this returns, like the tensors.
+            optimizers: what `capture_optimizer` returned.
+            layout: degrees of parallelism.
+            wait: whether to return only when the checkpoint is published.
+
+        Raises:
+            ConfigError: a value of ``state`` has no plain form.
+            CheckpointError: as the configuration says, this or an earlier save failed.
+        """
+        if self._background is None:
+            self.drain()
+        chunks = all_chunks(model, optimizers)
+        prepared = self._preparation.prepare(
+            path, model, state, optimizers, layout, unchanged=self._is_copied(chunks)
+        )
+        if self._background is None:
+            self._submit(_Job(prepared, lambda: chunks))
+            return
+        if not prepared.unchanged:
+            self._make_room()
+        self._submit(_Job(prepared, self._copied(chunks, prepared)))
+        if wait:
+            self.drain()
+
+    def check(self) -> None:
+        """Report saves that have ended; call before every training step, on all ranks.
+
+        Raises:
+            CheckpointError: a save failed, and training is to end.
+        """
+        with self._lock:
+            while self._held_back:
+                self._lock.wait()
+            self._step += 1
+        while self._unsettled and self._unsettled[0].done.is_set():
+            self._settle(self._unsettled.popleft())
+        if self._verdict is not None and self._step >= self._verdict[0]:
+            self._pass_verdict()
+
+    def drain(self, *, timeout_s: float | None = None, quietly: bool = False) -> None:
+        """Wait until no save is in flight.
+
+        Args:
+            timeout_s: give up waiting after so many seconds.
+            quietly: log errors instead of raising them; not collective then.
+
+        Raises:
+            CheckpointError: a save failed, and training is to end.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._unsettled:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            job = self._unsettled.popleft()
+            if job.done.wait(left):
+                self._settle(job)
+            else:
+                logger.warning("%s is still being written: abandoned", job.prepared.target)
+        if self._verdict is None:
+            return
+        if quietly:
+            if self._peers.is_first:
+                logger.error("%s", self._verdict[1])
+            self._verdict = None
+        else:
+            self._pass_verdict()
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint, on the first rank: at once, or when a newer one stands."""
+        target = local_path(path)
+        with self._lock:
+            if self._open:
+                self._open[-1].obsolete.append(target)
+                return
+            if self._newest_failed:
+                self._obsolete.append(target)
+                return
+        remove(target)
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Wait for what is in flight and end the thread; not collective, raises nothing."""
+        self.drain(timeout_s=timeout_s, quietly=True)
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    # The training thread --------------------------------------------------------------------------
+
+    def _is_copied(self, chunks: Mapping[str, Chunk]) -> bool:
+        # A write that torch does not count (through `.data`) would be one of a training step.
+        return self._copied_at == self._step and self._copy.is_current(chunks)
+
+    def _make_room(self) -> None:
+        """See to it that no save uses the copy."""
+        if self._config.when_busy == "supersede" and not self._gave_up:
+            for job in self._unsettled:
+                job.stop.set()
+        self.drain()
+
+    def _copied(
+        self, chunks: Mapping[str, Chunk], prepared: PreparedSave
+    ) -> Callable[[], Mapping[str, Chunk]]:
+        if not prepared.unchanged:
+            try:
+                self._copy.take(chunks, prepared.plan.names)
+                self._copied_at = self._step
+            except Exception as error:  # out of memory: fails on all ranks, as other errors do
+                reason = f"copying to the host: {type(error).__name__}: {error}"
+
+                def fail() -> Mapping[str, Chunk]:
+                    raise CheckpointError(reason)
+
+                return fail
+        copies = self._copy.chunks
+        return lambda: copies
+
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            self._open.append(job)
+        self._unsettled.append(job)
+        if self._background is None:
+            self._write(job, self._peers)
+            self.drain()
+            return
+        if self._thread is None:
+            # A daemon: whoever ends the process without draining does not want to wait.
+            self._thread = threading.Thread(
+                target=self._work, args=(self._background,), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _settle(self, job: _Job) -> None:
+        """Draw the conclusion of a save that has ended; the same on all ranks."""
+        self._gave_up = job.given_up
+        if job.given_up:
+            logger.info("%s: given up for a newer checkpoint", job.prepared.target)
+            return
+        if job.error is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        limit = self._config.max_failed_saves
+        if self._config.on_error == "raise" or self._failures >= limit:
+            self._verdict = self._verdict or (job.raise_at, job.error)
+        elif self._peers.is_first:
+            logger.warning(
+                "%s; training goes on (failed save %d in a row; it ends at %d)",
+                job.error,
+                self._failures,
+                limit,
+            )
+
+    def _pass_verdict(self) -> None:
+        assert self._verdict is not None
+        error, self._verdict = self._verdict[1], None
+        raise error
+
+    # The thread in the background -----------------------------------------------------------------
+
+    def _work(self, peers: Peers) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._write(job, peers)
+
+    def _write(self, job: _Job, peers: Peers) -> None:
+        agreed = True
+        try:
+            job.given_up = job.prepared.write(job.chunks, peers, job.stop.is_set) is None
+        except (CheckpointError, ConfigError) as error:
+            job.error = error
+        except BaseException as error:  # a peer is gone, which ends training too; an interrupt
+            agreed = False
+            job.error = CheckpointError(f"saving {job.prepared.target} was interrupted: {error!r}")
+            if peers is not self._background:
+                raise
+        finally:
+            self._conclude(job, agreed)
+
+    def _conclude(self, job: _Job, agreed: bool) -> None:
+        self._delete_obsolete(job)
+        try:
+            if job.error is not None and agreed and self._background is not None:
+                job.raise_at = 1 + self._background.run(
+                    "ending training", self._hold_back, lambda steps: max(steps)
+                )
+        except Exception as error:
+            logger.debug("no common step to end training in: %s", error)
+        finally:
+            with self._lock:
+                job.done.set()
+                self._held_back = False
+                self._lock.notify_all()
+
+    def _hold_back(self) -> int:
+        """Keep this rank from beginning a step, and return the one it has begun last."""
+        with self._lock:
+            self._held_back = True
+            return self._step
+
+    def _delete_obsolete(self, job: _Job) -> None:
+        """Delete what this save, if it stands, makes superfluous."""
+        with self._lock:
+            # Of earlier requests; one that came after the save may well concern its target.
+            obsolete = [path for path in self._obsolete if path != job.prepared.target]
+            obsolete += job.obsolete
+            self._open.remove(job)
+            self._newest_failed = not job.succeeded
+            self._obsolete = [] if job.succeeded else obsolete
+        for path in obsolete if job.succeeded else ():
+            try:
+                remove(path)
+            except OSError as error:
+                logger.warning("could not delete an old checkpoint: %s", error)
