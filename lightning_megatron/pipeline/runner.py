@@ -266,6 +266,7 @@ class Pipeline(Executor):
         for number, action in enumerate(row):
             kind, stage, microbatch = action
             key, last = (stage, microbatch), number in lasts
+            self._deferral.enabled = traffic.schedule.is_split(stage, microbatch)
             if kind is Kind.FORWARD:
                 reduction.before_forward(self._position[stage])
                 saved[key] = self._forward(step, loss_of, action, outputs)
