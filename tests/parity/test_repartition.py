@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import PipelineSequential
+from lightning_megatron import PipelineMonitor, PipelineSequential
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.transformer import TransformerBlock
 from lightning_megatron.parallel.data import ShardingConfig
@@ -156,7 +156,9 @@ def test_nothing_moves_for_a_small_gain(pool: WorkerPool) -> None:
 def forced_job(options: dict[str, Any], data: Data, to: Sequence[int], accumulate: int) -> Outcome:
     L.seed_everything(1, verbose=False)
     with forced(to):
-        return fit(ParityModule("deep", data), options, accumulate)
+        # Its measurements and these do not disturb each other.
+        monitor = PipelineMonitor(every=1)
+        return fit(ParityModule("deep", data), options, accumulate, [monitor])
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[int], int]] = {
