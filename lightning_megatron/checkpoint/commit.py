@@ -9,10 +9,12 @@ the complete new directory and the old one beside it, where `locate` finds them.
 
     .name.tmp-<token>   being written; complete once it has a manifest
     .name.old-<token>   replaced by a newer one, about to be deleted
+    name.corrupt        found damaged, kept for whoever wants to know why
 """
 
 import logging
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -20,6 +22,11 @@ from pathlib import Path
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 
 logger = logging.getLogger(__name__)
+
+CORRUPT = ".corrupt"
+"""Ending of the name of a damaged checkpoint."""
+
+_HIDDEN = re.compile(r"\.(.+)\.(?:tmp|old)-[0-9a-z]+")
 
 
 class Staging:
@@ -83,6 +90,28 @@ def locate(target: Path) -> Path:
     complete = [path for path in _siblings(target) if is_checkpoint(path)]
     # The new one (tmp) is preferred to the one it was about to replace (old).
     return max(complete, key=lambda path: ".tmp-" in path.name, default=target)
+
+
+def hidden_target(path: Path) -> Path | None:
+    """Return the checkpoint that ``path`` is a temporary form of; None if it is none."""
+    match = _HIDDEN.fullmatch(path.name)
+    return path.with_name(match[1]) if match else None
+
+
+def set_aside(target: Path) -> Path:
+    """Rename a damaged checkpoint, so that nobody takes it for a good one; return its new name.
+
+    Of a link, what it points to is renamed.
+    """
+    damaged = locate(target).resolve()
+    plain = hidden_target(damaged) or damaged
+    renamed, number = plain.with_name(f"{plain.name}{CORRUPT}"), 1
+    while os.path.lexists(renamed):
+        number += 1
+        renamed = plain.with_name(f"{plain.name}{CORRUPT}{number}")
+    os.rename(damaged, renamed)
+    sync_directory(renamed.parent)
+    return renamed
 
 
 def _siblings(target: Path) -> list[Path]:

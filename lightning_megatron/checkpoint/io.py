@@ -67,7 +67,7 @@ def save_directory(
 
 
 def load_directory(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | CheckpointReader,
     module: nn.Module,
     optimizers: Sequence[Optimizer] = (),
     *,
@@ -79,7 +79,8 @@ def load_directory(
     """Bring a module and its optimizers to the state of a checkpoint of any layout; collective.
 
     Args:
-        path: the directory; the first rank's value counts.
+        path: the directory; the first rank's value counts. Or a checkpoint that the ranks of
+            ``group`` have opened.
         module: as this rank holds it, with memory (not on the meta device).
         optimizers: none, or as many as were saved.
         canonical: for names that are aliases of a parameter of another stage, its name.
@@ -95,7 +96,7 @@ def load_directory(
         ConfigError: the checkpoint does not fit the module or its optimizers; nothing was changed.
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    reader = CheckpointReader(path, group=group)
+    reader = path if isinstance(path, CheckpointReader) else CheckpointReader(path, group=group)
     loading = _Loading(reader, module, canonical)
 
     def plan() -> _Report:

@@ -139,12 +139,16 @@ class Manifest:
             DamagedCheckpointError: it is not a manifest, or not what was written.
             CheckpointError: it has a newer schema.
         """
+        sealed = _is_sealed(text)
         try:
             data = json.loads(text, object_pairs_hook=_without_repetition)
             schema = data["schema"]
             if type(schema) is not int or schema < 1:
                 raise ValueError(f"schema {schema!r}")
-            _check_seal(text, expected=schema > 1)
+            if schema > 1 and not sealed:
+                raise ValueError("it does not end with its own hash")
+            if schema == 1 and (sealed or '"sha256": "' in text):
+                raise ValueError("it has hashes but not their schema")
             if schema > SCHEMA:
                 raise CheckpointError(
                     f"schema {schema!r}: this version reads schemas up to {SCHEMA}; "
@@ -171,19 +175,21 @@ def _plain(entry: TensorEntry) -> dict[str, Any]:
     return {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
 
 
-def _check_seal(text: str, *, expected: bool) -> None:
+def _is_sealed(text: str) -> bool:
+    """Whether the text ends with its own hash.
+
+    Raises:
+        DamagedCheckpointError: it ends with another one.
+    """
     body, seal = text[:-_SEAL_LENGTH], _SEAL.fullmatch(text[-_SEAL_LENGTH:])
-    if not expected:
-        if seal or '"sha256": "' in text:
-            raise DamagedCheckpointError(f"{MANIFEST_FILE} has hashes but not their schema")
-        return
     if seal is None:
-        raise DamagedCheckpointError(f"{MANIFEST_FILE} does not end with its own hash")
+        return False
     found = hashlib.sha256(body.encode()).hexdigest()
     if found != seal[1]:
         raise DamagedCheckpointError(
             f"{MANIFEST_FILE}: the content has SHA-256 {found}, but {seal[1]} was written"
         )
+    return True
 
 
 def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

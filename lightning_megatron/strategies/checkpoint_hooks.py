@@ -23,6 +23,7 @@ from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_o
 from lightning_megatron.checkpoint.state import chunks_of, model_chunks, parameter_names
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.data_position import KEY, DataPosition
 from lightning_megatron.topology.degrees import AXES
 
@@ -90,16 +91,17 @@ class CheckpointHooks:
         """Read weights, and when fitting the optimizers, of any layout; collective.
 
         Args:
-            checkpoint_path: a checkpoint directory.
+            checkpoint_path: a checkpoint directory, or ``"auto"`` for the newest valid one.
             weights_only: ignored; nothing that could execute code is read.
 
         Returns:
-            The rest of Lightning's checkpoint dictionary.
+            The rest of Lightning's checkpoint dictionary; `NoCheckpoint` if it is ``"auto"`` and
+            there is none yet.
         """
         del weights_only
         module = self.lightning_module
         assert module is not None
-        if os.path.isfile(checkpoint_path):
+        if os.path.isfile(checkpoint_path) and checkpoint_path != AUTO:
             raise ConfigError(
                 f"ckpt_path={os.fspath(checkpoint_path)}: MegatronStrategy loads the checkpoint "
                 "directories that it writes, this is a file; nearest valid: load the weights into "
@@ -107,14 +109,23 @@ class CheckpointHooks:
             )
         self.parallel.data.reshard()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        checkpoint = load_directory(
+        group = self._host_world()
+        reader = find_checkpoint(
             checkpoint_path,
+            module.trainer,
+            with_optimizers=fitting and bool(self.optimizers),
+            group=group,
+        )
+        if reader is None:
+            return NoCheckpoint()
+        checkpoint = load_directory(
+            reader,
             module,
             self.optimizers if fitting else (),
             canonical=self.parallel.canonical,
             names=self._optimized_names(),
             strict=module.strict_loading,
-            group=self._host_world(),
+            group=group,
         )
         if fitting:
             self._data_position.load(checkpoint, module.trainer, self.parallel.topology)

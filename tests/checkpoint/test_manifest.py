@@ -95,9 +95,14 @@ def test_hash_of_the_manifest_is_named_expected_and_found():
 
 
 def test_sealed_manifest_cannot_pass_for_one_without_hashes():
-    text = MANIFEST.to_json().replace(f'"schema": {SCHEMA}', '"schema": 1')
+    body = MANIFEST.to_json().rpartition(",\n")[0].replace(f'"schema": {SCHEMA}', '"schema": 1')
+    text = body + "\n}\n"
     with pytest.raises(DamagedCheckpointError, match="hashes but not their schema"):
         Manifest.from_json(text)
+    with pytest.raises(DamagedCheckpointError, match="hashes but not their schema"):
+        Manifest.from_json(changed(schema=1))
+    with pytest.raises(DamagedCheckpointError, match="does not end with its own hash"):
+        Manifest.from_json(text.replace('"schema": 1', f'"schema": {SCHEMA}'))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,201 @@
+"""The newest checkpoint that can be trusted.
+
+A run that is to go on by itself needs more than "the latest": the latest may be torn, or a disk may
+have spoiled it. So the candidates are opened from the newest on, which verifies them; one that is
+damaged is renamed ``<name>.corrupt`` (never deleted), which takes it out of every later search, and
+the one before it is tried. All ranks do this together and agree. What cannot be *read*, for want of
+permission or by a failing disk, is no damage: going back would throw work away, so it is an error.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_megatron.checkpoint.commit import CORRUPT, hidden_target, locate, set_aside
+from lightning_megatron.checkpoint.index import summary
+from lightning_megatron.checkpoint.manifest import (
+    MANIFEST_FILE,
+    STATE_FILE,
+    is_checkpoint,
+    read_manifest,
+)
+from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.reader import CheckpointReader
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".ckpt"
+_ANY_CORRUPT = f"*{_SUFFIX}{CORRUPT}*"
+_FOREIGN = "meta.pt"
+"""Lightning's own strategies put it beside their shards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where checkpoints may be."""
+
+    trees: tuple[Path, ...] = ()
+    """Directories that are searched, with those below them."""
+    folders: tuple[Path, ...] = ()
+    """Directories that are searched by themselves."""
+
+
+def open_newest(
+    places: Places, *, with_optimizers: bool = False, group: dist.ProcessGroup | None = None
+) -> CheckpointReader | None:
+    """Open the newest valid checkpoint; collective.
+
+    Args:
+        places: where to look; the first rank's count.
+        with_optimizers: pass over checkpoints that hold weights alone.
+        group: the ranks that read; all when None.
+
+    Returns:
+        None when there has never been a checkpoint.
+
+    Raises:
+        CheckpointError: every one is damaged, which is listed; or one cannot be read.
+    """
+    peers = Peers(group)
+    found, corrupt = peers.run(
+        "looking for checkpoints", lambda: None, lambda _: _search(places, with_optimizers)
+    )
+    reasons: list[str] = []
+    for path in found:
+        try:
+            return CheckpointReader(path, group=group)
+        except DamagedCheckpointError as error:
+            reasons.append(_put_aside(path, error, peers))
+    reasons += [f"{path}: found damaged before" for path in corrupt]
+    if not reasons:
+        return None
+    listed = "\n".join(f"  {reason}" for reason in reasons)
+    raise CheckpointError(
+        f"every checkpoint is damaged; to start from the beginning, move these away:\n{listed}"
+    )
+
+
+def open_or_go_back(
+    path: Path,
+    places: Places,
+    *,
+    with_optimizers: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> CheckpointReader:
+    """Open ``path``, or if it is damaged the newest valid checkpoint beside it; collective.
+
+    In the latter case ``path`` becomes a link to that one, so that the name stays good.
+
+    Args:
+        path: a checkpoint; the first rank's value counts.
+        places: where else to look.
+        with_optimizers: pass over checkpoints that hold weights alone.
+        group: the ranks that read; all when None.
+
+    Raises:
+        CheckpointError: there is none, every one is damaged, or one cannot be read.
+    """
+    peers = Peers(group)
+    try:
+        return CheckpointReader(path, group=group)
+    except DamagedCheckpointError as error:
+        reason = _put_aside(path, error, peers)
+    reader = open_newest(places, with_optimizers=with_optimizers, group=group)
+    if reader is None:
+        raise CheckpointError(f"the only checkpoint is damaged: {reason}")
+
+    def link(_: object) -> None:
+        if path.is_symlink():
+            path.unlink()
+        if not os.path.lexists(path):
+            path.symlink_to(os.path.relpath(reader.directory, path.parent))
+
+    peers.run(f"linking {path}", lambda: None, link)
+    return reader
+
+
+def candidates(places: Places) -> list[Path]:
+    """Return the checkpoints in some places, complete or torn, newest first."""
+    paths = [path for place in places.trees for path in _below(place, deep=True)]
+    paths += [path for place in places.folders for path in _below(place, deep=False)]
+    found = {path.resolve() for path in paths if _is_candidate(path)}
+    return sorted(found, key=_age, reverse=True)
+
+
+def _put_aside(path: Path, error: DamagedCheckpointError, peers: Peers) -> str:
+    def rename(_: object) -> Path:
+        try:
+            return set_aside(path)
+        except OSError as problem:  # a directory that may only be read
+            logger.warning("%s cannot be renamed: %s", path, problem)
+            return path
+
+    renamed = peers.run(f"renaming {path}", lambda: None, rename)
+    reason = " ".join(str(error).split())  # one line, whatever is in it
+    if peers.is_first:
+        logger.warning("Damaged checkpoint, renamed to %s: %s", renamed, reason)
+    return f"{renamed}: {reason}"
+
+
+def _search(places: Places, with_optimizers: bool) -> tuple[list[Path], list[Path]]:
+    """Return the candidates, and what earlier searches have renamed."""
+    found = candidates(places)
+    weights = [path for path in found if with_optimizers and _has_weights_alone(path)]
+    if weights:
+        logger.warning(
+            "Passing over checkpoints of weights alone: %s",
+            summary([str(path) for path in weights]),
+        )
+    deep = (path for place in places.trees for path in place.rglob(_ANY_CORRUPT))
+    flat = (path for place in places.folders for path in place.glob(_ANY_CORRUPT))
+    return [path for path in found if path not in weights], sorted({*deep, *flat})
+
+
+def _below(place: Path, *, deep: bool) -> Iterator[Path]:
+    """Directories that may be checkpoints; those in hiding after a crash by the name they miss."""
+    if not place.is_dir():
+        return
+    for path in sorted(place.iterdir()):
+        target = hidden_target(path)
+        if target is not None:
+            yield target
+        elif path.suffix == _SUFFIX:
+            yield path
+        elif deep and path.is_dir() and not path.is_symlink() and CORRUPT not in path.suffix:
+            yield from _below(path, deep=True)
+
+
+def _is_candidate(path: Path) -> bool:
+    place = locate(path)
+    if not place.is_dir():
+        return False
+    if is_checkpoint(place):
+        return True
+    # Torn, if it is ours at all.
+    ours = (place / STATE_FILE).exists() or any(place.glob("*.distcp"))
+    return ours and not (place / _FOREIGN).exists()
+
+
+def _age(path: Path) -> tuple[float, str]:
+    """When it was written: by its own word, which copying does not change, if it has one."""
+    place = locate(path)
+    try:
+        written = read_manifest(place).written
+    except CheckpointError:
+        written = None
+    if written is None:
+        file = place / MANIFEST_FILE
+        written = (file if file.exists() else place).stat().st_mtime
+    return written, path.name
+
+
+def _has_weights_alone(path: Path) -> bool:
+    try:
+        return read_manifest(locate(path)).optimizers == 0
+    except CheckpointError:
+        return False  # opening it will tell
