@@ -3,23 +3,32 @@
 Lightning collects ``state_dict`` and ``optimizer_states`` from the strategy, lets callbacks and the
 module add to the dictionary, and hands all of it back to be written. What travels in between are
 descriptions of this rank's shards under global names (`checkpoint.state`), not gathered tensors.
+
+While training runs, a `Saver` writes them, perhaps in the background. Lightning may then delete,
+load or overwrite a checkpoint that is not there yet, which the saver puts in order; it is drained
+at the end of training, before anything is loaded, after an exception and in teardown.
 """
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_megatron.checkpoint.asynchronous import CheckpointConfig, Saver
+from lightning_megatron.checkpoint.commit import remove
 from lightning_megatron.checkpoint.io import load_directory, save_directory
+from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_optimizer
+from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.state import chunks_of, model_chunks, parameter_names
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
@@ -38,6 +47,9 @@ class CheckpointHooks:
     is_global_zero: bool
     _data_position: DataPosition
     _checkpoint_group: dist.ProcessGroup | None = None
+    _background_group: dist.ProcessGroup | None = None
+    _saver: Saver | None = None
+    _links_checkpoints = False
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -72,18 +84,54 @@ class CheckpointHooks:
             rank_zero_warn("storage_options is ignored: MegatronStrategy writes a local directory")
         model = checkpoint.pop("state_dict")
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
-        topology = self.parallel.topology
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        topology, trainer = self.parallel.topology, self._trainer()
         checkpoint[KEY] = self._data_position.save(trainer, topology)
-        save_directory(
-            filepath,
-            model,
-            checkpoint,
-            optimizers=optimizers,
-            layout={axis: getattr(topology.degrees, axis) for axis in AXES},
-            group=self._host_world(),
+        layout = {axis: getattr(topology.degrees, axis) for axis in AXES}
+        if self._saver is None:
+            group = self._host_world()
+            save_directory(
+                filepath, model, checkpoint, optimizers=optimizers, layout=layout, group=group
+            )
+            return
+        at_once = self._links_checkpoints or trainer.state.status != TrainerStatus.RUNNING
+        self._saver.save(
+            filepath, model, checkpoint, optimizers=optimizers, layout=layout, wait=at_once
         )
+
+    def start_saver(self, config: CheckpointConfig, timeout_s: float) -> None:
+        """Have checkpoints saved as ``config`` says, until `stop_saver`; collective."""
+        self.stop_saver()
+        background = None
+        if config.mode == "async":
+            if self._background_group is None and dist.get_world_size() > 1:
+                self._background_group = dist.new_group(
+                    backend="gloo", timeout=timedelta(seconds=timeout_s)
+                )
+            background = Peers(self._background_group)
+        callbacks = self._trainer().checkpoint_callbacks
+        self._links_checkpoints = any(getattr(c, "save_last", None) == "link" for c in callbacks)
+        if background is not None and self._links_checkpoints:
+            rank_zero_warn(
+                "ModelCheckpoint(save_last='link') links to a checkpoint as soon as its save "
+                "returns, so saves wait for the disk; save_last=True does not need that"
+            )
+        self._saver = Saver(config, Peers(self._host_world()), background)
+
+    def stop_saver(self, timeout_s: float | None = None) -> None:
+        """Wait for what is in flight; from now on saving takes place at once. Not collective."""
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close(timeout_s=timeout_s)
+
+    def check_saves(self) -> None:
+        """Report saves that have ended; raises where training is to end for it."""
+        if self._saver is not None:
+            self._saver.check()
+
+    def on_train_end(self) -> None:
+        """Finish the last save; callbacks have had their turn."""
+        if self._saver is not None:
+            self._saver.drain()
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -107,6 +155,8 @@ class CheckpointHooks:
                 "directories that it writes, this is a file; nearest valid: load the weights into "
                 "the module before giving it to the Trainer, with Module.load_from_checkpoint(...)"
             )
+        if self._saver is not None:
+            self._saver.drain()
         self.parallel.data.reshard()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         group = self._host_world()
@@ -138,9 +188,19 @@ class CheckpointHooks:
         """Nothing: `load_checkpoint` has loaded the optimizers."""
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, on rank zero."""
-        if self.is_global_zero:
+        """Delete a checkpoint, on rank zero; after the saves that are in flight."""
+        if not self.is_global_zero:
+            return
+        if "://" in os.fspath(filepath):
             self.checkpoint_io.remove_checkpoint(os.fspath(filepath))
+        elif self._saver is not None:
+            self._saver.remove(filepath)
+        else:
+            remove(local_path(filepath))
+
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     def _optimized_names(self) -> dict[torch.Tensor, str]:
         return parameter_names(self.parallel.module, self.parallel.canonical)

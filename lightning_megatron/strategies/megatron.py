@@ -30,6 +30,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron.checkpoint.asynchronous import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.optim.local_step import check_optimizer
@@ -79,6 +80,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         pipeline: how the trunk is cut into stages, and how many a rank holds.
         sharding: what ZeRO treats as a unit.
         connection: backend and timeout of the process groups.
+        checkpoint: whether saving stops training, and what follows a save that fails.
 
     Raises:
         ConfigError: when the run starts, on every rank and before any process group forms, with
@@ -101,6 +103,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008 (frozen)
         sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
+        checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
         self.options = LayoutOptions(
@@ -114,7 +117,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             schedule=schedule,
             pipeline=pipeline,
         )
-        self._sharding, self._connection = sharding, connection
+        self._sharding, self._connection, self._checkpoint = sharding, connection, checkpoint
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
         self._defer_init = False
@@ -154,7 +157,8 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         self.set_world_ranks()
         module = self._module()
         findings = examine(module.trainer, module, self.options, self._sharding, self.world_size)
-        raise_if_any([*self._connection.problems(), *findings.problems])
+        problems = (*self._connection.problems(), *self._checkpoint.problems())
+        raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.defer_init
         if findings.real_because:
             rank_zero_warn(
@@ -163,7 +167,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
                 f"{', '.join(findings.real_because)}"
             )
         assert self.cluster_environment is not None
-        settings = (self.options, self._sharding, env.global_seed())
+        settings = (self.options, self._sharding, self._checkpoint, env.global_seed())
         connect(self._connection, self.cluster_environment, self.root_device, settings)
         self._topology = self._make_topology(module)
         module._device_mesh = self.topology.mesh
@@ -243,6 +247,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            self.start_saver(self._checkpoint, self._connection.timeout_s)
             if self.parallel.spare is not None:
                 self.measured_partition = MeasuredPartition(self)
         self.setup_precision_plugin()
@@ -316,6 +321,11 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
     def model_to_device(self) -> None:
         """Nothing: the layout put every parameter where it belongs."""
 
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.check_saves()
+        return super().training_step(*args, **kwargs)
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -339,6 +349,11 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
     # End ------------------------------------------------------------------------------------------
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self.stop_saver(self._checkpoint.drain_timeout_s)
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
         """Release what Lightning gave us. No collective: this also runs after a failure.
 
@@ -347,6 +362,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self.stop_saver()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -1,0 +1,331 @@
+"""The saver by itself, with a writer that waits until it is told to go on."""
+
+import logging
+import os
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from lightning_megatron.checkpoint.asynchronous import CheckpointConfig, Saver
+from lightning_megatron.checkpoint.io import load_directory
+from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.state import model_chunks
+from lightning_megatron.errors import CheckpointError, ConfigError
+
+WRITE = FileSystemWriter.write_data
+
+
+class Gate:
+    """Stands in for the writer of shards: waits for `open`, and fails if it is told to."""
+
+    def __init__(self, patch):
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        self.fails = False
+        patch.setattr(FileSystemWriter, "write_data", lambda *args: self.write(*args))
+
+    def write(self, writer, *args):
+        self.reached.set()
+        assert self.opened.wait(20)
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        return WRITE(writer, *args)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    return Gate(monkeypatch)
+
+
+@contextmanager
+def saver(**options):
+    alone = Peers(alone=True)
+    mode = options.setdefault("mode", "async")
+    made = Saver(CheckpointConfig(**options), alone, alone if mode == "async" else None)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def linear(value):
+    module = nn.Linear(3, 2)
+    with torch.no_grad():
+        module.weight.fill_(value)
+    return module
+
+
+def loaded(path):
+    module = nn.Linear(3, 2)
+    state = load_directory(path, module)
+    return module.weight[0, 0].item(), state
+
+
+def test_what_changes_after_the_call_is_not_saved(tmp_path, gate):
+    module, state = linear(1.0), {"global_step": 1, "loops": {"seen": [1]}}
+    with saver() as background:
+        background.save(tmp_path / "a.ckpt", model_chunks(module), state)
+        with torch.no_grad():
+            module.weight.fill_(2.0)
+        state["loops"]["seen"].append(2)
+        assert gate.reached.wait(10)
+        assert not is_checkpoint(tmp_path / "a.ckpt")
+        gate.opened.set()
+        background.drain()
+    assert loaded(tmp_path / "a.ckpt") == (1.0, {"global_step": 1, "loops": {"seen": [1]}})
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_save_waits_for_the_one_in_flight(tmp_path, gate):
+    module = linear(1.0)
+    with saver() as background:
+        background.save(tmp_path / "1.ckpt", model_chunks(module), {})
+        with torch.no_grad():
+            module.weight.fill_(2.0)
+        threading.Timer(0.2, gate.opened.set).start()
+        background.save(tmp_path / "2.ckpt", model_chunks(module), {})
+        assert is_checkpoint(tmp_path / "1.ckpt")
+        background.drain()
+    assert [loaded(tmp_path / f"{i}.ckpt")[0] for i in (1, 2)] == [1.0, 2.0]
+
+
+def test_the_same_tensors_are_saved_twice_without_waiting(tmp_path, gate):
+    module = linear(1.0)
+    with saver() as background:
+        background.check()
+        background.save(tmp_path / "best.ckpt", model_chunks(module), {"global_step": 1})
+        background.save(tmp_path / "last.ckpt", model_chunks(module), {"global_step": 2})
+        gate.opened.set()
+        background.drain()
+    assert loaded(tmp_path / "best.ckpt") == (1.0, {"global_step": 1})
+    assert loaded(tmp_path / "last.ckpt") == (1.0, {"global_step": 2})
+
+
+def test_the_same_path_again_replaces_it(tmp_path, gate):
+    module = linear(1.0)
+    with saver() as background:
+        background.save(tmp_path / "a.ckpt", model_chunks(module), {"epoch": 1})
+        background.save(tmp_path / "a.ckpt", model_chunks(module), {"epoch": 2})
+        gate.opened.set()
+        background.drain()
+    assert loaded(tmp_path / "a.ckpt") == (1.0, {"epoch": 2})
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_every_other_save_is_superseded_at_most(tmp_path, gate):
+    with saver(when_busy="supersede") as background:
+        for i in range(3):
+            if i:
+                threading.Timer(0.1, gate.opened.set).start()
+            background.save(tmp_path / f"{i}.ckpt", model_chunks(linear(float(i))), {})
+        background.drain()
+    # The second took the place of the first; the third had to wait for the second.
+    assert sorted(os.listdir(tmp_path)) == ["1.ckpt", "2.ckpt"]
+
+
+def test_the_old_one_stays_until_the_new_one_stands(tmp_path, gate):
+    gate.opened.set()
+    with saver() as background:
+        background.save(tmp_path / "old.ckpt", model_chunks(linear(1.0)), {})
+        background.drain()
+        gate.opened.clear()
+        background.save(tmp_path / "new.ckpt", model_chunks(linear(2.0)), {})
+        background.remove(tmp_path / "old.ckpt")
+        assert is_checkpoint(tmp_path / "old.ckpt")
+        gate.opened.set()
+        background.drain()
+        assert os.listdir(tmp_path) == ["new.ckpt"]
+        background.remove(tmp_path / "new.ckpt")
+        assert os.listdir(tmp_path) == []
+
+
+def test_removing_what_is_still_being_written(tmp_path, gate):
+    with saver() as background:
+        background.save(tmp_path / "a.ckpt", model_chunks(linear(1.0)), {})
+        background.remove(tmp_path / "a.ckpt")
+        gate.opened.set()
+        background.drain()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_failures_are_reported_once_and_keep_the_old_one(tmp_path, gate, caplog, mode):
+    gate.opened.set()
+    with saver(mode=mode) as background, caplog.at_level(logging.WARNING):
+        background.save(tmp_path / "old.ckpt", model_chunks(linear(1.0)), {})
+        background.drain()
+        gate.fails = True
+        background.save(tmp_path / "new.ckpt", model_chunks(linear(2.0)), {})
+        background.remove(tmp_path / "old.ckpt")
+        background.drain()
+        for _ in range(3):
+            background.check()
+        assert os.listdir(tmp_path) == ["old.ckpt"]
+        assert len(caplog.records) == 1
+        message = caplog.records[0].getMessage()
+        assert "new.ckpt" in message
+        assert "[Errno 28] No space left on device" in message
+        assert "training goes on (failed save 1 in a row; it ends at 3)" in message
+        gate.fails = False
+        background.save(tmp_path / "next.ckpt", model_chunks(linear(3.0)), {})
+        background.drain()
+    assert os.listdir(tmp_path) == ["next.ckpt"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_training_ends_after_too_many_failures_in_a_row(tmp_path, gate, mode):
+    gate.opened.set()
+    with saver(max_failed_saves=2, mode=mode) as background:
+        for fails in (True, False, True):
+            gate.fails = fails
+            background.save(tmp_path / "a.ckpt", model_chunks(linear(1.0)), {})
+            background.drain()
+
+        def fail_again():
+            background.save(tmp_path / "a.ckpt", model_chunks(linear(2.0)), {})
+            background.drain()
+
+        with pytest.raises(CheckpointError, match=r"Errno 28.* bytes needed here, .* free"):
+            fail_again()
+    assert loaded(tmp_path / "a.ckpt")[0] == 1.0
+
+
+def test_a_real_error_of_the_system_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with saver(on_error="raise") as background:
+        background.save(tmp_path / "file" / "a.ckpt", model_chunks(linear(1.0)), {})
+        with pytest.raises(CheckpointError, match=r"\[Errno (17|20)\] (Not a dir|File ex)"):
+            background.drain()
+
+
+def test_state_without_plain_form_is_an_error_of_the_call(tmp_path):
+    with saver() as background, pytest.raises(ConfigError, match="bad"):
+        background.save(tmp_path / "a.ckpt", model_chunks(linear(1.0)), {"bad": object})
+    assert os.listdir(tmp_path) == []
+
+
+def test_copying_may_fail(tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with saver(on_error="raise") as background:
+        monkeypatch.setattr(background._copy, "take", fail)
+        background.save(tmp_path / "a.ckpt", model_chunks(linear(1.0)), {})
+        with pytest.raises(CheckpointError, match="copying to the host: RuntimeError: out of mem"):
+            background.drain()
+
+
+def test_an_abandoned_save_does_not_hold_the_process(tmp_path, gate, caplog):
+    with saver() as background:
+        background.save(tmp_path / "a.ckpt", model_chunks(linear(1.0)), {})
+        background.close(timeout_s=0.05)
+        assert "still being written" in caplog.text
+        gate.opened.set()
+        deadline = time.monotonic() + 10
+        while not is_checkpoint(tmp_path / "a.ckpt") and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert loaded(tmp_path / "a.ckpt")[0] == 1.0
+
+
+def test_options_are_checked():
+    wrong = {
+        "mode": "later",
+        "process": "process",
+        "on_error": "ignore",
+        "max_failed_saves": 0,
+        "when_busy": "skip",
+        "drain_timeout_s": -1.0,
+    }
+    assert len(CheckpointConfig(**wrong).problems()) == len(wrong)
+    assert CheckpointConfig(mode="async").problems() == []
+
+
+def connect():
+    dist.init_process_group("gloo")
+    return Peers(), Peers(dist.new_group(backend="gloo"))
+
+
+def failing_job(path, on_error):
+    """Rank 1 fails; ranks take steps in lock-step but for the one that is let go ahead."""
+    peers, group = connect()
+    background = Saver(CheckpointConfig(mode="async", on_error=on_error), peers, group)
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        gate.opened.set()
+        gate.fails = dist.get_rank() == 1
+        background.save(path / "a.ckpt", model_chunks(linear(1.0)), {})
+        steps, error = 0, ""
+        try:
+            for _ in range(40):
+                background.check()
+                steps += 1
+                time.sleep(0.01 * dist.get_rank())
+                dist.all_reduce(torch.ones(1))
+        except CheckpointError as raised:
+            error = str(raised)
+        background.close()
+    return steps, error
+
+
+@pytest.mark.parametrize("on_error", ["continue", "raise"])
+def test_all_ranks_end_training_in_the_same_step(pool, tmp_path, on_error):
+    (steps, error), (other_steps, other_error) = pool.run(2, failing_job, tmp_path, on_error)
+    assert (steps, error) == (other_steps, other_error)
+    assert os.listdir(tmp_path) == []
+    if on_error == "continue":
+        assert (steps, error) == (40, "")
+    else:
+        assert steps < 40
+        assert "rank 1: " in error
+        assert "[Errno 28]" in error
+
+
+def collectives_job(path):
+    """The saver's messages and training's do not meet."""
+    peers, group = connect()
+    background = Saver(CheckpointConfig(mode="async"), peers, group)
+    rank, total = dist.get_rank(), torch.zeros(())
+    for step in range(20):
+        background.check()
+        value = torch.tensor(float(step + rank))
+        dist.all_reduce(value)
+        total += value
+        background.save(path / f"{step}.ckpt", model_chunks(linear(float(step))), {})
+    background.drain()
+    background.close()
+    return total.item()
+
+
+def test_training_communicates_while_saving(pool, tmp_path):
+    assert pool.run(2, collectives_job, tmp_path) == [400.0, 400.0]
+    assert [loaded(tmp_path / f"{i}.ckpt")[0] for i in range(20)] == list(range(20))
+
+
+def destroy_job(path, delay):
+    """Lose the process groups while a save is in flight."""
+    peers, group = connect()
+    background = Saver(CheckpointConfig(mode="async"), peers, group)
+    with pytest.MonkeyPatch.context() as patch:
+        gate = Gate(patch)
+        background.save(path, model_chunks(linear(1.0)), {})
+        threading.Timer(delay * dist.get_rank(), gate.opened.set).start()
+        if delay:
+            time.sleep(delay / 2)
+        dist.destroy_process_group()
+        gate.opened.set()
+        background.close(timeout_s=10)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.1])
+def test_a_lost_process_group_leaves_a_whole_checkpoint_or_none(pool, tmp_path, delay):
+    pool.run(2, destroy_job, tmp_path / "a.ckpt", delay)
+    if is_checkpoint(tmp_path / "a.ckpt"):
+        assert loaded(tmp_path / "a.ckpt")[0] == 1.0
+        assert read_manifest(tmp_path / "a.ckpt").files

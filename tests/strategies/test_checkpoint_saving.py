@@ -1,0 +1,224 @@
+"""Saving during training: what callbacks, loops and endings do with a save in flight."""
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from lightning_megatron.checkpoint.asynchronous import CheckpointConfig
+from lightning_megatron.checkpoint.export import load_full_state_dict
+from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
+from lightning_megatron.errors import CheckpointError, ConfigError
+from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.strategies.small import Small, assert_same, loader, make_trainer, weights
+
+STEPS = 4
+ASYNC = CheckpointConfig(mode="async")
+
+
+class Adaptive(Small):
+    """With state in the optimizer."""
+
+    fails_at: int | None = None
+    slow_to_step = 0.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == self.fails_at:
+            raise ArithmeticError("boom")
+        return super().training_step(batch, batch_idx)
+
+
+def slow_down(patch: pytest.MonkeyPatch, seconds: float, *, error: OSError | None = None) -> None:
+    """Have every file written late, or not at all."""
+    write = FileSystemWriter.write_data
+
+    def late(*args: Any) -> Any:
+        time.sleep(seconds)
+        if error is not None:
+            raise error
+        return write(*args)
+
+    patch.setattr(FileSystemWriter, "write_data", late)
+
+
+def saving(directory: Path, **options: Any) -> ModelCheckpoint:
+    options = {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}", **options}
+    return ModelCheckpoint(dirpath=directory, **options)
+
+
+def fit(
+    devices: int,
+    config: CheckpointConfig,
+    callbacks: list[pl.Callback],
+    module: Adaptive | None = None,
+    resume: str | None = None,
+    **options: Any,
+) -> pl.Trainer:
+    layout = {"zero": 2, "checkpoint": config} if devices > 1 else {"checkpoint": config}
+    trainer = make_trainer(
+        layout,
+        devices,
+        max_steps=STEPS,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
+        **options,
+    )
+    trainer.fit(module or Adaptive(), loader(dp=devices), ckpt_path=resume)
+    return trainer
+
+
+def both_modes_job(directory: Path) -> None:
+    for mode in ("sync", "async"):
+        with pytest.MonkeyPatch.context() as patch:
+            if mode == "async":
+                slow_down(patch, 0.03)  # training goes on meanwhile
+            pl.seed_everything(1, verbose=False)
+            config = CheckpointConfig(mode=mode)
+            fit(2, config, [saving(directory / mode, save_last=True)])
+
+
+def test_async_saves_what_sync_saves(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, both_modes_job, tmp_path)
+    names = [*(f"step={step}.ckpt" for step in range(1, STEPS + 1)), "last.ckpt"]
+    for mode in ("sync", "async"):
+        assert sorted(os.listdir(tmp_path / mode)) == sorted(names)
+    for name in names:
+        sync, later = (tmp_path / mode / name for mode in ("sync", "async"))
+        shards = [
+            {n: e for n, e in read_manifest(path).files.items() if n.endswith(".distcp")}
+            for path in (sync, later)
+        ]
+        assert shards[0] == shards[1]
+        assert all(entry.sha256 for entry in shards[0].values())
+        states = [(path / "state.json").read_text() for path in (sync, later)]
+        assert json.loads(states[0]) == json.loads(states[1].replace("/async", "/sync"))
+
+
+def resume_job(directory: Path, resume: bool) -> dict[str, torch.Tensor]:
+    pl.seed_everything(1, verbose=False)
+    callbacks = [] if resume else [saving(directory)]
+    path = str(directory / "step=2.ckpt") if resume else None
+    trainer = fit(2, ASYNC, callbacks, resume=path)
+    assert trainer.global_step == STEPS
+    assert trainer.lightning_module is not None
+    return weights(trainer.lightning_module)
+
+
+def test_resume(pool: WorkerPool, tmp_path: Path) -> None:
+    whole, resumed = (pool.run(2, resume_job, tmp_path, resume) for resume in (False, True))
+    for ours, expected in zip(resumed, whole, strict=True):
+        assert_same(ours, expected)
+
+
+def test_best_ones_last_one_and_test_of_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, 0.05)
+    callback = saving(tmp_path, save_top_k=1, save_last=True)
+    trainer = fit(1, ASYNC, [callback])
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", f"step={STEPS}.ckpt"]
+    assert callback.best_model_path == f"{tmp_path}/step={STEPS}.ckpt"
+    module = trainer.lightning_module
+    trained = weights(module)
+    assert_same(load_full_state_dict(callback.best_model_path), trained)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    module.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    trainer.test(module, loader(), ckpt_path="best", verbose=False)
+    assert_same(weights(module), trained)
+
+
+def test_a_link_never_points_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch, 0.02)
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            if os.path.lexists(tmp_path / "last.ckpt"):
+                assert is_checkpoint(tmp_path / "last.ckpt")
+
+    callback = saving(tmp_path, save_top_k=1, save_last="link")
+    with pytest.warns(UserWarning, match="save_last='link'"):
+        fit(1, ASYNC, [callback, Looks()])
+    assert os.readlink(tmp_path / "last.ckpt") == f"step={STEPS}.ckpt"
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", f"step={STEPS}.ckpt"]
+
+
+def test_saving_after_training_is_done_at_once(tmp_path: Path) -> None:
+    trainer = fit(1, ASYNC, [])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert is_checkpoint(tmp_path / "a.ckpt")
+
+
+def exception_job(directory: Path, rank: int) -> None:
+    module = Adaptive()
+    with pytest.MonkeyPatch.context() as patch:
+        slow_down(patch, 0.1)
+        if int(os.environ["RANK"]) == rank:
+            module.fails_at = 2
+        fit(2, ASYNC, [saving(directory)], module)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_drains_what_is_in_flight(pool: WorkerPool, tmp_path: Path, rank: int) -> None:
+    with pytest.raises(WorkerError, match="boom"):
+        pool.run(2, exception_job, tmp_path, rank)
+    assert sorted(os.listdir(tmp_path)) == ["step=1.ckpt", "step=2.ckpt"]
+    for name in os.listdir(tmp_path):
+        assert load_full_state_dict(tmp_path / name)
+
+
+def failure_job(directory: Path, on_error: str) -> tuple[int, list[str], str]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("lightning_megatron.checkpoint.asynchronous")
+    log.addHandler(handler)
+    config = CheckpointConfig(mode="async", on_error=on_error)  # type: ignore[arg-type]
+    module, message = Adaptive(), ""
+    callback = saving(directory, every_n_train_steps=2)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if int(os.environ["RANK"]) == 1:
+                slow_down(patch, 0, error=OSError(30, "Read-only file system"))
+            fit(2, config, [callback], module)
+    except CheckpointError as error:
+        message = str(error)
+    finally:
+        log.removeHandler(handler)
+    return module.global_step, records, message
+
+
+def test_training_goes_on_after_failures(pool: WorkerPool, tmp_path: Path) -> None:
+    (steps, records, message), other = pool.run(2, failure_job, tmp_path, "continue")
+    assert other == (STEPS, [], "")
+    assert (steps, message) == (STEPS, "")
+    assert len(records) == 2
+    assert "step=2.ckpt" in records[0]
+    assert "rank 1: " in records[0]
+    assert "[Errno 30] Read-only file system" in records[0]
+    assert os.listdir(tmp_path) == []
+
+
+def test_training_ends_after_a_failure_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    (steps, records, message), other = pool.run(2, failure_job, tmp_path, "raise")
+    assert other == (steps, [], message)
+    assert 2 <= steps <= STEPS
+    assert "[Errno 30]" in message
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_options_are_reported_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="process='process'"):
+        fit(1, CheckpointConfig(process="process"), [])
