@@ -101,7 +101,7 @@ def rebuild(structure: Any, take: Callable[[torch.dtype, tuple[int, ...], bool],
     return tuple(items) if kind == "t" else items
 
 
-class _Lent(np.ndarray):  # type: ignore[type-arg]
+class _Lent(np.ndarray):
     """An array that tells when the last tensor made from it is gone."""
 
 
