@@ -165,7 +165,9 @@ def decisions(layout: Mapping[str, Any] | None, devices: int, folder: str) -> di
     }
 
 
-@pytest.mark.parametrize("layout", ["one process, 4 microbatches", "pp=2", "pp=2 zbv", "pp=2 x dp=2"])
+@pytest.mark.parametrize(
+    "layout", ["one process, 4 microbatches", "pp=2", "pp=2 zbv", "pp=2 x dp=2"]
+)
 def test_trap_06_monitors_decide_alike_on_all_ranks(
     pool: WorkerPool, layout: str, tmp_path: Any
 ) -> None:
