@@ -9,40 +9,19 @@ permission or by a failing disk, is no damage: going back would throw work away,
 
 import logging
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.commit import CORRUPT, hidden_target, locate, set_aside
+from lightning_megatron.checkpoint.candidates import Places, candidates, renamed
+from lightning_megatron.checkpoint.commit import locate, set_aside
 from lightning_megatron.checkpoint.index import summary
-from lightning_megatron.checkpoint.manifest import (
-    MANIFEST_FILE,
-    STATE_FILE,
-    is_checkpoint,
-    read_manifest,
-)
+from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.reader import CheckpointReader
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
-
-_SUFFIX = ".ckpt"
-_ANY_CORRUPT = f"*{_SUFFIX}{CORRUPT}*"
-_FOREIGN = "meta.pt"
-"""Lightning's own strategies put it beside their shards."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """Where checkpoints may be."""
-
-    trees: tuple[Path, ...] = ()
-    """Directories that are searched, with those below them."""
-    folders: tuple[Path, ...] = ()
-    """Directories that are searched by themselves."""
 
 
 def open_newest(
@@ -119,14 +98,6 @@ def open_or_go_back(
     return reader
 
 
-def candidates(places: Places) -> list[Path]:
-    """Return the checkpoints in some places, complete or torn, newest first."""
-    paths = [path for place in places.trees for path in _below(place, deep=True)]
-    paths += [path for place in places.folders for path in _below(place, deep=False)]
-    found = {path.resolve() for path in paths if _is_candidate(path)}
-    return sorted(found, key=_age, reverse=True)
-
-
 def _put_aside(path: Path, error: DamagedCheckpointError, peers: Peers) -> str:
     def rename(_: object) -> Path:
         try:
@@ -135,11 +106,11 @@ def _put_aside(path: Path, error: DamagedCheckpointError, peers: Peers) -> str:
             logger.warning("%s cannot be renamed: %s", path, problem)
             return path
 
-    renamed = peers.run(f"renaming {path}", lambda: None, rename)
+    now = peers.run(f"renaming {path}", lambda: None, rename)
     reason = " ".join(str(error).split())  # one line, whatever is in it
     if peers.is_first:
-        logger.warning("Damaged checkpoint, renamed to %s: %s", renamed, reason)
-    return f"{renamed}: {reason}"
+        logger.warning("Damaged checkpoint, renamed to %s: %s", now, reason)
+    return f"{now}: {reason}"
 
 
 def _search(places: Places, with_optimizers: bool) -> tuple[list[Path], list[Path]]:
@@ -151,47 +122,7 @@ def _search(places: Places, with_optimizers: bool) -> tuple[list[Path], list[Pat
             "Passing over checkpoints of weights alone: %s",
             summary([str(path) for path in weights]),
         )
-    deep = (path for place in places.trees for path in place.rglob(_ANY_CORRUPT))
-    flat = (path for place in places.folders for path in place.glob(_ANY_CORRUPT))
-    return [path for path in found if path not in weights], sorted({*deep, *flat})
-
-
-def _below(place: Path, *, deep: bool) -> Iterator[Path]:
-    """Directories that may be checkpoints; those in hiding after a crash by the name they miss."""
-    if not place.is_dir():
-        return
-    for path in sorted(place.iterdir()):
-        target = hidden_target(path)
-        if target is not None:
-            yield target
-        elif path.suffix == _SUFFIX:
-            yield path
-        elif deep and path.is_dir() and not path.is_symlink() and CORRUPT not in path.suffix:
-            yield from _below(path, deep=True)
-
-
-def _is_candidate(path: Path) -> bool:
-    place = locate(path)
-    if not place.is_dir():
-        return False
-    if is_checkpoint(place):
-        return True
-    # Torn, if it is ours at all.
-    ours = (place / STATE_FILE).exists() or any(place.glob("*.distcp"))
-    return ours and not (place / _FOREIGN).exists()
-
-
-def _age(path: Path) -> tuple[float, str]:
-    """When it was written: by its own word, which copying does not change, if it has one."""
-    place = locate(path)
-    try:
-        written = read_manifest(place).written
-    except CheckpointError:
-        written = None
-    if written is None:
-        file = place / MANIFEST_FILE
-        written = (file if file.exists() else place).stat().st_mtime
-    return written, path.name
+    return [path for path in found if path not in weights], renamed(places)
 
 
 def _has_weights_alone(path: Path) -> bool:

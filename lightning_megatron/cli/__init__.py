@@ -4,7 +4,8 @@
 module and a datamodule take can be set in a YAML file and overridden on the command line, the
 layout included (`--trainer.strategy.tp=4`). `python -m lightning_megatron` is the same command.
 
-`convert` writes the weights of a checkpoint directory to one file. `schedule` draws a pipeline
+`convert` writes the weights of a checkpoint directory to one file. `ckpt` lists checkpoints, shows
+what one contains and verifies them. `schedule` draws a pipeline
 schedule and says what it costs.
 
 A mistake in the configuration ends the command with exit code 2 and the message alone: the stack of
@@ -24,13 +25,17 @@ def main(args: Sequence[str] | None = None) -> int:
         args: the command line without the program's name; `sys.argv` by default.
 
     Returns:
-        The exit code: 0, or 2 for a mistake in the configuration.
+        The exit code: 0, or 2 for a mistake in the configuration (`ckpt verify` has its own).
     """
     given = sys.argv[1:] if args is None else list(args)
     if given[:1] == ["convert"]:
         from lightning_megatron.cli.convert import convert
 
         return convert(given[1:])
+    if given[:1] == ["ckpt"]:
+        from lightning_megatron.cli.ckpt import ckpt
+
+        return ckpt(given[1:])
     if given[:1] == ["schedule"]:
         from lightning_megatron.cli.schedule import schedule
 

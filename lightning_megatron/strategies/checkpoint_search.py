@@ -16,8 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_megatron.checkpoint.candidates import Places
 from lightning_megatron.checkpoint.manifest import local_path
-from lightning_megatron.checkpoint.newest import Places, open_newest, open_or_go_back
+from lightning_megatron.checkpoint.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.reader import CheckpointReader
 from lightning_megatron.errors import ConfigError
 

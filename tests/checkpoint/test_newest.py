@@ -6,14 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron.checkpoint import commit
+from lightning_megatron.checkpoint.candidates import Places, candidates
 from lightning_megatron.checkpoint.commit import Staging, set_aside
 from lightning_megatron.checkpoint.manifest import read_manifest
-from lightning_megatron.checkpoint.newest import (
-    Places,
-    candidates,
-    open_newest,
-    open_or_go_back,
-)
+from lightning_megatron.checkpoint.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.reader import CheckpointReader
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 

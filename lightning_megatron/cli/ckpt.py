@@ -1,0 +1,240 @@
+"""`lightning-megatron ckpt`: what checkpoints there are, what is in one, and whether it is intact.
+
+`ls` and `show` read manifests only and answer at once. `verify` does all that loading does before
+it reads a tensor: it compares every file with its hash. Nothing here unpickles.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.checkpoint.candidates import Places, candidates, is_candidate, renamed
+from lightning_megatron.checkpoint.commit import CORRUPT, locate
+from lightning_megatron.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
+
+
+def ckpt(args: Sequence[str]) -> int:
+    """Run the subcommand.
+
+    Args:
+        args: the command line after `ckpt`.
+
+    Returns:
+        The exit code: 0; 1 if `verify` finds damage; 2 for what is no checkpoint or cannot be read.
+    """
+    options = _parser().parse_args(list(args))
+    try:
+        code: int = options.run(options)
+    except (ConfigError, CheckpointError) as error:
+        print(f"lightning-megatron: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron ckpt", description="Look at checkpoints, without loading them."
+    )
+    commands = parser.add_subparsers(required=True, metavar="{ls,show,verify}")
+    for name, run, summary, argument, several in (
+        ("ls", _ls, "list the checkpoints in a directory and below, newest first", "DIR", False),
+        ("show", _show, "print what a checkpoint contains", "CKPT", False),
+        ("verify", _verify, "compare checkpoints with their hashes; exit code 0 if all are "
+         "intact, 1 if one is damaged, 2 if one cannot be read", "CKPT", True),
+    ):  # fmt: skip
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("path", type=Path, metavar=argument, nargs="+" if several else None)
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(run=run)
+    return parser
+
+
+def _ls(options: argparse.Namespace) -> int:
+    if not options.path.is_dir():
+        raise ConfigError(f"DIR={options.path}: must be a directory that exists")
+    places = Places(trees=(options.path.resolve(),))
+    one = is_checkpoint(options.path)
+    found = [options.path] if one else [*candidates(places), *renamed(places)]
+    entries = [_overview(path) for path in found]
+    if options.json:
+        _print_json(entries)
+    elif not entries:
+        print(f"no checkpoints in {options.path}")
+    else:
+        rows = [
+            [
+                _relative(e["path"], options.path),
+                *(_text(e[key]) for key in ("step", "epoch")),
+                _date(e["written"]),
+                _size(e["bytes"]),
+                _layout(e["layout"]),
+                e["status"],
+            ]
+            for e in entries
+        ]
+        print(_table(["NAME", "STEP", "EPOCH", "WRITTEN", "SIZE", "LAYOUT", "STATUS"], rows))
+    return 0
+
+
+def _overview(path: Path) -> dict[str, Any]:
+    place = locate(path)
+    unknown = dict.fromkeys(("step", "epoch", "written", "bytes", "layout"))
+    entry: dict[str, Any] = {"path": str(path), **unknown, "status": "complete"}
+    try:
+        manifest = read_manifest(place)
+    except CheckpointError as error:
+        return {
+            **entry,
+            "status": "damaged" if is_checkpoint(place) else "torn",
+            "fault": str(error),
+        }
+    entry |= {key: getattr(manifest, key) for key in ("step", "epoch", "written", "layout")}
+    entry["bytes"] = _bytes(manifest)
+    if CORRUPT in path.suffix:
+        entry["status"] = "damaged"
+    return entry
+
+
+def _show(options: argparse.Namespace) -> int:
+    directory = locate(options.path.absolute())
+    manifest = read_manifest(directory)
+    if options.json:
+        _print_json({"path": str(directory), "bytes": _bytes(manifest), **asdict(manifest)})
+        return 0
+    facts = {
+        "path": directory,
+        "step": _text(manifest.step),
+        "epoch": _text(manifest.epoch),
+        "written": _date(manifest.written),
+        "layout": _layout(manifest.layout),
+        "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
+        "size": _size(_bytes(manifest)),
+        "optimizers": manifest.optimizers,
+        "parameters": f"{_elements(manifest):,} in model.*" if manifest.is_sealed else "-",
+    }
+    print("\n".join(f"{key:<12}{value}" for key, value in facts.items()))
+    files = [[n, _size(e.size), (e.sha256 or "-")[:16]] for n, e in manifest.files.items()]
+    print("\n" + _table(["FILE", "SIZE", "SHA-256"], files))
+    tensors = [
+        [name, e.dtype, "x".join(map(str, e.shape)) or "scalar", str(len(e.chunks))]
+        for name, e in manifest.tensors.items()
+    ]
+    if tensors:
+        print("\n" + _table(["TENSOR", "DTYPE", "SHAPE", "CHUNKS"], tensors))
+    if manifest.aliases:
+        aliases = [[alias, name] for alias, name in manifest.aliases.items()]
+        print("\n" + _table(["ALIAS", "OF"], aliases))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    found = [_verdict(path) for path in options.path]
+    if options.json:
+        _print_json(found)
+    else:
+        for verdict in found:
+            print(_sentence(verdict), file=sys.stderr if verdict["exit"] == 2 else sys.stdout)
+    code: int = max(verdict["exit"] for verdict in found)
+    return code
+
+
+def _verdict(path: Path) -> dict[str, Any]:
+    # Late: the other commands need not wait for torch.
+    from lightning_megatron.checkpoint.reader import CheckpointReader
+    from lightning_megatron.checkpoint.verify import foreign_files
+
+    verdict: dict[str, Any] = {"path": str(path), "exit": 0, "fault": None}
+    begin = time.perf_counter()
+    try:
+        if path.is_dir() and not is_candidate(path.absolute()):
+            raise CheckpointError(f"{path}: not a checkpoint of this library")
+        reader = CheckpointReader(path, alone=True)
+    except DamagedCheckpointError as error:
+        return {**verdict, "exit": 1, "fault": str(error)}
+    except (CheckpointError, ConfigError) as error:
+        return {**verdict, "exit": 2, "fault": str(error)}
+    manifest = reader.manifest
+    return {
+        **verdict,
+        "step": manifest.step,
+        "files": len(manifest.files),
+        "bytes": _bytes(manifest),
+        "tensors": len(reader.metadata.state_dict_metadata),
+        "hashes": manifest.is_sealed,
+        "foreign": foreign_files(reader.directory, manifest),
+        "seconds": round(time.perf_counter() - begin, 3),
+    }
+
+
+def _sentence(verdict: Mapping[str, Any]) -> str:
+    path = verdict["path"]
+    if verdict["exit"]:
+        kind = "damaged" if verdict["exit"] == 1 else "cannot be verified"
+        return f"{path}: {kind}\n  {_printable(verdict['fault'])}"
+    how = "valid" if verdict["hashes"] else "complete, but written before there were hashes"
+    foreign = f"; not part of it: {', '.join(verdict['foreign'])}" if verdict["foreign"] else ""
+    return (
+        f"{path}: {how} ({verdict['files']} files, {_size(verdict['bytes'])}, "
+        f"{verdict['tensors']} tensors, {verdict['seconds']:.1f} s){foreign}"
+    )
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    # A name out of a file must not move the cursor of the terminal.
+    lines = [header, *([_printable(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _bytes(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.files.values())
+
+
+def _elements(manifest: Manifest) -> int:
+    tensors = manifest.tensors.items()
+    return sum(math.prod(e.shape) for name, e in tensors if name.startswith("model."))
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _date(seconds: float | None) -> str:
+    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "-"
+    size, unit = float(count), 0
+    while size >= 1000 and unit < 5:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.{0 if unit == 0 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB', 'PB')[unit]}"
+
+
+def _layout(layout: Mapping[str, int] | None) -> str:
+    return " ".join(f"{axis}={degree}" for axis, degree in (layout or {}).items()) or "-"
+
+
+def _relative(path: str, base: Path) -> str:
+    there = Path(path)
+    root = base.resolve()
+    return str(there.relative_to(root)) if there.is_relative_to(root) else path

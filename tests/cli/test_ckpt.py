@@ -1,0 +1,159 @@
+"""`lightning-megatron ckpt`."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.checkpoint.commit import set_aside
+from lightning_megatron.cli import main
+from tests.checkpoint.damage import flip, rewrite_manifest, save, without_hashes
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / "run" / f"step={step}.ckpt" for step in (1, 2, 3)]
+    for step, path in enumerate(paths, 1):
+        save(path, step=step)
+        rewrite_manifest(path, written=1e9 + step, layout={"tp": 2, "pp": 1})
+    return paths
+
+
+def test_ls_lists_newest_first(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    flip(three[0] / "manifest.json", 99)
+    (three[1] / "manifest.json").unlink()
+    os.utime(three[1], (5, 5))
+    set_aside(three[2])
+    save(three[2], step=4)
+    directory = three[0].parent.parent
+    assert main(["ckpt", "ls", str(directory)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["NAME", "STEP", "EPOCH", "WRITTEN", "SIZE", "LAYOUT", "STATUS"]
+    shown = {line[0]: (line[1], line[-1]) for line in lines[1:]}
+    assert shown == {
+        "run/step=3.ckpt": ("4", "complete"),
+        "run/step=1.ckpt": ("-", "damaged"),
+        "run/step=2.ckpt": ("-", "torn"),
+        "run/step=3.ckpt.corrupt": ("3", "damaged"),
+    }
+    assert list(shown)[-1] == "run/step=3.ckpt.corrupt"
+    assert "tp=2" in lines[-1]
+
+
+def test_ls_prints_json(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "ls", "--json", str(three[0].parent)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["step"] for entry in found] == [3, 2, 1]
+    assert found[0]["path"] == str(three[2])
+    sizes = [f.stat().st_size for f in three[2].iterdir() if f.name != "manifest.json"]
+    assert found[0]["bytes"] == sum(sizes)
+    assert found[0]["layout"] == {"tp": 2, "pp": 1}
+
+
+def test_ls_of_a_checkpoint_of_nothing_and_of_no_directory(
+    three: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "ls", str(three[0])]) == 0
+    assert "complete" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert main(["ckpt", "ls", str(tmp_path / "empty")]) == 0
+    assert capsys.readouterr().out == f"no checkpoints in {tmp_path}/empty\n"
+    assert main(["ckpt", "ls", str(tmp_path / "nowhere")]) == 2
+    assert "must be a directory" in capsys.readouterr().err
+
+
+def test_show_prints_files_and_tensors(
+    three: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ckpt", "show", str(three[2])]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["step", "3"] in rows
+    assert ["layout", "pp=1", "tp=2"] in rows
+    assert ["model.0.weight", "float32", "3x4", "1"] in rows
+    assert ["optimizer.0.0.weight.momentum_buffer", "float32", "3x4", "1"] in rows
+    assert any(row[:1] == ["__0_0.distcp"] for row in rows)
+    assert "23 in model.*" in printed
+    assert main(["ckpt", "show", "--json", str(three[2])]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["tensors"]["model.0.weight"]["shape"] == [3, 4]
+    assert main(["ckpt", "show", str(three[2].parent)]) == 2
+
+
+def test_verify_of_a_good_one(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    (three[0] / "note.txt").write_text("mine")
+    assert main(["ckpt", "verify", str(three[0])]) == 0
+    printed = capsys.readouterr().out
+    assert "step=1.ckpt: valid (4 files, " in printed
+    assert "not part of it: note.txt" in printed
+    without_hashes(three[1])
+    assert main(["ckpt", "verify", str(three[1])]) == 0
+    assert "written before there were hashes" in capsys.readouterr().out
+
+
+def test_verify_of_a_bad_one(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    flip(three[0] / "__0_0.distcp", 4000)
+    (three[1] / "manifest.json").unlink()
+    assert main(["ckpt", "verify", *map(str, three)]) == 1
+    printed = capsys.readouterr().out
+    assert "step=1.ckpt: damaged\n" in printed
+    assert "__0_0.distcp: the content has SHA-256 " in printed
+    assert "step=2.ckpt: damaged\n" in printed
+    assert "step=3.ckpt: valid" in printed
+    assert main(["ckpt", "verify", "--json", *map(str, three)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [verdict["exit"] for verdict in found] == [1, 1, 0]
+    assert "was written" in found[0]["fault"]
+
+
+def test_verify_of_none(
+    three: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "file.ckpt").write_bytes(b"")
+    (tmp_path / "foreign.ckpt").mkdir()
+    for name in ("file.ckpt", "foreign.ckpt", "nowhere.ckpt", "run"):
+        assert main(["ckpt", "verify", str(tmp_path / name)]) == 2
+        assert "cannot be verified" in capsys.readouterr().err
+    assert main(["ckpt", "verify", "s3://bucket/a.ckpt"]) == 2
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("lightning_megatron.checkpoint.verify.read_entry", refuse)
+    assert main(["ckpt", "verify", *map(str, three)]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [[], ["burn"], ["ls"], ["verify"], ["show", "a", "b"]])
+def test_usage_is_2(args: list[str]) -> None:
+    with pytest.raises(SystemExit) as info:
+        main(["ckpt", *args])
+    assert info.value.code == 2
+
+
+def test_ls_and_show_wait_for_no_torch_and_nothing_unpickles(three: list[Path]) -> None:
+    code = (
+        "import sys; from lightning_megatron.cli import main; "
+        f"main(['ckpt', 'ls', {str(three[0].parent)!r}]); main(['ckpt', 'show', {str(three[0])!r}])"
+        "; print([m for m in ('torch', 'pickle', 'lightning') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_verify_unpickles_nothing(three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr("torch.load", refuse)
+    monkeypatch.setattr("lightning_megatron.checkpoint.index._RestrictedUnpickler", refuse)
+    assert main(["ckpt", "verify", str(three[0])]) == 0
