@@ -240,6 +240,8 @@ class Saver:
         self.drain(timeout_s=timeout_s, quietly=True)
         if self._thread is not None:
             self._jobs.put(None)
+            if not self._open:
+                self._thread.join()
             self._thread = None
 
     # The training thread --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from lightning_megatron.checkpoint.io import load_directory, save_directory
 from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.state import chunks_of, model_chunks, parameter_names
+from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
@@ -49,6 +49,8 @@ class CheckpointHooks:
     _checkpoint_group: dist.ProcessGroup | None = None
     _background_group: dist.ProcessGroup | None = None
     _saver: Saver | None = None
+    _described: tuple[ParallelModule, dict[str, Chunk]] | None = None
+    """The parameters, from when the module is described until the checkpoint is saved."""
     _links_checkpoints = False
 
     @property
@@ -64,13 +66,18 @@ class CheckpointHooks:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Descriptions of this rank's part of the module, by global name."""
         self.parallel.data.reshard()
-        return model_chunks(self.parallel.module, self.parallel.canonical)
+        state = model_chunks(self.parallel.module, self.parallel.canonical)
+        self._described = self.parallel, chunks_of(state)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """Description of this rank's part of the optimizer's state."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        chunks = chunks_of(self.lightning_module_state_dict())
+        if self._described is None or self._described[0] is not self.parallel:
+            self.lightning_module_state_dict()
+        assert self._described is not None
+        chunks = self._described[1]
         return capture_optimizer(optimizer, self._optimized_names(), chunks)
 
     def save_checkpoint(
@@ -82,6 +89,7 @@ class CheckpointHooks:
         """Write the directory ``filepath``; collective over all processes."""
         if storage_options is not None:
             rank_zero_warn("storage_options is ignored: MegatronStrategy writes a local directory")
+        self._described = None
         model = checkpoint.pop("state_dict")
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
         topology, trainer = self.parallel.topology, self._trainer()

@@ -121,14 +121,13 @@ def test_resume(pool: WorkerPool, tmp_path: Path) -> None:
         assert_same(ours, expected)
 
 
-def test_best_ones_last_one_and_test_of_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_down(monkeypatch, 0.05)
-    callback = saving(tmp_path, save_top_k=1, save_last=True)
-    trainer = fit(1, ASYNC, [callback])
-    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", f"step={STEPS}.ckpt"]
-    assert callback.best_model_path == f"{tmp_path}/step={STEPS}.ckpt"
+def best_job(directory: Path) -> None:
+    callback = saving(directory, save_top_k=1, save_last=True)
+    with pytest.MonkeyPatch.context() as patch:
+        slow_down(patch, 0.05)
+        trainer = fit(1, ASYNC, [callback])
+    assert sorted(os.listdir(directory)) == ["last.ckpt", f"step={STEPS}.ckpt"]
+    assert callback.best_model_path == f"{directory}/step={STEPS}.ckpt"
     module = trainer.lightning_module
     trained = weights(module)
     assert_same(load_full_state_dict(callback.best_model_path), trained)
@@ -138,27 +137,39 @@ def test_best_ones_last_one_and_test_of_the_best(
     module.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
     trainer.test(module, loader(), ckpt_path="best", verbose=False)
     assert_same(weights(module), trained)
+    trainer.save_checkpoint(directory / "after.ckpt")
+    assert is_checkpoint(directory / "after.ckpt")
 
 
-def test_a_link_never_points_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(monkeypatch, 0.02)
+def test_best_ones_last_one_test_of_the_best_and_one_afterwards(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    pool.run(1, best_job, tmp_path)
 
-    class Looks(pl.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            if os.path.lexists(tmp_path / "last.ckpt"):
-                assert is_checkpoint(tmp_path / "last.ckpt")
 
-    callback = saving(tmp_path, save_top_k=1, save_last="link")
-    with pytest.warns(UserWarning, match="save_last='link'"):
-        fit(1, ASYNC, [callback, Looks()])
+class LooksAtLast(pl.Callback):
+    def __init__(self, directory: Path) -> None:
+        self.path, self.seen = directory / "last.ckpt", 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if os.path.lexists(self.path):
+            self.seen += 1
+            assert is_checkpoint(self.path)
+
+
+def link_job(directory: Path) -> None:
+    look = LooksAtLast(directory)
+    with pytest.MonkeyPatch.context() as patch:
+        slow_down(patch, 0.02)
+        with pytest.warns(UserWarning, match="save_last='link'"):
+            fit(1, ASYNC, [saving(directory, save_top_k=1, save_last="link"), look])
+    assert look.seen == STEPS - 1
+
+
+def test_a_link_never_points_to_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(1, link_job, tmp_path)
     assert os.readlink(tmp_path / "last.ckpt") == f"step={STEPS}.ckpt"
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", f"step={STEPS}.ckpt"]
-
-
-def test_saving_after_training_is_done_at_once(tmp_path: Path) -> None:
-    trainer = fit(1, ASYNC, [])
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert is_checkpoint(tmp_path / "a.ckpt")
 
 
 def exception_job(directory: Path, rank: int) -> None:
