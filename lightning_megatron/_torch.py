@@ -17,6 +17,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as repli
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import debug as dtensor_debug
 
 # Undocumented in 2.11-2.13, though every distributed module of torch leans on it.
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -59,6 +60,23 @@ def shard_of(tensor: DTensor) -> Tensor:
     The public ``to_local`` makes a new view, through autograd, at 7 us each.
     """
     return tensor._local_tensor
+
+
+def forget_meshes() -> None:
+    """Drop the results of DTensor operations that torch remembers (2.11-2.13).
+
+    They hold the mesh with which they were first computed. Meshes of the same shape count as equal,
+    so that after a second Trainer in the same process an operation would return a tensor of the
+    first one's mesh, whose process groups are gone.
+    """
+    for name in (
+        "_clear_sharding_prop_cache",
+        "_clear_python_sharding_prop_cache",
+        "_clear_fast_path_sharding_prop_cache",
+    ):
+        clear = getattr(dtensor_debug, name, None)
+        if clear is not None:
+            clear()
 
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
