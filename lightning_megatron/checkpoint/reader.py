@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from lightning_megatron.checkpoint.commit import locate
 from lightning_megatron.checkpoint.document import read_document
 from lightning_megatron.checkpoint.index import check_metadata, index_of
+from lightning_megatron.checkpoint.loading import read_chunks
 from lightning_megatron.checkpoint.manifest import local_path, read_manifest
 from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.shards import read_chunks
 from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.checkpoint.verify import check_contents, check_files
 

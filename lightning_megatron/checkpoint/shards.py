@@ -1,34 +1,29 @@
 """Tensors in files: torch.distributed.checkpoint, driven by chunks.
 
 DCP (``torch.distributed.checkpoint``) writes one file per rank and an index of which rectangle of
-which tensor lies where. Its planners decide who writes and reads what; ours take `Chunk` objects:
-
-* saving: every rank offers its chunks, and the first gives each rectangle that several ranks hold
-  to the one with the fewest bytes so far (parameters are identical on replicas; where values may
-  differ, the lowest rank writes). It then checks that the chunks of every tensor tile it. Planning
-  and writing are separate calls: a plan serves until names or shapes change, and tells which
-  tensors have to be copied before they are written in the background.
-* loading: every rank reads the stored rectangles that overlap its own, without communication.
+which tensor lies where. Its planner decides who writes what; ours takes `Chunk` objects: every rank
+offers its own, and the first gives each rectangle that several ranks hold to the one with the
+fewest bytes so far (parameters are identical on replicas; where values may differ, the lowest rank
+writes). It then checks that the chunks of every tensor tile it. Planning and writing are separate
+calls: a plan serves until names or shapes change, and tells which tensors have to be copied before
+they are written in the background. Reading is in loading.py.
 
 Files are written by one thread, as DCP loses the errors of its helper threads (pytorch issue
-191391). What DCP leaves unchecked when it loads, index.py checks before.
+191391).
 """
 
 import io
 import math
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -38,17 +33,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
@@ -198,29 +188,6 @@ def write_chunks(
     return peers.run(what, lambda: write_shards(directory, plan, chunks), finish)
 
 
-def read_chunks(
-    directory: Path, metadata: Metadata, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
-) -> None:
-    """Fill this rank's chunks in place; not collective.
-
-    Args:
-        directory: the checkpoint.
-        metadata: its index, checked.
-        chunks: what to fill.
-        stored: the stored name of every chunk.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
-    with _translated_errors(f"reading {directory}"):
-        load(
-            {},
-            storage_reader=_Reader(directory, metadata),
-            planner=_LoadPlanner(chunks, stored),
-            no_dist=True,
-        )
-
-
 def _metadata_of(chunk: Chunk) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=chunk.tensor.shape)
 
@@ -330,62 +297,6 @@ def _assign_writers(plans: Sequence[SavePlan]) -> list[SavePlan]:
     ]
 
 
-class _LoadPlanner(LoadPlanner):
-    def __init__(self, chunks: Mapping[str, Chunk], stored: Mapping[str, str]) -> None:
-        self._chunks = chunks
-        self._stored = stored
-        self._metadata = Metadata({})
-
-    @override
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        assert metadata is not None
-        self._metadata = metadata
-
-    @override
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for name, chunk in self._chunks.items():
-            if not chunk.tensor.numel():
-                continue
-            stored = self._stored[name]
-            entry = self._metadata.state_dict_metadata[stored]
-            assert isinstance(entry, TensorStorageMetadata)
-            wanted = create_read_items_for_chunk_list(stored, entry, [_metadata_of(chunk)])
-            target = MetadataIndex(name, chunk.offsets)
-            items += [replace(item, dest_index=target) for item in wanted]
-        return LoadPlan(items)
-
-    @override
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    @override
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn}: not a tensor")
-
-    @override
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        tensor = self._chunks[read_item.dest_index.fqn].tensor
-        for dim, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    @override
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
-
-
 class _Writer(FileSystemWriter):
     """Writes no file for a rank that has nothing to write, and no path into the index."""
 
@@ -407,47 +318,3 @@ class _Writer(FileSystemWriter):
     @override
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta()
-
-
-class _Reader(FileSystemReader):
-    """Reads with an index that was read and checked before, each file from front to back."""
-
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._metadata = metadata
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    @override
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        storage = self._metadata.storage_data
-        return replace(
-            plan, items=sorted(plan.items, key=lambda i: storage[i.storage_index].offset)
-        )
-
-
-@contextmanager
-def _translated_errors(what: str) -> Iterator[None]:
-    """Turn DCP's exception, which is not even an `Exception`, into one of ours."""
-    try:
-        with warnings.catch_warnings():
-            # It announces that it works in a single process, which we asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        raise _translate(what, error) from error
-
-
-def _translate(what: str, error: CheckpointException) -> BaseException:
-    failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
-    for failure in failures.values():
-        if not isinstance(failure, Exception):
-            return failure  # an interrupt stays one
-        if isinstance(failure, CheckpointError):
-            return CheckpointError(f"{what}: {failure}")
-    texts = dict.fromkeys(
-        f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items()
-    )
-    return CheckpointError(f"{what}: {'; '.join(texts)}")

@@ -1,0 +1,202 @@
+"""One tensor out of a shard, without unpickling it.
+
+torch.distributed.checkpoint stores each chunk as `torch.save` makes it: a zip archive of a pickle,
+which names shape and strides, and a record with the numbers. `torch.load(weights_only=True)` runs
+no foreign code, but does what the pickle says within its list of allowed calls: allocate a
+terabyte, inflate a small record to a large one, believe a wrong length. But `torch.save` writes
+exactly one program for a plain tensor. So we read the opcodes, accept that program only, and take
+the numbers from the record ourselves; memory is bounded by the size of the file.
+"""
+
+import io
+import math
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.errors import DamagedCheckpointError
+
+_REBUILDERS = ("torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3")
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_LARGEST_PICKLE = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Global:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Storage:
+    description: Any
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: Any
+    arguments: Any
+
+
+def read_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return the tensor in an archive that ``torch.save`` wrote; it uses the archive's memory.
+
+    Args:
+        content: the archive.
+        dtype: the tensor's format.
+        shape: the tensor's shape.
+
+    Raises:
+        DamagedCheckpointError: it is something else.
+    """
+    try:
+        entries = _entries(content)
+        pickled = _record(content, entries["data.pkl"])
+        key, offset, found, strides = _describe(pickled)
+        if found != shape:
+            raise ValueError(f"shape {found}, not {shape}")
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        numbers = _record(content, entries[f"data/{key}"])
+        count, rest = divmod(len(numbers), dtype.itemsize)
+        last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if rest or last >= count:
+            raise ValueError(f"{len(numbers)} bytes for element {last} of {dtype}")
+        if _address(numbers) % dtype.itemsize:
+            numbers = memoryview(bytearray(numbers))
+        return torch.frombuffer(numbers, dtype=dtype).as_strided(shape, strides, offset)
+    except (ValueError, TypeError, LookupError, AttributeError, struct.error, zipfile.BadZipFile,
+            OverflowError, NotImplementedError, UnicodeDecodeError, EOFError) as error:  # fmt: skip
+        raise DamagedCheckpointError(f"not the archive of a tensor: {error!r}") from error
+
+
+def _address(view: memoryview) -> int:
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+
+
+def _entries(content: bytearray) -> dict[str, zipfile.ZipInfo]:
+    """Return the records of an archive by name, without the folder that all of them are in."""
+    with zipfile.ZipFile(_File(memoryview(content))) as archive:
+        found = archive.infolist()
+    entries = {entry.filename.partition("/")[2]: entry for entry in found}
+    if len(entries) < len(found):
+        raise ValueError("two records of one name")
+    return entries
+
+
+def _record(content: bytearray, entry: zipfile.ZipInfo) -> memoryview:
+    """Return the content of a record, which must be stored as it is."""
+    view, name = memoryview(content), entry.filename
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+        raise ValueError(f"{name} is compressed")
+    header = view[entry.header_offset : entry.header_offset + _LOCAL_HEADER.size]
+    magic, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    begin = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+    end = begin + entry.file_size
+    if magic != b"PK\3\4" or end > len(view):
+        raise ValueError(f"{name} exceeds the archive")
+    return view[begin:end]
+
+
+def _describe(pickled: memoryview) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
+    """Return storage key, offset, shape and strides of the tensor that a pickle describes."""
+    if len(pickled) > _LARGEST_PICKLE:
+        raise ValueError(f"a description of {len(pickled)} bytes")
+    call = _interpret(bytes(pickled))
+    if call.function.name not in _REBUILDERS:
+        raise ValueError(f"made by {call.function.name}")
+    storage, offset, shape, strides, *_ = call.arguments
+    kind, _, key, _, _ = storage.description
+    numbers = (offset, *shape, *strides)
+    if kind != "storage" or not all(type(n) is int and n >= 0 for n in numbers):
+        raise ValueError(f"described by {kind!r}, {numbers}")
+    return key, offset, shape, strides
+
+
+def _interpret(pickled: bytes) -> Any:
+    """Build what a pickle describes of tuples, numbers and names; nothing is looked up or called.
+
+    Raises:
+        ValueError: it has opcodes that the pickle of a tensor has not.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+
+    def pop(count: int) -> tuple[Any, ...]:
+        if count > len(stack):
+            raise ValueError("the description ends early")
+        taken = tuple(stack[len(stack) - count :])
+        del stack[len(stack) - count :]
+        return taken
+
+    def call(_: Any) -> None:
+        function, arguments = pop(2)
+        stack.append(_Call(function, arguments))
+
+    def put(number: Any) -> None:
+        memo[number] = stack[-1]
+
+    rules: Mapping[str, Callable[[Any], None]] = {
+        "GLOBAL": lambda name: stack.append(_Global(name)),
+        "MARK": lambda _: marks.append(len(stack)),
+        "TUPLE": lambda _: stack.append(pop(len(stack) - marks.pop())),
+        "BINPERSID": lambda _: stack.append(_Storage(*pop(1))),
+        "REDUCE": call,
+        **dict.fromkeys(("BINPUT", "LONG_BINPUT"), put),
+        **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda number: stack.append(memo[number])),
+        **dict.fromkeys(("NEWTRUE", "NEWFALSE", "NONE"), lambda _: stack.append(None)),
+        **dict.fromkeys(("PROTO", "STOP"), lambda _: None),
+        "EMPTY_TUPLE": lambda _: stack.append(()),
+        **{f"TUPLE{n}": lambda _, n=n: stack.append(pop(n)) for n in (1, 2, 3)},  # type: ignore[misc]
+        **dict.fromkeys(
+            ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"),
+            stack.append,
+        ),
+    }
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name not in rules:
+            raise ValueError(f"opcode {opcode.name}")
+        rules[opcode.name](argument)
+    (result,) = stack
+    return result
+
+
+class _File(io.RawIOBase):
+    """Bytes in memory as a file, without a copy."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._position = view, 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self._position
+
+    @override
+    def seek(self, offset: int, whence: int = 0) -> int:
+        start = (0, self._position, len(self._view))[whence]
+        if start + offset < 0:
+            raise ValueError("before the beginning")
+        self._position = start + offset
+        return self._position
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        part = self._view[self._position : self._position + len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
