@@ -1,13 +1,13 @@
 """What saving a checkpoint costs training, in two processes.
 
 A small transformer with AdamW is trained under FSDP2 (``zero=3``; the peer is Lightning's
-``ModelParallelStrategy``, which writes a sharded checkpoint too) and saved every tenth step, the
-one before being deleted. *Stall* is the time that one call of ``trainer.save_checkpoint`` takes,
-from the second save on, as the first allocates (target: asynchronous at most 10 % of synchronous).
-*Cost* is what saving adds to the mean step, stalls included (target: at most 3.5 % when
-asynchronous); *drain* is how long the end of training waits for the last save.
+``ModelParallelStrategy``, which writes a sharded checkpoint too). Blocks of ten steps that begin
+with a save and blocks that do not alternate in one run. *Stall* is the time that one call of
+``trainer.save_checkpoint`` takes, from the second on, as the first allocates (target: asynchronous
+at most 10 % of synchronous). *Cost* is by how much a block with a save takes longer than the mean
+of its neighbours, the median of all such blocks (target: at most 3.5 % when asynchronous).
 
-    python -m benchmarks.checkpoint [--rounds 2] [--steps 45]
+    python -m benchmarks.checkpoint [--rounds 2] [--steps 91]
 """
 
 import statistics
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks.data_parallel import ShardedByUser
-from benchmarks.harness import WARMUP, Model, Tokens, arguments, report
+from benchmarks.harness import Model, Tokens, arguments, report
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.asynchronous import CheckpointConfig
 from lightning_megatron.models.config import TransformerConfig
@@ -40,56 +40,63 @@ BATCH_SIZE, LENGTH = 4, 256
 
 @dataclass
 class Times:
-    """Seconds of one or more runs."""
+    """What one or more runs took."""
 
     stalls: list[float] = field(default_factory=list)
+    """Seconds."""
     steps: list[float] = field(default_factory=list)
-    drains: list[float] = field(default_factory=list)
+    """Mean seconds of the steps of a block without a save."""
+    costs: list[float] = field(default_factory=list)
+    """By how much blocks with a save took longer, relative."""
     size: int = 0
+    """Bytes of a checkpoint."""
 
 
 class Saves(pl.Callback):
-    """Saves every tenth step, deletes the one before, and keeps the time."""
+    """Saves before every other block, deletes the checkpoint before, and keeps the time."""
 
-    def __init__(self, directory: Path | None) -> None:
-        self.directory, self.times = directory, Times()
-        self._previous: Path | None = None
-        self._start = self._end = 0.0
-        self._count = 0
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.stalls = directory, list[float]()
+        self.blocks: list[float] = []
+        self.previous: Path | None = None
+        self._start = 0.0
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = batch_idx + 1
-        if self.directory is not None and step % INTERVAL == 0:
-            path = self.directory / f"{step}.ckpt"
-            start = time.perf_counter()
-            trainer.save_checkpoint(path)
-            if step > INTERVAL:
-                self.times.stalls.append(time.perf_counter() - start)
-            if self._previous is not None:
-                trainer.strategy.remove_checkpoint(self._previous)
-            self._previous = path
-        # Whole intervals: after warming up, from one save to the last.
+        if batch_idx % INTERVAL:
+            return
         now = time.perf_counter()
-        if step == INTERVAL:
-            self._start = now
-        if step % INTERVAL == 0:
-            self._end, self._count = now, step - INTERVAL
+        if batch_idx:
+            self.blocks.append(now - self._start)
+        self._start = now
+        if batch_idx // INTERVAL % 2 == 0:
+            return
+        path = self.directory / f"{batch_idx}.ckpt"
+        trainer.save_checkpoint(path)
+        self.stalls.append(time.perf_counter() - now)
+        if self.previous is not None:
+            trainer.strategy.remove_checkpoint(self.previous)
+        self.previous = path
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
-        self.times.steps.append((self._end - self._start) / self._count)
-        start = time.perf_counter()
-        trainer.strategy.on_train_end()
-        self.times.drains.append(time.perf_counter() - start)
-        if self._previous is not None:
-            files = (f for f in self._previous.rglob("*") if f.is_file())
-            self.times.size = sum(f.stat().st_size for f in files)
+    def times(self) -> Times:
+        """The figures of the run; the first save and the blocks beside it do not count."""
+        assert self.previous is not None
+        costs = [
+            2 * self.blocks[i] / (self.blocks[i - 1] + self.blocks[i + 1]) - 1
+            for i in range(3, len(self.blocks) - 1, 2)
+        ]
+        files = (file for file in self.previous.rglob("*") if file.is_file())
+        return Times(
+            stalls=self.stalls[1:],
+            steps=[seconds / INTERVAL for seconds in self.blocks[2::2]],
+            costs=costs,
+            size=sum(file.stat().st_size for file in files),
+        )
 
 
-def run(kind: type[Model], strategy: Any, steps: int, directory: Path | None) -> Times:
+def run(kind: type[Model], strategy: Any, steps: int, directory: Path) -> Times:
     callback = Saves(directory)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -104,7 +111,7 @@ def run(kind: type[Model], strategy: Any, steps: int, directory: Path | None) ->
     )
     data = Tokens(BATCH_SIZE * steps * WORLD, LENGTH, 256)
     trainer.fit(kind(CONFIG), DataLoader(data, batch_size=BATCH_SIZE))
-    return callback.times
+    return callback.times()
 
 
 def job(rounds: int, steps: int, directory: Path) -> dict[str, Times]:
@@ -117,10 +124,8 @@ def job(rounds: int, steps: int, directory: Path) -> dict[str, Times]:
         return MegatronStrategy(zero=3, checkpoint=CheckpointConfig(mode=mode))  # type: ignore[arg-type]
 
     variants: Mapping[str, Callable[[Path], Times]] = {
-        "ours, no saves": lambda _: run(Model, ours("sync"), steps, None),
         "ours, sync": lambda path: run(Model, ours("sync"), steps, path),
         "ours, async": lambda path: run(Model, ours("async"), steps, path),
-        "Lightning, no saves": lambda _: run(ShardedByUser, peer(), steps, None),
         "Lightning": lambda path: run(ShardedByUser, peer(), steps, path),
     }
     total = {name: Times() for name in variants}
@@ -129,7 +134,7 @@ def job(rounds: int, steps: int, directory: Path) -> dict[str, Times]:
             times = variant(directory / f"{name}-{turn}")
             total[name].stalls += times.stalls
             total[name].steps += times.steps
-            total[name].drains += times.drains
+            total[name].costs += times.costs
             total[name].size = times.size
             dist.barrier()
     return total
@@ -142,31 +147,25 @@ def rows_of(by_rank: Sequence[Mapping[str, Times]]) -> list[dict[str, Any]]:
         values: list[list[float]] = [asdict(times[name])[kind] for times in by_rank]
         return max(statistics.median(of_rank) for of_rank in values)
 
-    sync = slowest("ours, sync", "stalls")
-    rows = []
-    for name in ("ours, sync", "ours, async", "Lightning"):
-        without = slowest(f"{name.split(',')[0]}, no saves", "steps")
-        stall, step = slowest(name, "stalls"), slowest(name, "steps")
-        rows.append(
-            {
-                "saving": name,
-                "MB": round(by_rank[0][name].size / 1e6, 1),
-                "stall (ms)": round(1e3 * stall, 1),
-                "stall / ours, sync": round(stall / sync, 3),
-                "stall / Lightning": round(stall / slowest("Lightning", "stalls"), 3),
-                "step (ms)": round(1e3 * step, 1),
-                "step without saves (ms)": round(1e3 * without, 1),
-                "cost (%)": round(100 * (step / without - 1), 1),
-                "drain (ms)": round(1e3 * slowest(name, "drains"), 1),
-            }
-        )
-    return rows
+    sync, peer = slowest("ours, sync", "stalls"), slowest("Lightning", "stalls")
+    return [
+        {
+            "saving": name,
+            "MB": round(by_rank[0][name].size / 1e6, 1),
+            "stall (ms)": round(1e3 * slowest(name, "stalls"), 1),
+            "stall / ours, sync": round(slowest(name, "stalls") / sync, 3),
+            "stall / Lightning": round(slowest(name, "stalls") / peer, 3),
+            "step without a save (ms)": round(1e3 * slowest(name, "steps"), 1),
+            "cost (%)": round(100 * slowest(name, "costs"), 1),
+        }
+        for name in by_rank[0]
+    ]
 
 
 def main() -> None:
     """Run and report."""
-    options = arguments(__doc__, rounds=2, steps=45)
-    assert options.steps > WARMUP + 2 * INTERVAL
+    options = arguments(__doc__, rounds=2, steps=91)
+    assert options.steps > 5 * INTERVAL  # the second save and its neighbours
     with tempfile.TemporaryDirectory() as directory, WorkerPool(WORLD, timeout=1200) as pool:
         by_rank = pool.run(WORLD, job, options.rounds, options.steps, Path(directory))
     title = f"One checkpoint every {INTERVAL} steps, {WORLD} processes, FSDP2"

@@ -1,0 +1,1 @@
+"""Tests that train in pytest's own process: last, as no worker can be forked from it afterwards."""
