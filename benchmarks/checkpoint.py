@@ -27,7 +27,7 @@ from typing_extensions import override
 from benchmarks.data_parallel import ShardedByUser
 from benchmarks.harness import Model, Tokens, arguments, report
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.checkpoint.asynchronous import CheckpointConfig
+from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
-    from lightning_megatron.checkpoint.asynchronous import CheckpointConfig
+    from lightning_megatron.checkpoint.config import CheckpointConfig
     from lightning_megatron.checkpoint.export import (
         convert_to_lightning,
         export_safetensors,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CheckpointConfig": "checkpoint.asynchronous",
+    "CheckpointConfig": "checkpoint.config",
     "ConfigError": "errors",
     "ConnectionConfig": "strategies.connection",
     "LanguageModel": "module",

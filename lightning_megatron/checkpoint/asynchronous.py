@@ -24,9 +24,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_megatron.checkpoint.commit import remove
+from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.host_copy import HostCopy
 from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
@@ -36,57 +37,6 @@ from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """How checkpoints are saved during training."""
-
-    mode: Literal["async", "sync"] = "sync"
-    """``"async"`` copies the state and writes while training goes on; whoever reads a checkpoint
-    during training (a logger that uploads it) then finds it later than the call that saved it."""
-    process: Literal["thread", "process"] = "thread"
-    """What writes in the background; only ``"thread"`` so far."""
-    on_error: Literal["continue", "raise"] = "continue"
-    """Whether training goes on, with one warning, after a save that failed."""
-    max_failed_saves: int = 3
-    """Failed saves in a row after which training ends all the same."""
-    when_busy: Literal["wait", "supersede"] = "wait"
-    """What a save does that finds another in flight: wait for it, or give it up to take its place
-    (every other time at most, so that some checkpoint is always finished)."""
-    drain_timeout_s: float = 600.0
-    """Seconds that a run which ends with an exception waits for the save in flight."""
-
-    def problems(self) -> list[str]:
-        """Faults of the options."""
-        problems = []
-        for name, choices in (
-            ("mode", ("async", "sync")),
-            ("process", ("thread", "process")),
-            ("on_error", ("continue", "raise")),
-            ("when_busy", ("wait", "supersede")),
-        ):
-            if (value := getattr(self, name)) not in choices:
-                problems.append(
-                    f"checkpoint.{name}={value!r}: must be one of {', '.join(choices)}; nearest "
-                    f"valid: {name}={choices[0]!r}"
-                )
-        if self.process == "process":
-            problems.append(
-                "checkpoint.process='process': writing from another process is not implemented; "
-                "nearest valid: process='thread'"
-            )
-        if self.max_failed_saves < 1:
-            problems.append(
-                f"checkpoint.max_failed_saves={self.max_failed_saves}: must be at least 1; nearest "
-                "valid: max_failed_saves=1"
-            )
-        if not self.drain_timeout_s >= 0:
-            problems.append(
-                f"checkpoint.drain_timeout_s={self.drain_timeout_s}: must not be negative; nearest "
-                "valid: drain_timeout_s=0"
-            )
-        return problems
 
 
 @dataclass(eq=False)

@@ -23,8 +23,9 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint.asynchronous import CheckpointConfig, Saver
+from lightning_megatron.checkpoint.asynchronous import Saver
 from lightning_megatron.checkpoint.commit import remove
+from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.io import load_directory, save_directory
 from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_optimizer

@@ -30,7 +30,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron import env
-from lightning_megatron.checkpoint.asynchronous import CheckpointConfig
+from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.optim.local_step import check_optimizer

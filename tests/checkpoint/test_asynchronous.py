@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint.asynchronous import CheckpointConfig, Saver
+from lightning_megatron.checkpoint.asynchronous import Saver
+from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.io import load_directory
 from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.peers import Peers

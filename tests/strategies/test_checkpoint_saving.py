@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint.asynchronous import CheckpointConfig
+from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.export import load_full_state_dict
 from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
 from lightning_megatron.errors import CheckpointError, ConfigError
