@@ -29,10 +29,11 @@ from typing import Any
 from lightning_megatron.checkpoint.commit import remove
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.host_copy import HostCopy
-from lightning_megatron.checkpoint.manifest import local_path
+from lightning_megatron.checkpoint.manifest import Manifest, local_path
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.prepared import Preparation, PreparedSave, all_chunks
+from lightning_megatron.checkpoint.retention import Rotation, rotate
 from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.errors import CheckpointError, ConfigError
 
@@ -47,6 +48,8 @@ class _Job:
     chunks: Callable[[], Mapping[str, Chunk]]
     obsolete: list[Path] = field(default_factory=list)
     """What to delete once it stands."""
+    rotations: Sequence[Rotation] = ()
+    """What may be deleted for it."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set to give it up."""
     done: threading.Event = field(default_factory=threading.Event)
@@ -99,6 +102,7 @@ class Saver:
         *,
         optimizers: Sequence[OptimizerSnapshot] = (),
         layout: Mapping[str, int] | None = None,
+        rotations: Sequence[Rotation] = (),
         wait: bool = False,
     ) -> None:
         """Begin to save, or save; collective. Arguments as for `save_directory`.
@@ -110,6 +114,7 @@ class Saver:
                 soon as this returns, like the tensors.
             optimizers: what `capture_optimizer` returned.
             layout: degrees of parallelism.
+            rotations: what the configuration's ``keep`` applies to.
             wait: whether to return only when the checkpoint is published.
 
         Raises:
@@ -123,11 +128,11 @@ class Saver:
             path, model, state, optimizers, layout, unchanged=self._is_copied(chunks)
         )
         if self._background is None:
-            self._submit(_Job(prepared, lambda: chunks))
+            self._submit(_Job(prepared, lambda: chunks, rotations=rotations))
             return
         if not prepared.unchanged:
             self._make_room()
-        self._submit(_Job(prepared, self._copied(chunks, prepared)))
+        self._submit(_Job(prepared, self._copied(chunks, prepared), rotations=rotations))
         if wait:
             self.drain()
 
@@ -275,7 +280,10 @@ class Saver:
     def _write(self, job: _Job, peers: Peers) -> None:
         agreed = True
         try:
-            job.given_up = job.prepared.write(job.chunks, peers, job.stop.is_set) is None
+            manifest = job.prepared.write(job.chunks, peers, job.stop.is_set)
+            job.given_up = manifest is None
+            if manifest is not None:
+                self._rotate(job, manifest, peers)
         except (CheckpointError, ConfigError) as error:
             job.error = error
         except BaseException as error:  # a peer is gone, which ends training too; an interrupt
@@ -285,6 +293,17 @@ class Saver:
                 raise
         finally:
             self._conclude(job, agreed)
+
+    def _rotate(self, job: _Job, manifest: Manifest, peers: Peers) -> None:
+        """Delete the oldest, if there are too many; the save has succeeded, whatever happens."""
+        keep = self._config.keep
+        if keep is None or not job.rotations:
+            return
+        try:
+            rotate(job.prepared.target, manifest, job.rotations, keep, peers)
+        except CheckpointError as error:
+            if peers.is_first:
+                logger.warning("old checkpoints are not deleted: %s", error)
 
     def _conclude(self, job: _Job, agreed: bool) -> None:
         self._delete_obsolete(job)

@@ -19,7 +19,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from lightning_megatron.checkpoint.manifest import is_checkpoint
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +122,20 @@ def _siblings(target: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint: directory, file or link (never what the link points to)."""
+    """Delete a checkpoint: directory, file or link (never what the link points to).
+
+    A directory first loses its name and its manifest: a crash in the midst of deleting leaves
+    nothing that looks like a checkpoint, were it a damaged one.
+    """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path)
+        return
+    if hidden_target(path) is None:
+        hidden = path.with_name(f".{path.name}.old-{Staging.new_token()}")
+        os.rename(path, hidden)
+        path = hidden
+    (path / MANIFEST_FILE).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def write_durably(path: Path, data: bytes) -> None:

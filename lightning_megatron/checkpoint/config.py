@@ -20,6 +20,10 @@ class CheckpointConfig:
     when_busy: Literal["wait", "supersede"] = "wait"
     """What a save does that finds another in flight: wait for it, or give it up to take its place
     (every other time at most, so that some checkpoint is always finished)."""
+    keep: int | None = None
+    """Keep this many of the checkpoints that each ModelCheckpoint makes in turn, the newest, and
+    what a ModelCheckpoint holds as best or last; None leaves deleting to the callbacks. For one
+    with ``save_top_k=-1``: what is beyond ``keep`` goes when a newer one stands and is verified."""
     drain_timeout_s: float = 600.0
     """Seconds that a run which ends with an exception waits for the save in flight."""
 
@@ -46,6 +50,11 @@ class CheckpointConfig:
             problems.append(
                 f"checkpoint.max_failed_saves={self.max_failed_saves}: must be at least 1; nearest "
                 "valid: max_failed_saves=1"
+            )
+        if self.keep is not None and self.keep < 2:
+            problems.append(
+                f"checkpoint.keep={self.keep}: must be at least 2, as the newest may turn out "
+                "to be damaged; nearest valid: keep=2"
             )
         if not self.drain_timeout_s >= 0:
             problems.append(

@@ -33,6 +33,7 @@ from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.data_position import KEY, DataPosition
 from lightning_megatron.topology.degrees import AXES
@@ -104,7 +105,13 @@ class CheckpointHooks:
             return
         at_once = self._links_checkpoints or trainer.state.status != TrainerStatus.RUNNING
         self._saver.save(
-            filepath, model, checkpoint, optimizers=optimizers, layout=layout, wait=at_once
+            filepath,
+            model,
+            checkpoint,
+            optimizers=optimizers,
+            layout=layout,
+            rotations=rotations(trainer),
+            wait=at_once,
         )
 
     def start_saver(self, config: CheckpointConfig, timeout_s: float) -> None:

@@ -147,6 +147,30 @@ def test_best_ones_last_one_test_of_the_best_and_one_afterwards(
     pool.run(1, best_job, tmp_path)
 
 
+class Worsening(Adaptive):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("score", -float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+def keep_job(directory: Path) -> None:
+    for mode in ("sync", "async"):
+        best = saving(directory / mode, monitor="score", mode="max", save_top_k=1)
+        turns = saving(directory / mode, filename="turn-{step}", save_last=True)
+        config = CheckpointConfig(mode=mode, keep=2)  # type: ignore[arg-type]
+        trainer = fit(2, config, [best, turns], Worsening())
+        trainer.save_checkpoint(directory / mode / "turn-mine.ckpt")
+        assert best.best_model_path == str(directory / mode / "step=1.ckpt")
+
+
+def test_keep_leaves_the_newest_and_what_callbacks_hold(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(2, keep_job, tmp_path)
+    turns = [f"turn-step={step}.ckpt" for step in (STEPS - 1, STEPS)]
+    for mode in ("sync", "async"):
+        left = ["last.ckpt", "step=1.ckpt", "turn-mine.ckpt", *turns]
+        assert sorted(os.listdir(tmp_path / mode)) == sorted(left)
+
+
 class LooksAtLast(pl.Callback):
     def __init__(self, directory: Path) -> None:
         self.path, self.seen = directory / "last.ckpt", 0
