@@ -1,10 +1,11 @@
 """Saving in the background.
 
 A save stops training only while the state that is not tensors becomes JSON and this rank's tensors
-are copied to host memory (prepared.py, host_copy.py). A thread then writes and publishes, and talks
-to the other ranks' threads over a process group of its own: collectives of two threads on one group
-would pair up wrongly. One save is in flight at a time, so memory holds one copy; only a save of the
-same unchanged tensors (``save_last`` beside the best ones) queues behind, as it needs none.
+are copied to host memory (prepared.py, host_copy.py). A thread then writes, or has a process write
+(writer_process.py), and publishes, and talks to the other ranks' threads over a process group of
+its own: collectives of two threads on one group would pair up wrongly. One save is in flight at a
+time, so memory holds one copy; only a save of the same unchanged tensors (``save_last`` beside the
+best ones) queues behind, as it needs none.
 
 Outcomes are agreed: the threads of all ranks see the same error or none. But they see it at
 different times, while training has to stop in the same step everywhere, or peers would wait for a
@@ -32,9 +33,18 @@ from lightning_megatron.checkpoint.host_copy import HostCopy
 from lightning_megatron.checkpoint.manifest import Manifest, local_path
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
 from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.prepared import Preparation, PreparedSave, all_chunks
+from lightning_megatron.checkpoint.prepared import (
+    Preparation,
+    PreparedSave,
+    ShardWriting,
+    all_chunks,
+    writing,
+)
 from lightning_megatron.checkpoint.retention import Rotation, rotate
+from lightning_megatron.checkpoint.shards import WritePlan, Written, write_shards
+from lightning_megatron.checkpoint.shared_memory import SharedMemory
 from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.writer_process import WriterProcess
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +55,7 @@ class _Job:
     """One save."""
 
     prepared: PreparedSave
-    chunks: Callable[[], Mapping[str, Chunk]]
+    shards: ShardWriting
     obsolete: list[Path] = field(default_factory=list)
     """What to delete once it stands."""
     rotations: Sequence[Rotation] = ()
@@ -78,7 +88,9 @@ class Saver:
     ) -> None:
         self._config, self._peers, self._background = config, peers, background
         self._preparation = Preparation(peers)
-        self._copy = HostCopy()
+        memory = SharedMemory() if background is not None and config.process == "process" else None
+        self._process = None if memory is None else WriterProcess(memory)
+        self._copy = HostCopy(memory)
         self._copied_at = -1
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -128,7 +140,7 @@ class Saver:
             path, model, state, optimizers, layout, unchanged=self._is_copied(chunks)
         )
         if self._background is None:
-            self._submit(_Job(prepared, lambda: chunks, rotations=rotations))
+            self._submit(_Job(prepared, writing(chunks), rotations=rotations))
             return
         if not prepared.unchanged:
             self._make_room()
@@ -150,6 +162,10 @@ class Saver:
             self._settle(self._unsettled.popleft())
         if self._verdict is not None and self._step >= self._verdict[0]:
             self._pass_verdict()
+
+    def before_update(self) -> None:
+        """Let no update overtake the copies from a device; call between backward and update."""
+        self._copy.before_update()
 
     def drain(self, *, timeout_s: float | None = None, quietly: bool = False) -> None:
         """Wait until no save is in flight.
@@ -212,9 +228,7 @@ class Saver:
                 job.stop.set()
         self.drain()
 
-    def _copied(
-        self, chunks: Mapping[str, Chunk], prepared: PreparedSave
-    ) -> Callable[[], Mapping[str, Chunk]]:
+    def _copied(self, chunks: Mapping[str, Chunk], prepared: PreparedSave) -> ShardWriting:
         if not prepared.unchanged:
             try:
                 self._copy.take(chunks, prepared.plan.names)
@@ -222,12 +236,19 @@ class Saver:
             except Exception as error:  # out of memory: fails on all ranks, as other errors do
                 reason = f"copying to the host: {type(error).__name__}: {error}"
 
-                def fail() -> Mapping[str, Chunk]:
+                def fail(*_: Any) -> Written | None:
                     raise CheckpointError(reason)
 
                 return fail
         copies = self._copy.chunks
-        return lambda: copies
+
+        def write(directory: Path, plan: WritePlan, stop: Callable[[], bool]) -> Written | None:
+            self._copy.complete()
+            if self._process is not None:
+                return self._process.write(directory, plan, copies, stop)
+            return write_shards(directory, plan, copies, stop)
+
+        return write
 
     def _submit(self, job: _Job) -> None:
         with self._lock:
@@ -276,11 +297,14 @@ class Saver:
     def _work(self, peers: Peers) -> None:
         while (job := self._jobs.get()) is not None:
             self._write(job, peers)
+        if self._process is not None:
+            self._process.close()
+        self._copy.close()
 
     def _write(self, job: _Job, peers: Peers) -> None:
         agreed = True
         try:
-            manifest = job.prepared.write(job.chunks, peers, job.stop.is_set)
+            manifest = job.prepared.write(job.shards, peers, job.stop.is_set)
             job.given_up = manifest is None
             if manifest is not None:
                 self._rotate(job, manifest, peers)

@@ -12,7 +12,8 @@ class CheckpointConfig:
     """``"async"`` copies the state and writes while training goes on; whoever reads a checkpoint
     during training (a logger that uploads it) then finds it later than the call that saved it."""
     process: Literal["thread", "process"] = "thread"
-    """What writes in the background; only ``"thread"`` so far."""
+    """What writes in the background: a thread, or a process of each rank, which takes nothing from
+    training but disk and idle cores, and holds its copy of the tensors in shared memory."""
     on_error: Literal["continue", "raise"] = "continue"
     """Whether training goes on, with one warning, after a save that failed."""
     max_failed_saves: int = 3
@@ -41,10 +42,10 @@ class CheckpointConfig:
                     f"checkpoint.{name}={value!r}: must be one of {', '.join(choices)}; nearest "
                     f"valid: {name}={choices[0]!r}"
                 )
-        if self.process == "process":
+        if self.process == "process" and self.mode == "sync":
             problems.append(
-                "checkpoint.process='process': writing from another process is not implemented; "
-                "nearest valid: process='thread'"
+                "checkpoint.process='process', mode='sync': another process writes only in the "
+                "background; nearest valid: mode='async', or process='thread'"
             )
         if self.max_failed_saves < 1:
             problems.append(

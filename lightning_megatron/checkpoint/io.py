@@ -21,7 +21,12 @@ from lightning_megatron.checkpoint.manifest import (
 )
 from lightning_megatron.checkpoint.optimizer import OptimizerRestore, OptimizerSnapshot
 from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.prepared import OPTIMIZER_PREFIX, Preparation, all_chunks
+from lightning_megatron.checkpoint.prepared import (
+    OPTIMIZER_PREFIX,
+    Preparation,
+    all_chunks,
+    writing,
+)
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
 from lightning_megatron.errors import raise_if_any
@@ -61,7 +66,7 @@ def save_directory(
     """
     peers = Peers(group)
     prepared = Preparation(peers).prepare(path, model, state, optimizers, layout)
-    manifest = prepared.write(lambda: all_chunks(model, optimizers), peers)
+    manifest = prepared.write(writing(all_chunks(model, optimizers)), peers)
     assert manifest is not None
     return manifest
 

@@ -48,6 +48,14 @@ from lightning_megatron.errors import CheckpointError
 
 OPTIMIZER_PREFIX = "optimizer"
 
+ShardWriting = Callable[[Path, WritePlan, Callable[[], bool]], Written | None]
+"""`write_shards` for given tensors: directory, plan and whether to stop."""
+
+
+def writing(chunks: Mapping[str, Chunk]) -> ShardWriting:
+    """Have these tensors written by the thread that saves."""
+    return lambda directory, plan, stop: write_shards(directory, plan, chunks, stop)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSave:
@@ -68,15 +76,14 @@ class PreparedSave:
 
     def write(
         self,
-        chunks: Callable[[], Mapping[str, Chunk]],
+        shards: ShardWriting,
         peers: Peers,
         stop: Callable[[], bool] = lambda: False,
     ) -> Manifest | None:
         """Write and publish; collective.
 
         Args:
-            chunks: gives this rank's part, at least what the plan names; if it raises, the save
-                fails on all ranks.
+            shards: writes this rank's part; if it raises, the save fails on all ranks.
             peers: the ranks that prepared it, perhaps over another group.
             stop: asked now and then whether to give up; one rank is enough.
 
@@ -106,9 +113,7 @@ class PreparedSave:
 
         try:
             peers.run(what, lambda: None, create)
-            manifest = peers.run(
-                what, lambda: write_shards(staging.directory, self.plan, chunks(), stop), finish
-            )
+            manifest = peers.run(what, lambda: shards(staging.directory, self.plan, stop), finish)
             published = manifest is not None
             return manifest
         finally:

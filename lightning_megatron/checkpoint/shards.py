@@ -114,6 +114,7 @@ def write_shards(
     plan: WritePlan,
     chunks: Mapping[str, Chunk],
     stop: Callable[[], bool] = lambda: False,
+    file_system: DigestingFileSystem | None = None,
 ) -> Written | None:
     """Write this rank's file; not collective.
 
@@ -122,6 +123,7 @@ def write_shards(
         plan: of all ranks.
         chunks: values of at least the tensors that the plan gives to this rank.
         stop: asked before each tensor whether to give up.
+        file_system: takes the file; by default, the local one.
 
     Returns:
         What `write_index` needs; None when it was stopped.
@@ -131,7 +133,7 @@ def write_shards(
     """
     # Copying ahead is for device tensors: it opens a stream on a device of its own choice.
     on_device = any(not chunk.tensor.is_cpu for chunk in chunks.values())
-    writer = _Writer(directory, copy_ahead=10_000_000 if on_device else 0)
+    writer = _Writer(directory, file_system, copy_ahead=10_000_000 if on_device else 0)
     try:
         places = writer.write_data(plan.mine, _SavePlanner(chunks, stop)).value()
     except _Stopped:
@@ -300,11 +302,17 @@ def _assign_writers(plans: Sequence[SavePlan]) -> list[SavePlan]:
 class _Writer(FileSystemWriter):
     """Writes no file for a rank that has nothing to write, and no path into the index."""
 
-    def __init__(self, directory: Path, copy_ahead: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        file_system: DigestingFileSystem | None = None,
+        copy_ahead: int = 0,
+    ) -> None:
+        fs = file_system or DigestingFileSystem()
         super().__init__(
-            directory, sync_files=True, thread_count=1, per_thread_copy_ahead=copy_ahead
+            directory, sync_files=fs.syncs, thread_count=1, per_thread_copy_ahead=copy_ahead
         )
-        self.fs: DigestingFileSystem = DigestingFileSystem()
+        self.fs: DigestingFileSystem = fs
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

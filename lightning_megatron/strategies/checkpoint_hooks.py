@@ -144,6 +144,11 @@ class CheckpointHooks:
         if self._saver is not None:
             self._saver.check()
 
+    def before_update(self) -> None:
+        """Let no update overtake the copies from a device."""
+        if self._saver is not None:
+            self._saver.before_update()
+
     def on_train_end(self) -> None:
         """Finish the last save; callbacks have had their turn."""
         if self._saver is not None:

@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
@@ -325,6 +326,11 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.check_saves()
         return super().training_step(*args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self.before_update()
 
     @property
     @override

@@ -238,14 +238,15 @@ def test_an_abandoned_save_does_not_hold_the_process(tmp_path, gate, caplog):
 def test_options_are_checked():
     wrong = {
         "mode": "later",
-        "process": "process",
+        "process": "fibre",
         "on_error": "ignore",
         "max_failed_saves": 0,
         "when_busy": "skip",
         "drain_timeout_s": -1.0,
     }
     assert len(CheckpointConfig(**wrong).problems()) == len(wrong)
-    assert CheckpointConfig(mode="async").problems() == []
+    assert CheckpointConfig(mode="async", process="process").problems() == []
+    assert len(CheckpointConfig(mode="sync", process="process").problems()) == 1
 
 
 def connect():
