@@ -10,12 +10,20 @@ the complete new directory and the old one beside it, where `locate` finds them.
     .name.tmp-<token>   being written; complete once it has a manifest
     .name.old-<token>   replaced by a newer one, about to be deleted
     name.corrupt        found damaged, kept for whoever wants to know why
+
+Whoever works on a hidden directory holds a lock on it, which the system takes back when the process
+dies, however it dies. So the next save, of whatever name, can tell what a killed run left behind
+from what another is still writing, and removes it. Deleting hides a checkpoint before it takes it
+apart, for the same reason: no half of one is ever seen.
 """
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
 import shutil
+import time
 import uuid
 from pathlib import Path
 
@@ -27,6 +35,12 @@ CORRUPT = ".corrupt"
 """Ending of the name of a damaged checkpoint."""
 
 _HIDDEN = re.compile(r"\.(.+)\.(?:tmp|old)-[0-9a-z]+")
+
+_SWEPT = re.compile(r"\.(.+\.ckpt)\.(?:tmp|old)-[0-9a-f]{12}")
+"""What is deleted by its name alone has to look exactly like ours."""
+
+_ABANDONED_S = 24 * 3600.0
+"""After so long without a change a hidden directory is nobody's, where locks are not supported."""
 
 
 class Staging:
@@ -41,6 +55,7 @@ class Staging:
         self.target = target
         self.directory = target.with_name(f".{target.name}.tmp-{token}")
         self._aside = target.with_name(f".{target.name}.old-{token}")
+        self._locks = contextlib.ExitStack()
 
     @staticmethod
     def new_token() -> str:
@@ -53,8 +68,10 @@ class Staging:
         if not os.path.lexists(self.target) and (survivor := locate(self.target)) != self.target:
             os.rename(survivor, self.target)
         for leftover in _siblings(self.target):
-            remove(leftover)
+            _dismantle(leftover)
+        _sweep(self.target.parent)
         self.directory.mkdir()
+        _lock(self.directory, self._locks)
 
     def publish(self) -> None:
         """Put the complete directory in the place of the target, durably.
@@ -63,24 +80,27 @@ class Staging:
         """
         sync_directory(self.directory)
         replaces = os.path.lexists(self.target)
-        if replaces:
-            os.rename(self.target, self._aside)
-        try:
-            os.rename(self.directory, self.target)
-        except BaseException:
+        with self._locks:
             if replaces:
-                os.rename(self._aside, self.target)
-            raise
-        sync_directory(self.target.parent)
-        if replaces:
+                _lock(self.target, self._locks)
+                os.rename(self.target, self._aside)
             try:
-                remove(self._aside)
-            except OSError as error:  # the new one stands: what is left costs space only
-                logger.warning("could not delete the replaced checkpoint: %s", error)
+                os.rename(self.directory, self.target)
+            except BaseException:
+                if replaces:
+                    os.rename(self._aside, self.target)
+                raise
+            sync_directory(self.target.parent)
+            if replaces:
+                try:
+                    _dismantle(self._aside)
+                except OSError as error:  # the new one stands: what is left costs space only
+                    logger.warning("could not delete the replaced checkpoint: %s", error)
 
     def discard(self) -> None:
         """Remove what was written so far; never raises."""
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._locks.close()
 
 
 def locate(target: Path) -> Path:
@@ -125,17 +145,73 @@ def remove(path: Path) -> None:
     """Delete a checkpoint: directory, file or link (never what the link points to).
 
     A directory first loses its name and its manifest: a crash in the midst of deleting leaves
-    nothing that looks like a checkpoint, were it a damaged one.
+    nothing that looks like a checkpoint, were it a damaged one, and the next save removes the rest.
     """
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    if hidden_target(path) is None:
-        hidden = path.with_name(f".{path.name}.old-{Staging.new_token()}")
+    if hidden_target(path) is not None:
+        _dismantle(path)
+        return
+    hidden = path.with_name(f".{path.name}.old-{Staging.new_token()}")
+    with contextlib.ExitStack() as locks:
+        _lock(path, locks)
         os.rename(path, hidden)
-        path = hidden
-    (path / MANIFEST_FILE).unlink(missing_ok=True)
-    shutil.rmtree(path)
+        _dismantle(hidden)
+
+
+def _dismantle(hidden: Path) -> None:
+    """Delete a hidden checkpoint, its manifest first: the rest must not be taken for complete."""
+    if hidden.is_symlink() or not hidden.is_dir():
+        hidden.unlink(missing_ok=True)
+        return
+    (hidden / MANIFEST_FILE).unlink(missing_ok=True)
+    shutil.rmtree(hidden)
+
+
+def _sweep(directory: Path) -> None:
+    """Deal with what killed processes left in a directory: complete ones get their names back."""
+    for path in list(directory.iterdir()):
+        if not _SWEPT.fullmatch(path.name):
+            continue
+        target = hidden_target(path)
+        assert target is not None
+        with contextlib.ExitStack() as locks, contextlib.suppress(OSError):
+            if not _is_abandoned(path, locks):
+                continue
+            if is_checkpoint(path) and not os.path.lexists(target):
+                os.rename(locate(target), target)
+            else:
+                _dismantle(path)
+
+
+def _is_abandoned(path: Path, locks: contextlib.ExitStack) -> bool:
+    """Whether nobody works on a hidden directory any more; if so, we lock it."""
+    held = _lock(path, locks)
+    if held is not None:
+        return held
+    dates = [entry.stat().st_mtime for entry in (path, *path.iterdir())]
+    return time.time() - max(dates) > _ABANDONED_S
+
+
+def _lock(directory: Path, locks: contextlib.ExitStack) -> bool | None:
+    """Lock a directory until ``locks`` is closed.
+
+    Returns:
+        Whether we have the lock; None where the file system has none.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return None
+    locks.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -1,4 +1,7 @@
+import errno
+import fcntl
 import os
+import shutil
 
 import pytest
 
@@ -72,11 +75,65 @@ def test_crash_between_the_two_renames_loses_nothing(tmp_path, complete):
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_next_attempt_removes_torn_leftovers_of_the_same_name_only(tmp_path):
-    Staging(tmp_path / "a.ckpt", "dead").create()
-    Staging(tmp_path / "a.ckpt-v1.ckpt", "alive").create()
+def dead(target, complete=False, mark="tmp"):
+    """What a killed process leaves behind."""
+    path = target.with_name(f".{target.name}.{mark}-{Staging.new_token()}")
+    path.mkdir()
+    if complete:
+        (path / "manifest.json").write_bytes(b"survivor")
+    return path
+
+
+def test_next_attempt_removes_what_the_dead_left_and_spares_the_living(tmp_path):
+    alive = Staging(tmp_path / "b.ckpt", Staging.new_token())
+    alive.create()
+    (tmp_path / ".mine.tmp-1").mkdir()
+    for mark in ("tmp", "old"):
+        dead(tmp_path / "a.ckpt", mark=mark)
+        dead(tmp_path / "c.ckpt", mark=mark)
     stage(tmp_path / "a.ckpt").publish()
-    assert sorted(os.listdir(tmp_path)) == [".a.ckpt-v1.ckpt.tmp-alive", "a.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == [alive.directory.name, ".mine.tmp-1", "a.ckpt"]
+    alive.discard()
+    assert sorted(os.listdir(tmp_path)) == [".mine.tmp-1", "a.ckpt"]
+
+
+@pytest.mark.parametrize("mark", ["tmp", "old"])
+def test_next_attempt_gives_complete_ones_their_names_back(tmp_path, mark):
+    dead(tmp_path / "b.ckpt", complete=True, mark=mark)
+    stage(tmp_path / "a.ckpt").publish()
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
+    dead(tmp_path / "b.ckpt", complete=True)
+    stage(tmp_path / "a.ckpt").publish()
+    assert content(tmp_path / "b.ckpt") == b"survivor"
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
+
+
+def test_without_locks_only_what_is_a_day_old_is_removed(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    old, new = dead(tmp_path / "b.ckpt"), dead(tmp_path / "c.ckpt")
+    os.utime(old, (1e9, 1e9))
+    stage(tmp_path / "a.ckpt").publish()
+    assert sorted(os.listdir(tmp_path)) == [new.name, "a.ckpt"]
+
+
+def test_deleting_leaves_no_half_under_the_name(tmp_path, monkeypatch):
+    target = tmp_path / "a.ckpt"
+    stage(target).publish()
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        remove(target)
+    assert not target.exists()
+    assert locate(target) == target
+    monkeypatch.undo()
+    stage(tmp_path / "b.ckpt").publish()
+    assert os.listdir(tmp_path) == ["b.ckpt"]
 
 
 def test_locate_without_anything_is_the_target(tmp_path):
