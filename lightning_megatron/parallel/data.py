@@ -177,6 +177,11 @@ class DataParallel:
         """Whether gradients of blocked backwards lie in ``.grad`` until later ones are reduced."""
         return any(stage.whole is not None for stage in self._stages)
 
+    @property
+    def communicates_every_microbatch(self) -> bool:
+        """Whether ranks must run equally many microbatches."""
+        return self._zero >= 2 and self._topology.batch.size > 1
+
     def begin(self, *, blocked: bool = False) -> None:
         """The backwards of a batch begin.
 

@@ -61,10 +61,17 @@ class Microbatches:
     """Each of the same structure as the batch."""
     weights: tuple[float, ...]
     """Share of the samples in each; they add up to 1."""
+    repeated: int = 0
+    """How many pieces at the end are there for their number only: they weigh nothing."""
 
     def __len__(self) -> int:
         """Number of pieces."""
         return len(self.batches)
+
+    @property
+    def counted(self) -> int:
+        """Number of pieces that count."""
+        return len(self.batches) - self.repeated
 
 
 def batch_size_of(batch: Any) -> int | None:
@@ -76,7 +83,9 @@ def batch_size_of(batch: Any) -> int | None:
     return None
 
 
-def split(batch: Any, rule: MicrobatchRule, own: SplitBatch | None = None) -> Microbatches:
+def split(
+    batch: Any, rule: MicrobatchRule, own: SplitBatch | None = None, *, at_least: int = 1
+) -> Microbatches:
     """Cut ``batch`` on the first dimension of its tensors.
 
     Args:
@@ -84,24 +93,30 @@ def split(batch: Any, rule: MicrobatchRule, own: SplitBatch | None = None) -> Mi
             cut like tensors, scalars go to every microbatch.
         rule: how many pieces.
         own: the module's own way to cut.
+        at_least: number of pieces, where the rule gives fewer. If there are not that many samples
+            the last piece is repeated, with no weight.
 
     Raises:
         ConfigError: the tensors disagree about the number of samples, or the batch holds an object
             that cannot be cut.
     """
     size = batch_size_of(batch)
-    count = rule.count(size)
+    by_rule = rule.count(size)
+    count = max(by_rule, at_least if size is None else min(at_least, size))
+    pieces: tuple[Any, ...]
     if count == 1:
-        return Microbatches((batch,), (1.0,))
-    if own is not None:
-        pieces = tuple(own(batch, count))
-        sizes = [batch_size_of(piece) or 1 for piece in pieces]
+        pieces, weights = (batch,), (1.0,)
     else:
-        sizes = _sizes(size or 0, count, rule.size)
-        pieces = _cut(batch, sizes)
-    total = sum(sizes)
-    weights = tuple(s / total if total else 1 / count for s in sizes)
-    return Microbatches(pieces, weights)
+        if own is not None:
+            pieces = tuple(own(batch, count))
+            sizes = [batch_size_of(piece) or 1 for piece in pieces]
+        else:
+            sizes = _sizes(size or 0, count, rule.size if count == by_rule else None)
+            pieces = _cut(batch, sizes)
+        total = sum(sizes)
+        weights = tuple(s / total if total else 1 / count for s in sizes)
+    missing = max(at_least - len(pieces), 0)
+    return Microbatches(pieces + pieces[-1:] * missing, weights + (0.0,) * missing, missing)
 
 
 def _sizes(batch_size: int, count: int, size: int | None) -> list[int]:

@@ -130,8 +130,14 @@ class Executor(Protocol):
         """
         ...
 
-    def evaluate(self, step: Step, count: int) -> list[Any]:
-        """Forward of every microbatch; outputs of the step on the last stage, elsewhere nothing."""
+    def evaluate(self, step: Step, count: int, repeated: int = 0) -> list[Any]:
+        """Forward of every microbatch; outputs of the step on the last stage, elsewhere nothing.
+
+        Args:
+            step: the user's step.
+            count: number of microbatches.
+            repeated: how many at the end only run through the trunk, and have no output.
+        """
         ...
 
 
@@ -154,8 +160,8 @@ class NoPipeline(Executor):
         return outputs
 
     @override
-    def evaluate(self, step: Step, count: int) -> list[Any]:
-        return [step(index, True) for index in range(count)]
+    def evaluate(self, step: Step, count: int, repeated: int = 0) -> list[Any]:
+        return [step(index, True) for index in range(count - repeated)]
 
 
 class Pipeline(Executor):
@@ -294,17 +300,18 @@ class Pipeline(Executor):
         return [detach(outputs[i]) for i in range(count)] if self.is_last else []
 
     @override
-    def evaluate(self, step: Step, count: int) -> list[Any]:
+    def evaluate(self, step: Step, count: int, repeated: int = 0) -> list[Any]:
         traffic = self._evaluation(count)
         clock, self._clock = self._clock, None  # training is what is measured
         self._links.begin(traffic)
         outputs = []
         for action in traffic.schedule.row(self._rank):
-            output, _ = self._run_step(step, action)
-            if action.stage == self._final:
-                outputs.append(output)
-            else:
+            counts = action.microbatch < count - repeated
+            output, _ = self._run_step(step, action, to_end=counts)
+            if action.stage != self._final:
                 self._links.send(action, output)
+            elif counts:
+                outputs.append(output)
         self._links.end()
         self._clock = clock
         return outputs
@@ -325,9 +332,10 @@ class Pipeline(Executor):
         self._links.send(action, output)
         return _Saved(inputs, [get_gradient_edge(t) for t in _tensors(output) if t.requires_grad])
 
-    def _run_step(self, step: Step, action: Action) -> tuple[Any, Any]:
+    def _run_step(self, step: Step, action: Action, *, to_end: bool = True) -> tuple[Any, Any]:
         stage = action.stage
-        first, last, position = stage == 0, stage == self._final, self._position[stage]
+        first, position = stage == 0, self._position[stage]
+        last = stage == self._final and to_end
         received = None if first else self._links.receive(action)
         self._started()
         entering = as_results(received)

@@ -24,6 +24,7 @@ from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.pipeline.microbatch import (
     Microbatches,
     MicrobatchRule,
+    batch_size_of,
     merge,
     split,
 )
@@ -99,7 +100,7 @@ class StepEngine:
             What ``training_step`` returned, merged over microbatches, with the loss detached; on
             every rank of the pipeline.
         """
-        pieces = self._split(args[0])
+        pieces = self._split(args[0], at_least=self._common_count(args[0]))
         recorder = LogRecorder(self._module)
         data = self._parallel.data
         defer = blocked and self._by_token is False
@@ -110,7 +111,7 @@ class StepEngine:
         def loss_of(output: Any, index: int) -> Tensor | None:
             loss, tokens = loss_and_tokens(output)
             self._by_token = tokens is not None
-            weight = 1.0 if tokens is not None else pieces.weights[index]
+            weight = float(index < pieces.counted) if self._by_token else pieces.weights[index]
             return loss * (weight / divisor)
 
         data.begin(blocked=defer)
@@ -126,6 +127,7 @@ class StepEngine:
         data.finish()
         if self.auto is not None:
             self.auto.after_step(len(pieces), self._topology.pp.size, self._topology.pp.group)
+        outputs = outputs[: pieces.counted]  # of the last stage; elsewhere there are none
         loss, tokens = self._share_loss(recorder, outputs, pieces)
         self._by_token = tokens is not None
         if tokens is not None:
@@ -151,13 +153,13 @@ class StepEngine:
         if not isinstance(self.executor, Pipeline):
             with context():
                 return self._parallel.step(name, *args)
-        pieces = self._split(args[0])
+        pieces = self._split(args[0], at_least=self._common_count(args[0]))
         recorder = LogRecorder(self._module)
         with recorder.recording(), self._random():
             outputs = self.executor.evaluate(
-                self._step(name, args, pieces, recorder, context), len(pieces)
+                self._step(name, args, pieces, recorder, context), len(pieces), pieces.repeated
             )
-        output = merge(outputs, pieces.weights) if outputs else None
+        output = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
         kind = [_NOTHING if output is None else _OBJECT]
         if name != "predict_step":
             kind = self._replay.share(name, recorder, kind)
@@ -167,8 +169,25 @@ class StepEngine:
             kind = [_OBJECT]
         return self._broadcast_output(output) if kind[0] == _OBJECT else None
 
-    def _split(self, batch: Any) -> Microbatches:
-        return split(batch, self._rule, getattr(self._module, "split_batch", None))
+    def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
+        own = getattr(self._module, "split_batch", None)
+        return split(batch, self._rule, own, at_least=at_least)
+
+    def _common_count(self, batch: Any) -> int:
+        """The number of microbatches that every rank needs, where they have to be equal.
+
+        ZeRO 2 and 3 communicate in every microbatch; ranks may have batches of different sizes (at
+        the end of the data, or always, by a batch sampler that fills batches with tokens).
+        """
+        if not self._parallel.data.communicates_every_microbatch:
+            return 1
+        count = self._rule.count(batch_size_of(batch))
+        group = self._topology.batch.group
+        if group is None or self._rule.single:
+            return count
+        highest = torch.tensor(count, device=self._topology.device)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        return int(highest)
 
     def _random(self) -> AbstractContextManager[None]:
         return self._topology.rng.step() if self._topology.pp.size > 1 else nullcontext()
@@ -216,7 +235,8 @@ class StepEngine:
                 total = sum(float(loss) for loss, _ in found)
             else:
                 total = sum(
-                    float(loss) * w for (loss, _), w in zip(found, pieces.weights, strict=True)
+                    float(loss) * w
+                    for (loss, _), w in zip(found, pieces.weights[: len(found)], strict=True)
                 )
         total, tokens = self._replay.share("training_step", recorder, [total, tokens])
         pair = torch.tensor([total, tokens], dtype=torch.float64, device=self._topology.device)
@@ -228,7 +248,7 @@ class StepEngine:
     def _training_output(self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor) -> Any:
         if not outputs:
             return loss
-        merged = merge(outputs, pieces.weights)
+        merged = merge(outputs, pieces.weights[: len(outputs)])
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
 
     def _broadcast_output(self, output: Any) -> Any:

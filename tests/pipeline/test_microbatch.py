@@ -150,3 +150,17 @@ def test_detach() -> None:
     found = detach({"x": x, "n": 1})
     assert not found["x"].requires_grad
     assert found["n"] == 1
+
+
+def test_a_common_number_of_microbatches() -> None:
+    rule, batch = MicrobatchRule(size=2), torch.arange(5.0)
+    for at_least, sizes, repeated in ((1, [2, 2, 1], 0), (4, [2, 1, 1, 1], 0), (7, [1] * 7, 2)):
+        pieces = split(batch, rule, at_least=at_least)
+        assert [len(piece) for piece in pieces.batches] == sizes
+        assert pieces.repeated == repeated
+        assert sum(pieces.weights) == pytest.approx(1.0)
+        counted = list(pieces.batches[: pieces.counted])
+        torch.testing.assert_close(torch.cat(counted), batch, rtol=0, atol=0)
+        assert all(weight == 0.0 for weight in pieces.weights[pieces.counted :])
+    whole = split(batch, MicrobatchRule(number=1), at_least=2)
+    assert (len(whole), whole.repeated) == (2, 0)

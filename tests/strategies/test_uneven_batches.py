@@ -1,0 +1,90 @@
+"""Ranks whose batches hold different numbers of samples."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
+
+from lightning_megatron.testing import WorkerPool
+from tests.strategies.small import Small, assert_same, make_trainer, merged, samples, weights
+
+SHARES = {1: ((8,), (6,), (3,)), 2: ((5, 3), (2, 4), (1, 2))}
+"""Samples of every rank in every batch."""
+
+
+class Shares(IterableDataset[Any]):
+    """The batches of one data-parallel rank."""
+
+    def __init__(self, dp: int, rank: int) -> None:
+        self.dp, self.rank = dp, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = samples().tensors
+        start = 0
+        for sizes in SHARES[self.dp]:
+            mine = start + sum(sizes[: self.rank])
+            end = mine + sizes[self.rank]
+            yield x[mine:end], y[mine:end]
+            start += sum(sizes)
+
+
+class PerSample(Small):
+    """Counts samples as tokens, and measures what it validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = MeanMetric()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch) * len(batch[0]), "num_tokens": len(batch[0])}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss: Tensor = self.loss(batch)
+        self.metric.update(loss, len(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        if self.metric.update_called:
+            self.seen.append(float(self.metric.compute()))
+
+
+def fit(layout: Mapping[str, Any], devices: int, dp: int) -> tuple[dict[str, Tensor], list[float]]:
+    trainer = make_trainer(layout, devices, limit_val_batches=3, num_sanity_val_steps=0)
+    module = PerSample()
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Shares(dp, trainer.strategy.topology.batch.rank), batch_size=None)
+
+    module.train_dataloader = module.val_dataloader = loader  # type: ignore[method-assign]
+    trainer.fit(module)
+    return weights(module), module.seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices"),
+    [
+        ({"zero": 0, "microbatch_size": 1}, 2),
+        ({"zero": 2, "microbatch_size": 2}, 2),
+        ({"zero": 3, "microbatch_size": 1}, 2),
+        ({"zero": 3, "num_microbatches": 4}, 2),
+        ({"zero": 3, "pp": 2, "microbatch_size": 1}, 4),
+        ({"zero": 3, "pp": 2, "schedule": "zbv", "num_microbatches": 4}, 4),
+    ],
+    ids=str,
+)
+def test_uneven_batches_train_what_one_process_trains(
+    pool: WorkerPool, layout: dict[str, Any], devices: int
+) -> None:
+    """ZeRO 2 and 3 communicate in every microbatch, of which the ranks would have different
+    numbers.
+    """
+    [(alone, means)] = pool.run(1, fit, {}, 1, 1)
+    by_rank = pool.run(devices, fit, layout, devices, 2)
+    assert_same(merged([held for held, _ in by_rank]), alone)
+    for _, seen in by_rank:
+        assert not seen or seen == pytest.approx(means, rel=1e-6)  # float32
+    assert any(seen for _, seen in by_rank)
