@@ -104,6 +104,7 @@ def split(
     by_rule = rule.count(size)
     count = max(by_rule, at_least if size is None else min(at_least, size))
     pieces: tuple[Any, ...]
+    weights: tuple[float, ...]
     if count == 1:
         pieces, weights = (batch,), (1.0,)
     else:
