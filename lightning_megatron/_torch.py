@@ -62,6 +62,21 @@ def shard_of(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def shards_of(tensors: Sequence[DTensor]) -> list[Tensor]:
+    """`shard_of` many, without a call for each (2.11-2.13)."""
+    return [tensor._local_tensor for tensor in tensors]
+
+
+def lend_gradients(parameters: Sequence[DTensor], shards: Sequence[Tensor]) -> None:
+    """Give every shard the local part of its parameter's gradient (2.11-2.13)."""
+    for parameter, shard in zip(parameters, shards, strict=True):
+        gradient = parameter.grad
+        try:  # a look at its type first would cost a quarter more
+            shard.grad = gradient._local_tensor  # type: ignore[union-attr]
+        except AttributeError:
+            shard.grad = gradient
+
+
 def forget_meshes() -> None:
     """Drop the results of DTensor operations that torch remembers (2.11-2.13).
 

@@ -19,8 +19,9 @@ head).
 Each kind costs one coalesced all-reduce per group, in float32 for narrower gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_megatron.layers.base import TensorShard
 from lightning_megatron.optim.clip import clip_coefficient, clip_value_, global_norm, scale_
-from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.optim.pieces import Cut, Piece
+from lightning_megatron.topology.mesh import Axis, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,11 @@ class GradientSet:
         """All parameters, each once."""
         return [role.parameter for role in self.roles]
 
+    @cached_property
+    def pieces(self) -> Mapping[Tensor, Piece]:
+        """Of which whole each parameter is a part, for the optimizers."""
+        return {role.parameter: _piece(role, self._topology) for role in self.roles}
+
     def finish(self) -> None:
         """Complete the gradients; collective over the ranks of each group."""
         if self._unmanaged:
@@ -140,6 +147,39 @@ class GradientSet:
             and topology.cp.rank == 0
             and topology.pp.rank == first
         )
+
+
+def _piece(role: ParameterRole, topology: Topology) -> Piece:
+    """ZeRO has cut what tensor parallelism left, so its cut is undone first."""
+    shape = tuple(role.parameter.shape) if role.shard is None else role.shard.full_shape
+    cuts = [*_mesh_cuts(role.parameter)]
+    cut_axes = {cut.axis for cut in cuts}
+    tp_dim = None if role.shard is None else role.shard.dim
+    axes = ((topology.dp_shard, None), (topology.tp, tp_dim), (topology.dp_replicate, None))
+    cuts += [_cut(axis, dim) for axis, dim in axes if axis.size > 1 and axis.name not in cut_axes]
+    return Piece(name=role.name, full_shape=shape, cuts=tuple(cuts))
+
+
+def _mesh_cuts(parameter: Tensor) -> Iterator[Cut]:
+    """The cuts of a DTensor, from the innermost mesh dimension outwards."""
+    if not isinstance(parameter, DTensor):
+        return
+    mesh = parameter.device_mesh
+    for index in reversed(range(mesh.ndim)):
+        dim = getattr(parameter.placements[index], "dim", None)
+        if dim is not None and mesh.size(index) > 1:
+            yield Cut(
+                axis=(mesh.mesh_dim_names or ())[index],
+                group=mesh.get_group(index),
+                size=mesh.size(index),
+                rank=mesh.get_local_rank(index),
+                dim=dim,
+            )
+
+
+def _cut(axis: Axis, dim: int | None) -> Cut:
+    assert axis.group is not None
+    return Cut(axis=axis.name, group=axis.group, size=axis.size, rank=axis.rank, dim=dim)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.local_step import ELEMENTWISE, LocalShards, local_shards
+from lightning_megatron.optim.local_step import LocalStep, steps_on_shards
 from lightning_megatron.parallel.data import ComputeTypes
 from lightning_megatron.parallel.gradients import GradientSet
 
@@ -47,7 +47,7 @@ class ShardedPrecision(Precision):
     """
 
     gradients: GradientSet | None = None
-    _shards: LocalShards | None = None
+    _local_steps: dict[Optimizer, LocalStep] | None = None
 
     @property
     def types(self) -> ComputeTypes:
@@ -63,15 +63,21 @@ class ShardedPrecision(Precision):
         **kwargs: Any,
     ) -> Any:
         """Run the closure, then step on local shards where the optimizer allows it."""
-        if type(optimizer) not in ELEMENTWISE:
+        if not steps_on_shards(optimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         self._after_closure(model, optimizer)
-        if self._shards is None:
-            self._shards = LocalShards()
-        with local_shards(optimizer, self._shards):
-            optimizer.step(**kwargs)
+        self.step(optimizer, **kwargs)
         return result
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Step on this rank's part of the parameters, with the gradients that are there."""
+        if self._local_steps is None:
+            self._local_steps = {}
+        if optimizer not in self._local_steps:
+            self._local_steps[optimizer] = LocalStep(optimizer, self._gradients().pieces)
+        with self._local_steps[optimizer].lent():
+            optimizer.step(**kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -84,8 +90,8 @@ class ShardedPrecision(Precision):
         self._gradients().clip_value(float(clip_val))
 
     def use(self, gradients: GradientSet) -> None:
-        """Clip these gradients from now on; shards of earlier parameters are forgotten."""
-        self.gradients, self._shards = gradients, None
+        """Clip these gradients from now on; what was prepared for earlier ones is forgotten."""
+        self.gradients, self._local_steps = gradients, None
 
     def _gradients(self) -> GradientSet:
         if self.gradients is None:
