@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         export_safetensors,
         load_from_checkpoint,
     )
+    from lightning_megatron.checkpoint.hf_export import export_hugging_face
+    from lightning_megatron.checkpoint.hf_import import import_hugging_face
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.parallel.data import ShardingConfig
@@ -36,7 +38,9 @@ _HOMES = {
     "PipelineSequential": "pipeline.sequential",
     "ShardingConfig": "parallel.data",
     "convert_to_lightning": "checkpoint.export",
+    "export_hugging_face": "checkpoint.hf_export",
     "export_safetensors": "checkpoint.export",
+    "import_hugging_face": "checkpoint.hf_import",
     "load_from_checkpoint": "checkpoint.export",
 }
 
@@ -51,7 +55,9 @@ __all__ = [
     "PipelineSequential",
     "ShardingConfig",
     "convert_to_lightning",
+    "export_hugging_face",
     "export_safetensors",
+    "import_hugging_face",
     "load_from_checkpoint",
 ]
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.export import load_from_checkpoint
+from lightning_megatron.checkpoint.hf_export import stored_config
+from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
@@ -37,8 +39,9 @@ class LanguageModel(pl.LightningModule):
     per token.
 
     Args:
-        config: the sizes of the model, the name of a preset of `TransformerConfig`, or a mapping of
-            its fields.
+        config: the sizes of the model, the name of a preset of `TransformerConfig`, a mapping of
+            its fields, or the path of a checkpoint directory whose model is to be continued (as
+            `import_hugging_face` makes one; the weights come with `ckpt_path`).
         lr: peak learning rate.
         warmup_steps: steps of linear warmup.
         min_lr_ratio: the cosine ends at this part of the peak, at the Trainer's last step.
@@ -68,6 +71,11 @@ class LanguageModel(pl.LightningModule):
         super().__init__()
         raise_if_any(_option_problems(lr, warmup_steps, min_lr_ratio, weight_decay))
         self.config = _as_config(config)
+        if self.config.vocab_padding and label_smoothing:
+            raise ConfigError(
+                f"label_smoothing={label_smoothing}, vocab_padding={self.config.vocab_padding}: "
+                "smoothing would predict padding; nearest valid: label_smoothing=0.0"
+            )
         self.lr = lr
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
@@ -121,7 +129,7 @@ class LanguageModel(pl.LightningModule):
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the logits `[b, s, vocab_size]` of the whole vocabulary."""
+        """Return the logits `[b, s, vocab_size]` of the whole vocabulary, padding included."""
         tokens = batch if isinstance(batch, Tensor) else _tokens_and_labels(batch)[0]
         logits: Tensor = self(tokens)
         topology = self.loss.topology
@@ -182,6 +190,8 @@ class LanguageModel(pl.LightningModule):
 def _as_config(config: TransformerConfig | str | Mapping[str, Any]) -> TransformerConfig:
     if isinstance(config, TransformerConfig):
         return config
+    if isinstance(config, str) and is_checkpoint(config):
+        return stored_config(config)
     if isinstance(config, str):
         return TransformerConfig.preset(config)
     unknown = [name for name in config if name not in TransformerConfig.__dataclass_fields__]

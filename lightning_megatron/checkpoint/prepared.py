@@ -107,7 +107,7 @@ class PreparedSave:
             if len(written) < len(results):
                 return None
             try:
-                return self._finish(staging, written)
+                return self.finish(staging, written)
             except OSError as error:
                 raise write_error(error, staging.directory, self.plan.size) from error
 
@@ -120,7 +120,7 @@ class PreparedSave:
             if peers.is_first and not published:
                 staging.discard()
 
-    def _finish(self, staging: Staging, written: Sequence[Written]) -> Manifest:
+    def finish(self, staging: Staging, written: Sequence[Written]) -> Manifest:
         """Write index, state and manifest, and publish; on the first rank."""
         assert self.document is not None
         directory = staging.directory

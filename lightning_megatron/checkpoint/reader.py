@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 MODEL_PREFIX = "model"
 """Of the names of parameters and buffers in the shards."""
 
+PRETRAINED = "pretrained"
+"""Key of Lightning's state in checkpoints that hold the weights of another library's model, for
+training to start from."""
+
 
 class CheckpointReader:
     """An open, verified checkpoint; opening is collective.
@@ -86,6 +90,11 @@ class CheckpointReader:
 
     def _check_coverage(self) -> None:
         check_metadata(self.metadata, self.manifest.files)
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it is not the state of a run but weights for one to start from."""
+        return PRETRAINED in self.state
 
     def entry(self, stored: str) -> TensorStorageMetadata | None:
         """Return shape, dtype and chunks of a stored tensor."""

@@ -99,6 +99,20 @@ def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
     return WritePlan(mine=mine, metadata=index[0] if index else None)
 
 
+def plan_in_turn(offered: Sequence[SavePlan]) -> list[WritePlan]:
+    """Plan for one process that writes the files of several ranks, one after the other.
+
+    Args:
+        offered: what `offer` returned for each file.
+
+    Raises:
+        CheckpointError: the chunks do not tile a tensor.
+    """
+    plans, metadata = _SavePlanner({}).create_global_plan(list(offered))
+    plans = _Writer(Path()).prepare_global_plan(plans)
+    return [WritePlan(mine=plan, metadata=metadata) for plan in plans]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Written:
     """What one rank wrote."""

@@ -1,6 +1,8 @@
-"""`lightning-megatron convert`: one file from a checkpoint directory of any layout.
+"""`lightning-megatron convert`: checkpoints to and from other forms, in one process.
 
-It runs in one process, needs no process group, and gathers the whole model in memory.
+`convert CKPT FILE` writes one file from a checkpoint directory of any layout and gathers the whole
+model in memory. `--to hf` writes a Hugging Face model directory and `--from-hf` makes a checkpoint
+of one; both hold a few tensors at a time. No process group is needed.
 """
 
 import argparse
@@ -9,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_megatron.errors import CheckpointError, ConfigError
+
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def convert(args: Sequence[str]) -> int:
@@ -20,31 +24,131 @@ def convert(args: Sequence[str]) -> int:
     Returns:
         The exit code: 0, or 2 for a mistake of the user or a damaged checkpoint.
     """
-    parser = argparse.ArgumentParser(
-        prog="lightning-megatron convert",
-        description="Write the weights of a checkpoint directory to one file.",
-    )
-    parser.add_argument("checkpoint", type=Path, help="checkpoint directory, of any layout")
-    parser.add_argument(
-        "file",
-        type=Path,
-        help="OUT.safetensors for a plain state_dict, OUT.ckpt for a file that "
-        "LightningModule.load_from_checkpoint reads",
-    )
-    options = parser.parse_args(list(args))
-    # Late: --help need not wait for torch.
-    from lightning_megatron.checkpoint.export import convert_to_lightning, export_safetensors
-
-    writers = {".safetensors": export_safetensors, ".ckpt": convert_to_lightning}
+    options = _parser().parse_args(list(args))
+    actions = {None: _to_file, "hf": _to_hugging_face, "from-hf": _from_hugging_face}
     try:
-        if options.file.suffix not in writers:
-            raise ConfigError(
-                f"file={options.file}: the ending says what is written; nearest valid: "
-                f"{options.file.with_suffix('.safetensors')} or {options.file.with_suffix('.ckpt')}"
-            )
-        writers[options.file.suffix](options.checkpoint, options.file)
+        _refuse_idle_options(options)
+        written = actions[options.to](options)
     except (ConfigError, CheckpointError) as error:
         print(f"lightning-megatron: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {options.file}")
+    print(f"wrote {written}")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron convert",
+        description="Take the weights of a checkpoint directory elsewhere, or bring them in.",
+    )
+    parser.add_argument(
+        "source",
+        help="checkpoint directory, of any layout; with --from-hf a Hugging Face model directory",
+    )
+    parser.add_argument(
+        "target",
+        type=Path,
+        help="OUT.safetensors for a plain state_dict, OUT.ckpt for a file that "
+        "LightningModule.load_from_checkpoint reads; with --to hf the model directory to make, "
+        "with --from-hf the checkpoint directory",
+    )
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument(
+        "--to", choices=("hf", "from-hf"), help="hf: write a Hugging Face model directory"
+    )
+    way.add_argument(
+        "--from-hf",
+        dest="to",
+        action="store_const",
+        const="from-hf",
+        help="make a checkpoint of a Hugging Face model directory, for training to start from",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="with --to, --from-hf: of the weights")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="with --to, --from-hf: replace what is there, if it is of the same kind",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="DIR",
+        help="with --to hf: take family, special tokens, tokenizer and generation options from "
+        "this Hugging Face model directory",
+    )
+    parser.add_argument(
+        "--model-type", help="with --to hf: llama, mistral, qwen2, qwen3 or gpt2, if several do"
+    )
+    parser.add_argument(
+        "--max-shard-size", type=float, metavar="GB", help="with --to hf: size of a file (5)"
+    )
+    parser.add_argument(
+        "--pad-vocab-to-multiple",
+        type=int,
+        metavar="N",
+        help="with --from-hf: make the vocabulary divisible, so that tp can split it",
+    )
+    return parser
+
+
+def _refuse_idle_options(options: argparse.Namespace) -> None:
+    """Refuse what would be ignored."""
+    of_both = ("dtype", "overwrite")
+    of_export = ("like", "model_type", "max_shard_size")
+    of_import = ("pad_vocab_to_multiple",)
+    fitting = {None: (), "hf": (*of_both, *of_export), "from-hf": (*of_both, *of_import)}
+    idle = [
+        f"--{name.replace('_', '-')}"
+        for name in (*of_both, *of_export, *of_import)
+        if getattr(options, name) and name not in fitting[options.to]
+    ]
+    if idle:
+        way = {None: "a single file", "hf": "--to hf", "from-hf": "--from-hf"}[options.to]
+        raise ConfigError(f"{', '.join(idle)}: has no meaning for {way}; nearest valid: without")
+
+
+def _to_file(options: argparse.Namespace) -> Path:
+    # Late here and below: --help need not wait for torch.
+    from lightning_megatron.checkpoint.export import convert_to_lightning, export_safetensors
+
+    file: Path = options.target
+    writers = {".safetensors": export_safetensors, ".ckpt": convert_to_lightning}
+    if file.suffix not in writers:
+        raise ConfigError(
+            f"target={file}: the ending says what is written; nearest valid: "
+            f"{file.with_suffix('.safetensors')}, {file.with_suffix('.ckpt')}, or --to hf for a "
+            "directory"
+        )
+    writers[file.suffix](options.source, file)
+    return file
+
+
+def _to_hugging_face(options: argparse.Namespace) -> Path:
+    import torch
+
+    from lightning_megatron.checkpoint.hf_export import export_hugging_face
+
+    export_hugging_face(
+        options.source,
+        options.target,
+        model_type=options.model_type,
+        like=options.like,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        max_shard_bytes=int((options.max_shard_size or 5) * 10**9),
+        overwrite=options.overwrite,
+    )
+    return Path(options.target)
+
+
+def _from_hugging_face(options: argparse.Namespace) -> Path:
+    import torch
+
+    from lightning_megatron.checkpoint.hf_import import import_hugging_face
+
+    import_hugging_face(
+        options.source,
+        options.target,
+        pad_vocab_to_multiple=options.pad_vocab_to_multiple or 1,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        overwrite=options.overwrite,
+    )
+    return Path(options.target)

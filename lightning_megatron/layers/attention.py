@@ -10,6 +10,10 @@ every rank holds the whole projection and computes the one head that its query h
 ``t / n_kv`` neighbours compute the same one. Each of them sees part of its gradient, so the
 gradients of these weights are summed over tp (``TensorShard.sum_gradients``).
 
+With a norm of queries and keys (Qwen3) every head is divided by its root mean square before it is
+turned. With a sliding window (Mistral, arXiv 2310.06825) a position sees itself and the
+``window - 1`` before it.
+
 The attention itself is ``scaled_dot_product_attention``, which picks the fastest kernel there is.
 
 Legend: b batch, s sequence, h hidden size, n heads, d head dim.
@@ -23,11 +27,13 @@ from typing_extensions import override
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import random_stream
+from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     column_parallel,
 )
+from lightning_megatron.layers.norm import HeadNorm
 from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.layers.rules import head_problems, tp_head_problems
 from lightning_megatron.topology.degrees import Degrees
@@ -48,6 +54,8 @@ class CausalSelfAttention(ParallelLayer):
         qkv_bias: whether queries, keys and values have a bias.
         out_bias: whether the output has a bias.
         rotary: turns queries and keys by their position; None for absolute positions.
+        qk_norm_eps: ``eps`` of the norm of queries and keys; without that norm when None.
+        window: how many positions each one sees, itself included; all before it when None.
         dropout: probability of an attention weight to be zeroed.
         init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
         out_init_std: the same for ``wo``; ``init_std`` when None.
@@ -66,6 +74,8 @@ class CausalSelfAttention(ParallelLayer):
         qkv_bias: bool = False,
         out_bias: bool = False,
         rotary: Rotary | None = None,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
         dropout: float = 0.0,
         init_std: float | None = None,
         out_init_std: float | None = None,
@@ -76,6 +86,7 @@ class CausalSelfAttention(ParallelLayer):
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.rotary = rotary
+        self.window = window
         self.dropout = dropout
         q_size, kv_size = num_heads * self.head_dim, kv_heads * self.head_dim
         self.wq = ColumnParallelLinear(hidden_size, q_size, qkv_bias, init_std=init_std)
@@ -83,6 +94,10 @@ class CausalSelfAttention(ParallelLayer):
             ColumnParallelLinear(hidden_size, kv_size, qkv_bias, units=kv_heads, init_std=init_std)
             for _ in range(2)
         )
+        self.q_norm: HeadNorm | None = None
+        self.k_norm: HeadNorm | None = None
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (HeadNorm(self.head_dim, qk_norm_eps) for _ in range(2))
         out_std = init_std if out_init_std is None else out_init_std
         self.wo = RowParallelLinear(q_size, hidden_size, out_bias, init_std=out_std)
 
@@ -92,22 +107,35 @@ class CausalSelfAttention(ParallelLayer):
 
     @override
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
             x: activation, ``[b, s, h]`` (``[b, s / tp, h]`` under sequence parallelism).
             positions: ``[s]`` or ``[b, s]`` over the whole sequence, for the rotary embedding.
-            mask: what may be attended to, in place of the causal mask: as ``attn_mask`` of
-                ``scaled_dot_product_attention``, broadcastable to ``[b, n / tp, s, s]``.
+            mask: what may be attended to, in place of the causal mask and the window: as
+                ``attn_mask`` of ``scaled_dot_product_attention``, broadcastable to
+                ``[b, n / tp, s, s]``.
+            cache: keys and values of earlier calls, which are attended to as well; those of this
+                call are added. Needs a mask ``[..., s, earlier + s]``.
         """
         q, k, v = (
             y.view(*y.shape[:-1], -1, self.head_dim)
             for y in column_parallel(x, (self.wq, self.wk, self.wv))
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, k, positions)
+        if cache is not None:
+            k, v = cache.extend(self, k, v)
+        elif mask is None and self.window is not None and self.window < k.shape[1]:
+            mask = window_mask(k.shape[1], self.window, k.device)
         y_bnsd = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         out: Tensor = self.wo(y_bnsd.transpose(1, 2).flatten(2))
         return out
@@ -123,6 +151,12 @@ class CausalSelfAttention(ParallelLayer):
     @override
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {super().extra_repr()}"
+
+
+def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """What each of ``length`` positions sees: ``[s, s]``, True within the window before it."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen if window is None else seen.triu(1 - window)
 
 
 def _sdpa(

@@ -60,6 +60,22 @@ class RMSNorm(_Norm):
         return F.rms_norm(x, (self.dim,), self.weight.to(x.dtype), self.eps)
 
 
+class HeadNorm(RMSNorm):
+    """RMS norm of each head's queries or keys (Henry et al., arXiv 2010.04245; Qwen3).
+
+    All heads share the weight. A tp rank normalises only its own heads, so the gradient that it
+    finds is always a part of a sum.
+
+    Args:
+        dim: size of a head.
+        eps: added to the mean square.
+    """
+
+    @override
+    def summed_parameters(self, topology: Topology) -> frozenset[str]:
+        return frozenset({"weight"} if topology.tp.size > 1 else ())
+
+
 class LayerNorm(_Norm):
     """Layer norm (Ba et al., arXiv 1607.06450): ``(x - mean) / std * weight + bias``.
 

@@ -10,16 +10,48 @@ in a buffer: a buffer would be created on the meta device, be lost there, and ha
 from checkpoints. The rotation is one autograd node for queries and keys together; its gradient is
 the rotation by the negative angle.
 
+A model that was trained on sequences of length ``L`` reads longer ones when its frequencies are
+slowed down (`RopeScaling`). "linear" divides all of them (arXiv 2306.15595). "llama3" (section 3.4
+of arXiv 2407.21783, and the reference code of Llama 3.1) leaves what turns often within ``L`` as it
+is, because near neighbours are told apart by it, and divides what turns hardly once.
+
 Legend: b batch, s sequence, n heads, d head dim.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How frequencies are slowed down for sequences longer than those of the training."""
+
+    kind: Literal["linear", "llama3"]
+    """Which frequencies are."""
+    factor: float
+    """By how much."""
+    low_freq_factor: float = 1.0
+    """llama3: what turns less often than this in ``original_length`` is slowed down in full."""
+    high_freq_factor: float = 4.0
+    """llama3: what turns more often than this keeps its frequency; between, a mixture."""
+    original_length: int = 8192
+    """llama3: longest sequence of the training."""
+
+    def apply(self, frequencies: Tensor) -> Tensor:
+        """Return the slower frequencies, in radians per position."""
+        if self.kind == "linear":
+            return frequencies / self.factor
+        turns = self.original_length / (2 * math.pi / frequencies)
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        kept = kept.clamp(0, 1)
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
 class Rotary:
@@ -28,11 +60,15 @@ class Rotary:
     Args:
         head_dim: size of each head; even.
         base: the slowest frequency is ``1 / base`` (nearly).
+        scaling: how frequencies are slowed down; not at all when None.
     """
 
-    def __init__(self, head_dim: int, base: float = 10_000.0) -> None:
+    def __init__(
+        self, head_dim: int, base: float = 10_000.0, scaling: RopeScaling | None = None
+    ) -> None:
         self.head_dim = head_dim
         self.base = base
+        self.scaling = scaling
         self._key: tuple[int, torch.device, torch.dtype] | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -72,6 +108,8 @@ class Rotary:
         """Cosines ``[(b,) s, 1, d]`` and, of half the channels, sines ``[(b,) s, 1, d/2]``."""
         steps = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=positions.device)
         frequencies = 1.0 / (self.base ** (steps.to(torch.float32) / self.head_dim))
+        if self.scaling is not None:
+            frequencies = self.scaling.apply(frequencies)
         angles = (positions.to(torch.float32).unsqueeze(-1) * frequencies).unsqueeze(-2)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return torch.cat((cos, cos), dim=-1), sin

@@ -15,6 +15,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "activation": ("swiglu", "geglu", "gelu", "gelu_tanh", "relu"),
     "norm": ("rmsnorm", "layernorm"),
     "positions": ("rotary", "learned"),
+    "rope_scaling": ("none", "linear", "llama3"),
 }
 
 
@@ -27,7 +28,10 @@ class TransformerConfig:
     """
 
     vocab_size: int = 256
-    """Number of different tokens."""
+    """Rows of the table of embeddings, and of the head."""
+    vocab_padding: int = 0
+    """How many rows at the end of the vocabulary stand for no token: they make its size divisible
+    by tp. They are never predicted, and left out of exports to Hugging Face."""
     hidden_size: int = 256
     """Size of the residual stream."""
     num_layers: int = 4
@@ -53,10 +57,28 @@ class TransformerConfig:
     """How the model knows the order of tokens."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
+    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    """How rotary frequencies are slowed down for long sequences (`layers.rotary.RopeScaling`)."""
+    rope_factor: float = 1.0
+    """By how much they are slowed down."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: what turns less often than this in ``rope_original_length`` is slowed down fully."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: what turns more often than this keeps its frequency."""
+    rope_original_length: int = 8192
+    """llama3: longest sequence before the frequencies were scaled."""
+    sliding_window: int | None = None
+    """How many positions attention sees, itself included; all before it when None."""
+    qk_norm: bool = False
+    """Whether each head's queries and keys go through an RMS norm of their own (Qwen3)."""
     qkv_bias: bool = False
     """Whether the query, key and value projections have a bias."""
     bias: bool = False
     """Whether the attention output, the MLP and a layernorm have a bias."""
+    out_bias: bool | None = None
+    """Whether the attention output has a bias; as ``bias`` when None."""
+    mlp_bias: bool | None = None
+    """Whether the MLP has a bias; as ``bias`` when None."""
     tied_embeddings: bool = False
     """Whether the head uses the table of token embeddings."""
     dropout: float = 0.0
@@ -69,6 +91,21 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         raise_if_any(_own_problems(self))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of different tokens: the vocabulary without its padding."""
+        return self.vocab_size - self.vocab_padding
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Whether the attention output has a bias."""
+        return self.bias if self.out_bias is None else self.out_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether the MLP has a bias."""
+        return self.bias if self.mlp_bias is None else self.mlp_bias
 
     @property
     def kv_heads(self) -> int:
@@ -129,7 +166,7 @@ def _own_problems(config: TransformerConfig) -> list[str]:
     sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     problems = [
         f"{name}={value}: must be a whole number of at least 1; nearest valid: {name}=1"
-        for name in (*sizes, "mlp_size", "max_seq_len")
+        for name in (*sizes, "mlp_size", "max_seq_len", "sliding_window", "rope_original_length")
         if (value := getattr(config, name)) is not None and not _is_positive(value)
     ]
     problems += [
@@ -142,9 +179,23 @@ def _own_problems(config: TransformerConfig) -> list[str]:
         for name in ("dropout", "attention_dropout")
         if not 0.0 <= (value := getattr(config, name)) < 1.0
     ]
+    if config.rope_factor <= 0:
+        problems.append(f"rope_factor={config.rope_factor}: must be positive; nearest valid: 1.0")
+    if config.rope_low_freq_factor >= config.rope_high_freq_factor:
+        problems.append(
+            f"rope_low_freq_factor={config.rope_low_freq_factor}, rope_high_freq_factor="
+            f"{config.rope_high_freq_factor}: the first must be smaller; nearest valid: 1.0 and 4.0"
+        )
     if problems:
         return problems
-    problems = head_problems(config.hidden_size, config.num_heads, config.kv_heads, config.head_dim)
+    if not 0 <= config.vocab_padding < config.vocab_size:
+        problems.append(
+            f"vocab_padding={config.vocab_padding}, vocab_size={config.vocab_size}: the padding "
+            "is a part of the vocabulary; nearest valid: vocab_padding=0"
+        )
+    problems += head_problems(
+        config.hidden_size, config.num_heads, config.kv_heads, config.head_dim
+    )
     if config.positions == "rotary" and config.head_size % 2:
         problems.append(
             f"head_dim={config.head_size}, positions=rotary: rotary embedding turns pairs of "
@@ -156,6 +207,16 @@ def _own_problems(config: TransformerConfig) -> list[str]:
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
+
+_QWEN3: Mapping[str, Any] = {
+    "vocab_size": 151_936,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "max_seq_len": 40_960,
+    "norm_eps": 1e-6,
+    "rope_base": 1_000_000.0,
+    "qk_norm": True,
+}
 
 _LLAMA3: Mapping[str, Any] = {
     "vocab_size": 128_256,
@@ -208,5 +269,32 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
         "norm_eps": 1e-6,
         "rope_base": 1_000_000.0,
         "qkv_bias": True,
+    },
+    # arXiv 2505.09388.
+    "qwen3-0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "num_layers": 28,
+        "num_heads": 16,
+        "mlp_size": 3072,
+        "tied_embeddings": True,
+    },
+    "qwen3-8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "num_layers": 36,
+        "num_heads": 32,
+        "mlp_size": 12_288,
+    },
+    # arXiv 2310.06825; since v0.2 without the sliding window of 4096.
+    "mistral-7b": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "mlp_size": 14_336,
+        "max_seq_len": 32_768,
+        "rope_base": 1_000_000.0,
     },
 }

@@ -10,6 +10,7 @@ so on in every layout.
 
 import math
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -17,10 +18,11 @@ from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
-from lightning_megatron.layers.rotary import Rotary
+from lightning_megatron.layers.rotary import RopeScaling, Rotary
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.pipeline.sequential import PipelineSequential
 
@@ -70,8 +72,10 @@ class TransformerBlock(nn.Module):
             config.kv_heads,
             head_dim=config.head_size,
             qkv_bias=config.qkv_bias,
-            out_bias=config.bias,
+            out_bias=config.has_out_bias,
             rotary=rotary,
+            qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            window=config.sliding_window,
             dropout=config.attention_dropout,
             init_std=std,
             out_init_std=out_std,
@@ -81,7 +85,7 @@ class TransformerBlock(nn.Module):
             config.hidden_size,
             config.mlp_width,
             config.activation,
-            bias=config.bias,
+            bias=config.has_mlp_bias,
             init_std=std,
             out_init_std=out_std,
         )
@@ -89,12 +93,42 @@ class TransformerBlock(nn.Module):
 
     @override
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """``[b, s, h]`` to the same; see `CausalSelfAttention` for the arguments."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask))
+        x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask, cache))
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
+
+
+class PaddedHead(ColumnParallelLinear):
+    """The output projection of a vocabulary of which the last columns stand for no token.
+
+    Their logits are the smallest number there is, so that they have no probability and no gradient
+    in any loss that is a function of the softmax.
+
+    Args:
+        config: sizes of the model.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, False, init_std=config.init_std)
+        self.num_tokens = config.num_tokens
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """``[b, s, h]`` to the logits of this rank's columns."""
+        logits: Tensor = super().forward(x)
+        width = logits.shape[-1]
+        first = 0 if self.topology is None else width * self.topology.tp.rank
+        if first + width <= self.num_tokens:
+            return logits
+        column = torch.arange(first, first + width, device=logits.device)
+        return logits.masked_fill(column >= self.num_tokens, torch.finfo(logits.dtype).min)
 
 
 class Transformer(nn.Module):
@@ -134,11 +168,14 @@ class Transformer(nn.Module):
 
 def build_trunk(config: TransformerConfig) -> PipelineSequential:
     """The items of `Transformer`, ready to be cut into pipeline stages."""
-    rotary = Rotary(config.head_size, config.rope_base) if config.positions == "rotary" else None
+    rotary = _rotary(config) if config.positions == "rotary" else None
     embedding = InputEmbedding(config)
-    head = ColumnParallelLinear(
-        config.hidden_size, config.vocab_size, bias=False, init_std=config.init_std
-    )
+    if config.vocab_padding:
+        head: ColumnParallelLinear = PaddedHead(config)
+    else:
+        head = ColumnParallelLinear(
+            config.hidden_size, config.vocab_size, bias=False, init_std=config.init_std
+        )
     if config.tied_embeddings:
         head.weight = embedding.tokens.weight
     return PipelineSequential(
@@ -147,6 +184,19 @@ def build_trunk(config: TransformerConfig) -> PipelineSequential:
         norm=_norm(config),
         head=head,
     )
+
+
+def _rotary(config: TransformerConfig) -> Rotary:
+    if config.rope_scaling == "none":
+        return Rotary(config.head_size, config.rope_base)
+    scaling = RopeScaling(
+        kind=config.rope_scaling,
+        factor=config.rope_factor,
+        low_freq_factor=config.rope_low_freq_factor,
+        high_freq_factor=config.rope_high_freq_factor,
+        original_length=config.rope_original_length,
+    )
+    return Rotary(config.head_size, config.rope_base, scaling)
 
 
 def _norm(config: TransformerConfig) -> ParallelLayer:

@@ -20,7 +20,7 @@ from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.asynchronous import Saver
@@ -165,7 +165,7 @@ class CheckpointHooks:
 
         Returns:
             The rest of Lightning's checkpoint dictionary; `NoCheckpoint` if it is ``"auto"`` and
-            there is none yet.
+            there is none yet, or if training starts from weights that another library made.
         """
         del weights_only
         module = self.lightning_module
@@ -189,15 +189,19 @@ class CheckpointHooks:
         )
         if reader is None:
             return NoCheckpoint()
+        starts = fitting and reader.is_pretrained
         checkpoint = load_directory(
             reader,
             module,
-            self.optimizers if fitting else (),
+            self.optimizers if fitting and not starts else (),
             canonical=self.parallel.canonical,
             names=self._optimized_names(),
             strict=module.strict_loading,
             group=group,
         )
+        if starts:
+            rank_zero_info(f"Training starts at step 0 from the weights in {reader.directory}")
+            return NoCheckpoint()
         if fitting:
             self._data_position.load(checkpoint, module.trainer, self.parallel.topology)
         return checkpoint

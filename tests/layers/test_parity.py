@@ -61,6 +61,9 @@ CASES = {
     "attention, 2 kv heads": _attention(num_kv_heads=2, qkv_bias=True),
     "attention, 1 kv head": _attention(num_kv_heads=1),
     "attention, wide heads": _attention(num_kv_heads=2, head_dim=6),
+    "attention, norms of heads": _attention(qk_norm_eps=1e-6, num_kv_heads=2),
+    "attention, norms of heads, 1 kv head": _attention(qk_norm_eps=1e-6, num_kv_heads=1),
+    "attention, window": _attention(window=3),
     "attention, packed positions": Case(
         _attention().build,
         _x(2, 8, 16),

@@ -20,6 +20,9 @@ KNOWN = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "mistral-7b": 7_241_732_096,
 }
 
 
@@ -36,6 +39,8 @@ def test_counted_parameters_are_those_of_the_model(name):
     [
         {"activation": "geglu", "bias": True, "qkv_bias": True},
         {"norm": "layernorm", "activation": "relu", "head_dim": 6},
+        {"qk_norm": True, "out_bias": True, "num_kv_heads": 2, "vocab_padding": 4},
+        {"mlp_bias": True, "qkv_bias": True, "rope_scaling": "llama3", "sliding_window": 8},
         {"norm": "layernorm", "bias": True, "positions": "learned", "tied_embeddings": True},
     ],
 )

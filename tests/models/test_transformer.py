@@ -13,6 +13,9 @@ CONFIGS = {
     "llama with one kv head, tied": TransformerConfig(
         **TINY, num_kv_heads=1, tied_embeddings=True, qkv_bias=True
     ),
+    "qwen3, padded vocabulary": TransformerConfig(
+        **TINY, num_kv_heads=2, qk_norm=True, vocab_padding=5, sliding_window=6
+    ),
     "gpt2": TransformerConfig.preset("gpt2-124m", **TINY),
 }
 
@@ -35,6 +38,33 @@ def _parity(tp, sequence_parallel):
 )
 def test_distributed_transformer_equals_the_plain_one(pool, tp, sequence_parallel):
     pool.run(tp, _parity, tp, sequence_parallel)
+
+
+def _padded_loss(tp):
+    """Padding has no part in the loss, and no gradient."""
+    topology = make_topology(tp)
+    torch.manual_seed(0)
+    few = Transformer(TransformerConfig(**{**TINY, "vocab_size": 13})).double()
+    padded = Transformer(TransformerConfig(**TINY, vocab_padding=3)).double()
+    state = few.state_dict()
+    for name in ("trunk.embedding.tokens.weight", "trunk.head.weight"):
+        state[name] = torch.cat((state[name], torch.randn(3, 16, dtype=torch.float64)))
+    padded.load_state_dict(state)
+    distribute(padded, topology)
+    tokens, loss = torch.randint(13, (2, 8)), VocabParallelCrossEntropy(vocab_size=16, z_loss=1e-2)
+    expected = VocabParallelCrossEntropy(z_loss=1e-2)(few(tokens), tokens)
+    loss.distribute(topology)
+    found = loss(padded(tokens), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    found.backward()
+    if topology.tp.rank == tp - 1:
+        assert not padded.trunk.head.weight.grad[-3:].any()
+        assert padded.trunk.head.weight.grad[:-3].all()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_padding_of_the_vocabulary_is_never_predicted(pool, tp):
+    pool.run(tp, _padded_loss, tp)
 
 
 def _low_precision(tp, sequence_parallel):

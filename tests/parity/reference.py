@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Architecture = Literal["llama", "gpt", "deep"]
-"""``deep`` is ``llama`` with enough layers for eight pipeline stages."""
+Architecture = Literal["llama", "gpt", "deep", "qwen"]
+"""``deep`` is ``llama`` with layers for eight pipeline stages, ``qwen`` with norms of queries
+and keys."""
 IGNORED = -100
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, MLP = 32, 16, 4, 2, 24
-LAYERS: dict[Architecture, int] = {"llama": 2, "gpt": 2, "deep": 5}
+LAYERS: dict[Architecture, int] = {"llama": 2, "gpt": 2, "deep": 5, "qwen": 2}
 LONGEST = 16
 CLIP = 1.0
 # The gradient of a key bias is zero but for rounding: softmax does not see a shift. With Adam's
@@ -83,6 +84,9 @@ class DenseBlock(nn.Module):
         self.q = nn.Linear(HIDDEN, HIDDEN, bias)
         self.k, self.v = nn.Linear(HIDDEN, kv, bias), nn.Linear(HIDDEN, kv, bias)
         self.o = nn.Linear(HIDDEN, HIDDEN, bias)
+        self.norms_heads = architecture == "qwen"
+        if self.norms_heads:
+            self.q_norm, self.k_norm = (nn.RMSNorm(HIDDEN // HEADS, eps=1e-5) for _ in range(2))
         if self.llama:
             self.gate = nn.Linear(HIDDEN, MLP, bias)
         self.up, self.down = nn.Linear(HIDDEN, MLP, bias), nn.Linear(MLP, HIDDEN, bias)
@@ -90,6 +94,8 @@ class DenseBlock(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
         q, k, v = (f(x).view(b, s, -1, HIDDEN // HEADS).transpose(1, 2) for f in self.qkv())
+        if self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.llama:
             q, k = turn(q), turn(k)
         k, v = (y.repeat_interleave(HEADS // KV_HEADS, dim=1) for y in (k, v))

@@ -49,6 +49,21 @@ def test_trains_as_a_plain_loop_does(pool: WorkerPool, layout: Layout) -> None:
     check(outcomes, reference_curve(architecture, data))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, pp=2, num_microbatches=2, architecture="qwen"),
+        Layout(tp=2, dp=2, zero=3, sequence_parallel=True, architecture="qwen"),
+        Layout(tp=4, architecture="qwen"),
+    ],
+    ids=str,
+)
+def test_norms_of_heads_train_as_in_a_plain_loop(pool: WorkerPool, layout: Layout) -> None:
+    data = Data(steps=5)
+    outcomes = pool.run(layout.world_size, train_job, layout.strategy_options(), "qwen", data)
+    check(outcomes, reference_curve("qwen", data))
+
+
 def test_layouts_cover_all_pairs() -> None:
     possible = set().union(*(layout.pairs() for layout in legal_layouts()))
     covered = set().union(*(layout.pairs() for layout in LAYOUTS))

@@ -1,0 +1,159 @@
+"""A checkpoint directory made of a Hugging Face model, in one process and part by part.
+
+The result is an ordinary checkpoint of weights, of the layout-free kind that every layout loads. It
+is marked as `PRETRAINED`: training that is given it as ``ckpt_path`` takes the weights and starts
+at step 0, where any other checkpoint without optimizer state is refused, as the run that it belongs
+to could not go on from it.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.hf_directory import HuggingFaceDirectory
+from lightning_megatron.checkpoint.in_parts import Part, write_in_parts
+from lightning_megatron.checkpoint.manifest import is_checkpoint, local_path
+from lightning_megatron.checkpoint.reader import PRETRAINED
+from lightning_megatron.checkpoint.state import Chunk, whole
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.hf_config import config_from_hugging_face
+from lightning_megatron.models.weights import EMBEDDING, HEAD, Weight, match_names, weights_of
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def import_hugging_face(
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    pad_vocab_to_multiple: int = 1,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 2**30,
+    overwrite: bool = False,
+) -> TransformerConfig:
+    """Make a checkpoint directory of a Hugging Face model, for training to start from.
+
+    `Trainer.fit(LanguageModel(path), ckpt_path=path)` then starts at step 0 from its weights, under
+    any layout. Needs the memory of ``max_shard_bytes``, or of twice the largest tensor.
+
+    Args:
+        directory: has ``config.json`` and safetensors.
+        path: the checkpoint directory to make.
+        pad_vocab_to_multiple: make the vocabulary larger until this divides it, so that tp can.
+        dtype: format of the weights in the checkpoint; as they are when None. Training converts
+            them to its own.
+        max_shard_bytes: largest size of a file, unless a single tensor is larger.
+        overwrite: whether to replace a checkpoint that is there.
+
+    Returns:
+        The sizes of the model, which are also stored in the checkpoint.
+
+    Raises:
+        ConfigError: the directory is no model of a known family, or something is missing,
+            superfluous or of another shape; names everything. Nothing was written.
+        CheckpointError: reading or writing failed; ``path`` is what it was before.
+    """
+    source, target = HuggingFaceDirectory(directory), local_path(path)
+    problems = _target_problems(target, overwrite)
+    config = config_from_hugging_face(source.config, pad_vocab_to_multiple=pad_vocab_to_multiple)
+    kind = source.config["model_type"]
+    weights = weights_of(config, kind)
+    matched, name_problems = match_names(
+        weights, source.tensors, tied_embeddings=config.tied_embeddings
+    )
+    raise_if_any([*problems, *name_problems, *_tensor_problems(source, weights, matched)])
+    reading = _Reading(source, matched, config, dtype)
+    state = {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": version("lightning"),
+        "hyper_parameters": {"config": asdict(config)},
+        PRETRAINED: {"format": "hugging face", "model_type": kind},
+    }
+    parts = [reading.part(group) for group in reading.groups(weights, max_shard_bytes)]
+    write_in_parts(target, parts, state)
+    return config
+
+
+class _Reading:
+    """Turns weights of the source into tensors of ours."""
+
+    def __init__(
+        self,
+        source: HuggingFaceDirectory,
+        matched: Mapping[str, str],
+        config: TransformerConfig,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._source = source
+        self._matched = matched
+        self._tied = config.tied_embeddings
+        self._dtype = dtype
+
+    def groups(self, weights: Sequence[Weight], most: int) -> Iterator[list[Weight]]:
+        """Weights in a row that have at most ``most`` bytes together."""
+        group: list[Weight] = []
+        size = 0
+        for weight in weights:
+            info = self._source.info(self._matched[weight.name])
+            if group and size + info.size > most:
+                yield group
+                group, size = [], 0
+            group.append(weight)
+            size += info.size
+        yield group
+
+    def part(self, group: Sequence[Weight]) -> Part:
+        """One file of the checkpoint."""
+
+        def load() -> dict[str, Chunk]:
+            return self._chunks(group, self._source.read)
+
+        def describe(name: str) -> Tensor:
+            info = self._source.info(name)
+            return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+        return Part(planned=self._chunks(group, describe), load=load)
+
+    def _chunks(self, group: Sequence[Weight], read: Callable[[str], Tensor]) -> dict[str, Chunk]:
+        chunks = {}
+        for weight in group:
+            parts = weight.to_ours(read(self._matched[weight.name]))
+            for name, value in zip(weight.ours, parts, strict=True):
+                chunks[name] = whole(value.to(self._dtype or value.dtype).contiguous())
+        if self._tied and EMBEDDING in chunks:
+            chunks[EMBEDDING] = replace(chunks[EMBEDDING], aliases=(HEAD,))
+        return chunks
+
+
+def _target_problems(target: Path, overwrite: bool) -> list[str]:
+    if not os.path.lexists(target):
+        return []
+    if not overwrite:
+        return [f"{target} exists; nearest valid: another path, or --overwrite"]
+    if not is_checkpoint(target):
+        return [f"{target} exists and is no checkpoint: it is not overwritten"]
+    return []
+
+
+def _tensor_problems(
+    source: HuggingFaceDirectory, weights: Sequence[Weight], matched: Mapping[str, str]
+) -> list[str]:
+    problems = []
+    for weight in weights:
+        if weight.name not in matched:
+            continue
+        info = source.info(matched[weight.name])
+        if info.shape != weight.shape:
+            problems.append(
+                f"{weight.name}: shape {info.shape}, config.json asks for {weight.shape}"
+            )
+        if info.dtype not in _FLOATS:
+            problems.append(f"{weight.name}: {info.dtype}: quantised weights are not read")
+    return problems

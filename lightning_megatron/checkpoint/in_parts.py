@@ -1,0 +1,71 @@
+"""Writing a checkpoint directory whose tensors are never in memory together.
+
+One process takes the place of several ranks, one after the other: each part is planned from shapes
+alone, then loaded, written to a file of its own, and forgotten. What comes of it is the same as if
+that many ranks had saved, and is read by any number of them in parallel.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.checkpoint.commit import Staging
+from lightning_megatron.checkpoint.document import compose, contribution
+from lightning_megatron.checkpoint.manifest import Manifest
+from lightning_megatron.checkpoint.prepared import PreparedSave, all_chunks
+from lightning_megatron.checkpoint.shards import Written, offer, plan_in_turn, write_shards
+from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.write_error import write_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What goes into one file."""
+
+    planned: Mapping[str, Chunk]
+    """Tensors of the model by name, on the meta device."""
+    load: Callable[[], Mapping[str, Chunk]]
+    """Returns the same with values; called once."""
+
+
+def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]) -> Manifest:
+    """Write a checkpoint of a model, part by part, in this process alone.
+
+    Args:
+        target: the directory to make; what stands there is replaced once the new one is complete.
+        parts: all tensors of the model.
+        state: Lightning's checkpoint dictionary without model and optimizers.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: it cannot be written; the target is what it was before.
+    """
+    plans = plan_in_turn([offer(all_chunks(part.planned, ())) for part in parts])
+    everything = {name: chunk for part in parts for name, chunk in part.planned.items()}
+    document = compose(state, [contribution(everything, ())])
+    token = Staging.new_token()
+    staging = Staging(target, token)
+    size = sum(plan.size for plan in plans)
+    try:
+        staging.create()
+        written: list[Written] = []
+        for plan, part in zip(plans, parts, strict=True):
+            done = write_shards(staging.directory, plan, all_chunks(part.load(), ()))
+            assert done is not None
+            written.append(done)
+        prepared = PreparedSave(
+            target=target,
+            token=token,
+            plan=plans[0],
+            document=document,
+            unchanged=False,
+            summary=Manifest(step=state.get("global_step"), epoch=state.get("epoch")),
+        )
+        return prepared.finish(staging, written)
+    except OSError as error:
+        raise write_error(error, staging.directory, size) from error
+    finally:
+        staging.discard()
