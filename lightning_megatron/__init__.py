@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_megatron.parallel.data import ShardingConfig
     from lightning_megatron.parallel.plan import PipelineConfig
     from lightning_megatron.pipeline.sequential import PipelineSequential
+    from lightning_megatron.precision.plugin import Fp16Precision
     from lightning_megatron.strategies.connection import ConnectionConfig
     from lightning_megatron.strategies.megatron import MegatronStrategy
 
@@ -31,6 +32,7 @@ _HOMES = {
     "CheckpointConfig": "checkpoint.config",
     "ConfigError": "errors",
     "ConnectionConfig": "strategies.connection",
+    "Fp16Precision": "precision.plugin",
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
     "PipelineConfig": "parallel.plan",
@@ -48,6 +50,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "ConnectionConfig",
+    "Fp16Precision",
     "LanguageModel",
     "MegatronStrategy",
     "PipelineConfig",

@@ -113,6 +113,22 @@ def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
         torch._foreach_clamp_max_(list(tensors), high)
 
 
+def unscale_(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply all in place by ``inverse``; 1 in ``found`` if any is not finite (2.11-2.13).
+
+    Args:
+        gradients: of any formats.
+        found: a float32 scalar, left alone when all are finite.
+        inverse: a float32 scalar.
+    """
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for same in by_dtype.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
+
+
 def reduce_gradients(root: FSDPModule) -> None:
     """Do what FSDP2 does at the end of a backward, for ``root`` and the units in it (2.11-2.13).
 

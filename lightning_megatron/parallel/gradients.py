@@ -96,6 +96,11 @@ class GradientSet:
         """Of which whole each parameter is a part, for the optimizers."""
         return {role.parameter: _piece(role, self._topology) for role in self.roles}
 
+    @property
+    def device(self) -> torch.device:
+        """Of this process."""
+        return self._topology.device
+
     def finish(self) -> None:
         """Complete the gradients; collective over the ranks of each group."""
         if self._unmanaged:

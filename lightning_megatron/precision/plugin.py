@@ -11,10 +11,12 @@ precision       at rest     compute     reduction
 ``64-true``     float64     float64     float64
 ``bf16-mixed``  float32     bfloat16    float32
 ``bf16-true``   bfloat16    bfloat16    float32
+``16-mixed``    float32     float16     float32
 ==============  ==========  ==========  ============
 
-Under ``bf16-mixed`` parameters are gathered in bfloat16 and the step runs under autocast, so that
-softmax, losses and norms stay in float32.
+Under ``bf16-mixed`` and ``16-mixed`` parameters are gathered in the narrow format and the step runs
+under autocast, so that softmax, losses and norms stay in float32. float16 needs a loss scale, which
+is that of `precision.loss_scale`.
 """
 
 from collections.abc import Callable
@@ -28,15 +30,17 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.local_step import LocalStep, steps_on_shards
 from lightning_megatron.parallel.data import ComputeTypes
-from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.parallel.gradients import GradientSet, local
+from lightning_megatron.precision.loss_scale import LossScale
 
-SUPPORTED = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+SUPPORTED = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed")
 
 
 class ShardedPrecision(Precision):
@@ -44,8 +48,10 @@ class ShardedPrecision(Precision):
 
     Attributes:
         gradients: set by the strategy once the module is on its layout.
+        skipped: whether the latest optimizer step was left out, as gradients had overflowed.
     """
 
+    skipped = False
     gradients: GradientSet | None = None
     _local_steps: dict[Optimizer, LocalStep] | None = None
 
@@ -78,6 +84,10 @@ class ShardedPrecision(Precision):
             self._local_steps[optimizer] = LocalStep(optimizer, self._gradients().pieces)
         with self._local_steps[optimizer].lent():
             optimizer.step(**kwargs)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """What to differentiate in place of ``loss``; the step takes the factor out again."""
+        return loss
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -125,6 +135,113 @@ class MixedShardedPrecision(ShardedPrecision, MixedPrecision):  # type: ignore[m
         return ComputeTypes(parameters=torch.bfloat16, reduction=torch.float32)
 
 
+class Fp16Precision(ShardedPrecision, MixedPrecision):
+    """``16-mixed``: float16 products with a loss scale on which all ranks agree.
+
+    ``Trainer(precision="16-mixed")`` makes one with the defaults; on CPUs Lightning turns that into
+    ``bf16-mixed``, and only ``Trainer(plugins=Fp16Precision())`` runs float16. A step whose
+    gradients overflow on any rank is skipped on all: weights, optimizer state and learning rate
+    schedules that count steps stay as they are. ``optim/loss_scale`` and ``optim/skipped_steps``
+    are logged, and kept in checkpoints. (Lightning's ``global_step`` counts skipped steps too.)
+
+    Args:
+        initial_scale: of the loss at the first step.
+        growth_factor: of the scale after ``growth_interval`` good steps in a row.
+        backoff_factor: of the scale after a skipped step.
+        growth_interval: good steps in a row before the scale grows.
+
+    Raises:
+        ConfigError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        # Built as bf16-mixed: for 16-mixed Lightning would make and use a scaler of its own.
+        super().__init__("bf16-mixed", "cpu")
+        self.precision = "16-mixed"
+        self.loss_scale = LossScale(initial_scale, growth_factor, backoff_factor, growth_interval)
+
+    @property
+    @override
+    def types(self) -> ComputeTypes:
+        return ComputeTypes(parameters=torch.float16, reduction=torch.float32)
+
+    @override
+    def use(self, gradients: GradientSet) -> None:
+        super().use(gradients)
+        self.device = gradients.device.type
+
+    @override
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.loss_scale.value
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, take out the scale, and step unless a gradient overflowed anywhere."""
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "precision='16-mixed', optimizer=LBFGS: it runs the closure several times a step, "
+                "between which the loss scale cannot follow; nearest valid: precision='bf16-mixed'"
+            )
+        result = closure()
+        if result is None and model.automatic_optimization:
+            self._after_closure(model, optimizer)
+            return result  # training_step gave no loss, so there was no backward
+        device = self._gradients().device
+        finite = self.loss_scale.unscale(self._to_unscale(optimizer, model), device)
+        self._after_closure(model, optimizer)
+        self.skipped = not finite
+        if finite and steps_on_shards(optimizer):
+            self.step(optimizer, **kwargs)
+        elif finite:
+            optimizer.step(**kwargs)
+        self.loss_scale.update(finite=finite)
+        values = {
+            "optim/loss_scale": self.loss_scale.value,
+            "optim/skipped_steps": float(self.loss_scale.skipped),
+        }
+        model.log_dict(values, on_step=True, on_epoch=False)
+        return result
+
+    def _to_unscale(self, optimizer: Optimizer, model: LightningModule) -> list[Tensor]:
+        """Gradients of the latest backward: under manual optimization those of the optimizer."""
+        if model.automatic_optimization:
+            return self._gradients().local_gradients()
+        members = {p: None for group in optimizer.param_groups for p in group["params"]}
+        return [local(p.grad) for p in members if p.grad is not None]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and the counts."""
+        return self.loss_scale.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.loss_scale.load_state_dict(state_dict)
+
+
+def _with_scale_of(scaler: Any) -> Fp16Precision:
+    """From a ``GradScaler``, the plugin that scales as it would have."""
+    return Fp16Precision(
+        initial_scale=scaler.get_scale(),
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
+
+
 def sharded_precision(plugin: Precision) -> ShardedPrecision:
     """The plugin of this package that stands for one of Lightning's.
 
@@ -141,6 +258,8 @@ def sharded_precision(plugin: Precision) -> ShardedPrecision:
         return HalfShardedPrecision("bf16-true")
     if type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed":
         return MixedShardedPrecision("bf16-mixed", plugin.device)
+    if type(plugin) is MixedPrecision and plugin.precision == "16-mixed":
+        return _with_scale_of(plugin.scaler)
     nearest = "bf16-true" if str(plugin.precision) == "16-true" else "bf16-mixed"
     raise ConfigError(
         f"precision={plugin.precision!r} ({type(plugin).__name__}): MegatronStrategy runs "

@@ -9,11 +9,13 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.precision.plugin import ShardedPrecision
+from lightning_megatron.strategies.held_schedules import HeldSchedules
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.steps import StepEngine, mean_over_tokens
 
@@ -27,6 +29,10 @@ class StepHooks(ParallelStrategy):
     """What ``partition="measured"`` found out in the current run; None without it."""
     _blocked = False
     """Whether the batch is one of several before the optimizer step, and not their last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._schedules = HeldSchedules()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -49,6 +55,7 @@ class StepHooks(ParallelStrategy):
             fresh=self._fresh(),
             blocked=self._blocked,
             divisor=divisor,
+            scaled=self._precision().scale_loss,
         )
 
     @override
@@ -64,13 +71,28 @@ class StepHooks(ParallelStrategy):
         else:
             self.parallel.data.begin(blocked=self._blocked)
             self.parallel.data.before_backward()
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            scaled = self._precision().scale_loss(loss)
+            self.precision_plugin.backward(scaled, module, optimizer, *args, **kwargs)
             self.parallel.data.finish()
         if not self._blocked:
             self.parallel.gradients.finish()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._schedules.release()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._precision().skipped:
+            self._schedules.hold(self.lr_scheduler_configs, self._module().trainer)
+        return result
 
     @contextmanager
     @override
@@ -118,6 +140,10 @@ class StepHooks(ParallelStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    def _precision(self) -> ShardedPrecision:
+        assert isinstance(self.precision_plugin, ShardedPrecision)
+        return self.precision_plugin
 
     def _steps(self) -> StepEngine:
         assert self._engine is not None

@@ -85,7 +85,14 @@ class StepEngine:
         return self.executor.is_last
 
     def train(
-        self, args: Sequence[Any], context: Context, *, fresh: bool, blocked: bool, divisor: int
+        self,
+        args: Sequence[Any],
+        context: Context,
+        *,
+        fresh: bool,
+        blocked: bool,
+        divisor: int,
+        scaled: Callable[[Tensor], Tensor],
     ) -> Any:
         """Forward and backward of a whole batch.
 
@@ -95,6 +102,7 @@ class StepEngine:
             fresh: whether older gradients are about to be cleared.
             blocked: whether more batches are accumulated before the optimizer step.
             divisor: batches per optimizer step; the loss of each counts so much less.
+            scaled: from the loss of a microbatch, what to differentiate (loss scaling).
 
         Returns:
             What ``training_step`` returned, merged over microbatches, with the loss detached; on
@@ -112,7 +120,7 @@ class StepEngine:
             loss, tokens = loss_and_tokens(output)
             self._by_token = tokens is not None
             weight = float(index < pieces.counted) if self._by_token else pieces.weights[index]
-            return loss * (weight / divisor)
+            return scaled(loss * (weight / divisor))
 
         data.begin(blocked=defer)
         if self.auto is not None:

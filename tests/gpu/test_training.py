@@ -41,7 +41,7 @@ def _fit(precision: Any, ckpt_path: str | None = None, **options: Any) -> tuple[
     return trainer, float(trainer.callback_metrics["train_loss"])
 
 
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"])
 @pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}], ids=str)
 def test_one_sentence_is_learnt(precision: str, options: dict[str, Any]) -> None:
     _, loss = _fit(precision, **options)

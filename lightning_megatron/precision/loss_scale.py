@@ -1,0 +1,102 @@
+"""Loss scaling for float16, agreed over the whole layout.
+
+float16 has no values below 6e-8, and gradients that small are common. So the loss is multiplied by
+a *scale* before backward and the gradients are divided by it before anybody looks at them
+(Micikevicius et al., arXiv 1710.03740). The scale is found as one goes along: a step in which any
+gradient overflowed is *skipped* and halves the scale, 2000 good steps in a row double it.
+
+Whether a gradient overflowed must be one fact for all ranks. ``torch.amp.GradScaler`` looks at the
+gradients that this process holds, and agrees over the mesh of each DTensor at most: ranks of other
+tp shards and pipeline stages would go on where one rank skips, and their weights and scales would
+part for good. Here one maximum over all processes decides.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron._torch import unscale_
+from lightning_megatron.errors import ConfigError
+
+
+class LossScale:
+    """The scale, and how it follows the gradients; defaults are those of ``GradScaler``.
+
+    Args:
+        initial: scale of the first step.
+        growth_factor: what it is multiplied by after ``growth_interval`` good steps.
+        backoff_factor: what it is multiplied by after a bad one.
+        growth_interval: good steps in a row before it grows.
+
+    Attributes:
+        value: the current scale.
+        skipped: steps skipped so far.
+
+    Raises:
+        ConfigError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        initial: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        problems = [
+            f"{name}={given}: must be {rule}; nearest valid: {name}={nearest}"
+            for name, given, legal, rule, nearest in (
+                ("initial_scale", initial, initial > 0, "above 0", 65536.0),
+                ("growth_factor", growth_factor, growth_factor > 1, "above 1", 2.0),
+                ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "in (0, 1)", 0.5),
+                ("growth_interval", growth_interval, growth_interval >= 1, "at least 1", 2000),
+            )
+            if not legal
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self.value = float(initial)
+        self.skipped = 0
+        self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval
+        self._good = 0
+
+    def unscale(self, gradients: Sequence[Tensor], device: torch.device) -> bool:
+        """Divide local gradients by the scale, in place; collective over all processes.
+
+        Args:
+            gradients: this rank's, none of them twice.
+            device: of this process.
+
+        Returns:
+            Whether the gradients of all ranks are finite: the same on every rank.
+        """
+        found = torch.zeros((), dtype=torch.float32, device=device)
+        inverse = torch.full((), 1.0 / self.value, dtype=torch.float32, device=device)
+        unscale_(gradients, found, inverse)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return not found.item()
+
+    def update(self, *, finite: bool) -> None:
+        """Follow the outcome of a step."""
+        if not finite:
+            self.skipped += 1
+            self.value *= self._backoff
+            self._good = 0
+            return
+        self._good += 1
+        if self._good == self._interval:
+            self.value *= self._growth
+            self._good = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: the scale and the counts."""
+        return {"scale": self.value, "good_steps": self._good, "skipped_steps": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.value = float(state["scale"])
+        self._good, self.skipped = int(state["good_steps"]), int(state["skipped_steps"])
