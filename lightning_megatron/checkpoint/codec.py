@@ -272,6 +272,7 @@ def _config_class(name: str) -> Any:
     if match is None:
         raise CheckpointError(f"the stored state refers to {name!r}, not a class of this package")
     kind = getattr(importlib.import_module(match[1]), match[2])
-    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
-        raise CheckpointError(f"the stored state refers to {name!r}, which is not a dataclass")
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if not isinstance(kind, type) or parameters is None or not parameters.frozen:
+        raise CheckpointError(f"the stored state refers to {name!r}, not a frozen dataclass")
     return kind

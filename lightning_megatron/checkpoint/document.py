@@ -20,6 +20,7 @@ from lightning_megatron.checkpoint.codec import Decoder, Encoder
 from lightning_megatron.checkpoint.commit import write_durably
 from lightning_megatron.checkpoint.digest import entry_of
 from lightning_megatron.checkpoint.manifest import (
+    LARGEST_TEXT,
     STATE_FILE,
     STATE_TENSORS_FILE,
     FileEntry,
@@ -31,6 +32,9 @@ from lightning_megatron.checkpoint.state import chunks_of
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, raise_if_any
 
 logger = logging.getLogger(__name__)
+
+_DENSEST = 1000
+"""How many times more than it takes on disk a file may hold; compression reaches less."""
 
 _HYPER_PARAMETERS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
 # Classes, of which only Lightning's own are ever stored; a plain dict loads as well.
@@ -147,6 +151,7 @@ def read_document(directory: Path, manifest: Manifest) -> dict[str, Any]:
         data = json.loads(read_text(directory / STATE_FILE))
         tensors: dict[str, Tensor] = {}
         if STATE_TENSORS_FILE in manifest.files:
+            _refuse_holes(directory / STATE_TENSORS_FILE)
             tensors = safetensors_load((directory / STATE_TENSORS_FILE).read_bytes())
         document = Decoder(tensors).decode(data)
     except OSError:
@@ -159,3 +164,13 @@ def read_document(directory: Path, manifest: Manifest) -> dict[str, Any]:
     ):
         raise DamagedCheckpointError(f"{STATE_FILE} is not the state of a checkpoint")
     return document
+
+
+def _refuse_holes(file: Path) -> None:
+    """Refuse a file that claims far more than the disk holds of it: reading would allocate that."""
+    found = file.stat()
+    kept = getattr(found, "st_blocks", found.st_size) * 512
+    if found.st_size > LARGEST_TEXT and found.st_size > _DENSEST * kept:
+        raise DamagedCheckpointError(
+            f"{file.name} has {found.st_size} bytes, far more than its content of {kept}"
+        )

@@ -52,6 +52,8 @@ LARGEST_TEXT = 1 << 30
 """Bytes of a JSON file or index that is read as a whole: a sparse file of any size costs nothing to
 make, and must not cost our memory."""
 
+_BLOCK_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
@@ -329,8 +331,14 @@ def read_text(file: Path) -> str:
         raise DamagedCheckpointError(
             f"{file.name} has {size} bytes: more than {LARGEST_TEXT} are not read"
         )
+    content = bytearray()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            if b"\0" in block:  # a hole, which takes no room on disk
+                raise DamagedCheckpointError(f"{file.name} is not a text: it has zero bytes")
+            content += block
     try:
-        return file.read_bytes().decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise DamagedCheckpointError(f"{file.name} is not a text: {error}") from error
 

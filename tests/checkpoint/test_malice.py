@@ -1,19 +1,32 @@
 """Checkpoints whose author is an enemy: hashes and seals are right, the content is not."""
 
+import base64
+import hashlib
+import io
 import json
 import os
 import pickle
 import resource
+import shutil
+import struct
+import zipfile
 from dataclasses import replace
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron.checkpoint.export import load_full_state_dict
+from lightning_megatron.checkpoint.export import (
+    export_safetensors,
+    load_from_checkpoint,
+    load_full_state_dict,
+)
 from lightning_megatron.checkpoint.io import load_directory
 from lightning_megatron.checkpoint.manifest import FileEntry, read_manifest
+from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointError, ConfigError
+from tests.strategies.small import loader, make_trainer
 
 from .damage import filled, forge, rewrite_manifest, save, value_of, without_hashes
 
@@ -89,6 +102,39 @@ def add_file(path, name, entry):
     rewrite_manifest(path, files={**read_manifest(path).files, name: entry})
 
 
+def safetensors_file(shape, length, begin=0):
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [begin, begin + length]}
+    header = json.dumps({"callbacks.best": entry}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(length)
+
+
+def sparse_tensors(path):
+    size = 1 << 40
+    entry = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    text = json.dumps({"callbacks.best": entry}).encode()
+    (path / "state.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path / "state.safetensors", 8 + len(text) + size)
+    without_hashes(path)
+
+
+def zip_bomb(path):
+    """The archive that the index names, deflated: a small file for a gigabyte."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", bytes(1 << 26))
+    shard = (path / "__0_0.distcp").read_bytes()
+    forge(path, "__0_0.distcp", shard + stream.getvalue())
+    change_chunk(path, begin=len(shard), length=len(stream.getvalue()))
+
+
+def reseal(path, change):
+    """Change the text of a manifest, and put the hash of that at its end."""
+    text = (path / "manifest.json").read_text()
+    body = change(text[: text.rindex(',\n "sha256": "')])
+    seal = hashlib.sha256(body.encode()).hexdigest()
+    (path / "manifest.json").write_text(f'{body},\n "sha256": "{seal}"\n}}\n')
+
+
 MALICE = {
     "pickle in the index of an old one": (old_metadata, "refusing to load"),
     "pickle for the state": (lambda p: forge(p, "state.json", gadget(p)), "state"),
@@ -145,6 +191,56 @@ MALICE = {
         lambda p: change_chunk(p, begin=read_place(p, "model.0.bias")),
         "exceeds file|the same bytes",
     ),
+    "pickle for an index that is not read": (lambda p: forge(p, ".metadata", gadget(p)), None),
+    "pickle for hyper-parameters": (
+        lambda p: state(
+            p,
+            lambda d: d["state"].update(
+                hyper_parameters={"$type": "pickle", "value": base64.b64encode(gadget(p)).decode()}
+            ),
+        ),
+        "unknown type tag",
+    ),
+    "numpy array of objects": (
+        lambda p: state(
+            p,
+            lambda d: d["state"].update(
+                x={"$type": "numpy scalar", "value": ["|O", base64.b64encode(bytes(8)).decode()]}
+            ),
+        ),
+        "array dtype",
+    ),
+    "class that is no configuration": (
+        lambda p: state(
+            p,
+            lambda d: d["state"].update(
+                x={"$type": "config", "value": ["lightning_megatron.testing.pool:WorkerPool", {}]}
+            ),
+        ),
+        "not a frozen dataclass",
+    ),
+    "header of a terabyte": (
+        lambda p: forge(p, "state.safetensors", struct.pack("<Q", LARGE) + b"{}"),
+        "state cannot be read",
+    ),
+    "header with a shape of a terabyte": (
+        lambda p: forge(p, "state.safetensors", safetensors_file([LARGE], 4)),
+        "state cannot be read",
+    ),
+    "header with numbers outside": (
+        lambda p: forge(p, "state.safetensors", safetensors_file([1], 4, begin=LARGE)),
+        "state cannot be read",
+    ),
+    "sparse text": (
+        lambda p: (os.truncate(p / "state.json", 1 << 29), rewrite_manifest(p, files=sparse(p))),
+        "is not a text",
+    ),
+    "sparse tensors of the state": (sparse_tensors, "far more than its content"),
+    "bomb for a shard": (zip_bomb, "is compressed"),
+    "a name twice": (
+        lambda p: reseal(p, lambda text: text.replace('"files": {', '"files": {},\n "files": {')),
+        "stands there twice",
+    ),
     "deep nesting": (lambda p: forge(p, "state.json", b"[" * 10**6), "state cannot be read"),
 }
 
@@ -159,19 +255,104 @@ def read_place(path, name):
     return read_manifest(path).tensors[name].chunks[0].begin
 
 
+LIMIT_KB = 50_000
+
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 @pytest.mark.parametrize("kind", MALICE)
 def test_nothing_is_executed_allocated_or_loaded(path, kind):
     attack, message = MALICE[kind]
     attack(path)
     module = filled(-1.0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     for load in (lambda: load_directory(path, module), lambda: load_full_state_dict(path)):
+        if message is None:
+            load()
+            continue
         with pytest.raises((CheckpointError, ConfigError), match=message) as info:
             load()
         assert "step.ckpt" in str(info.value)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 50_000  # KiB
+    assert peak() - before < LIMIT_KB
     assert not (path.parent / "executed").exists()
-    assert isinstance(module, nn.Module)
-    if "shard" not in kind:  # values are read in place, tensor by tensor
+    # Values are read in place, tensor by tensor.
+    if "shard" not in kind and message is not None:
         assert value_of(module) == -1.0
+
+
+class Net(pl.LightningModule):
+    """The module that `save` has saved."""
+
+    def __init__(self):
+        super().__init__()
+        for name, layer in filled(-1.0).named_children():
+            self.add_module(name, layer)
+
+    def training_step(self, batch, batch_idx):
+        return sum(parameter.sum() for parameter in self.parameters())
+
+    def test_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def run(path, function, ckpt_path):
+    options = {"max_steps": 1, "enable_checkpointing": True, "default_root_dir": path.parent}
+    options["callbacks"] = [ModelCheckpoint(dirpath=path.parent, every_n_epochs=9, save_last=False)]
+    trainer = make_trainer({}, precision="32-true", **options)
+    getattr(trainer, function)(Net(), loader(), ckpt_path=ckpt_path)
+
+
+ENTRIES = {
+    "fit": lambda p: run(p, "fit", str(p)),
+    "test": lambda p: run(p, "test", str(p)),
+    "load_from_checkpoint": lambda p: load_from_checkpoint(Net, p),
+    "export_safetensors": lambda p: export_safetensors(p, p.parent / "out.safetensors"),
+    "convert": lambda p: fail_if_2(["convert", str(p), str(p.parent / "out.ckpt")]),
+    "ls": lambda p: main(["ckpt", "ls", str(p.parent)]),
+    "show": lambda p: fail_if_2(["ckpt", "show", str(p)]),
+    "verify": lambda p: fail_if_2(["ckpt", "verify", str(p)]),
+    "auto": lambda p: run(p, "fit", "auto"),  # the last, as it renames
+}
+MAY_PASS = {
+    "ls": set(MALICE),
+    "show": set(MALICE),
+    # They have the right hashes, and verifying reads neither tensors nor state.
+    "verify": set(MALICE),
+}
+
+
+def fail_if_2(arguments):
+    if main(arguments):
+        raise CheckpointError("refused")
+
+
+def enter_job(path):
+    """All ways in, for all attacks; returns what went through."""
+    passed = []
+    for kind, (attack, message) in MALICE.items():
+        save(path)
+        attack(path)
+        before = peak()
+        for name, enter in ENTRIES.items():
+            if message is None and name in ("fit", "test", "auto"):
+                continue  # it is a good one, but not a Trainer's
+            try:
+                enter(path)
+            except (CheckpointError, ConfigError):
+                continue
+            if message is not None and kind not in MAY_PASS.get(name, ()):
+                passed.append((kind, name))
+        assert peak() - before < LIMIT_KB, kind
+        assert not (path.parent / "executed").exists(), kind
+        for left in path.parent.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return passed
+
+
+def test_no_way_in_executes_or_loads_anything(pool, path):
+    assert pool.run(1, enter_job, path) == [[]]
