@@ -30,7 +30,7 @@ from typing import Any
 from lightning_megatron.checkpoint.commit import remove
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.host_copy import HostCopy
-from lightning_megatron.checkpoint.manifest import Manifest, local_path
+from lightning_megatron.checkpoint.manifest import Manifest
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.prepared import (
@@ -44,6 +44,7 @@ from lightning_megatron.checkpoint.retention import Rotation, rotate
 from lightning_megatron.checkpoint.shards import WritePlan, Written, write_shards
 from lightning_megatron.checkpoint.shared_memory import SharedMemory
 from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.writer_process import WriterProcess
 from lightning_megatron.errors import CheckpointError, ConfigError
 
@@ -56,7 +57,7 @@ class _Job:
 
     prepared: PreparedSave
     shards: ShardWriting
-    obsolete: list[Path] = field(default_factory=list)
+    obsolete: list[AnyPath] = field(default_factory=list)
     """What to delete once it stands."""
     rotations: Sequence[Rotation] = ()
     """What may be deleted for it."""
@@ -103,7 +104,7 @@ class Saver:
         self._step = 0
         self._held_back = False
         self._open: list[_Job] = []
-        self._obsolete: list[Path] = []
+        self._obsolete: list[AnyPath] = []
         self._newest_failed = False
 
     def save(
@@ -196,7 +197,7 @@ class Saver:
 
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, on the first rank: at once, or when a newer one stands."""
-        target = local_path(path)
+        target = storage_path(path)
         with self._lock:
             if self._open:
                 self._open[-1].obsolete.append(target)
@@ -242,9 +243,10 @@ class Saver:
                 return fail
         copies = self._copy.chunks
 
-        def write(directory: Path, plan: WritePlan, stop: Callable[[], bool]) -> Written | None:
+        def write(directory: AnyPath, plan: WritePlan, stop: Callable[[], bool]) -> Written | None:
             self._copy.complete()
-            if self._process is not None:
+            # The process knows files only; uploading takes little of Python's lock.
+            if self._process is not None and isinstance(directory, Path):
                 return self._process.write(directory, plan, copies, stop)
             return write_shards(directory, plan, copies, stop)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_megatron.checkpoint.commit import CORRUPT, hidden_target, locate
 from lightning_megatron.checkpoint.manifest import (
@@ -11,6 +10,7 @@ from lightning_megatron.checkpoint.manifest import (
     is_checkpoint,
     read_manifest,
 )
+from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError
 
 _SUFFIX = ".ckpt"
@@ -23,13 +23,13 @@ _FOREIGN = "meta.pt"
 class Places:
     """Where checkpoints may be."""
 
-    trees: tuple[Path, ...] = ()
+    trees: tuple[AnyPath, ...] = ()
     """Directories that are searched, with those below them."""
-    folders: tuple[Path, ...] = ()
+    folders: tuple[AnyPath, ...] = ()
     """Directories that are searched by themselves."""
 
 
-def candidates(places: Places) -> list[Path]:
+def candidates(places: Places) -> list[AnyPath]:
     """Return the checkpoints in some places, complete or torn, newest first."""
     paths = [path for place in places.trees for path in _below(place, deep=True)]
     paths += [path for place in places.folders for path in _below(place, deep=False)]
@@ -37,18 +37,19 @@ def candidates(places: Places) -> list[Path]:
     return sorted(found, key=_age, reverse=True)
 
 
-def renamed(places: Places) -> list[Path]:
+def renamed(places: Places) -> list[AnyPath]:
     """Return the checkpoints that earlier searches found damaged and renamed."""
     deep = (path for place in places.trees for path in place.rglob(_ANY_CORRUPT))
     flat = (path for place in places.folders for path in place.glob(_ANY_CORRUPT))
-    return sorted({*deep, *flat})
+    return sorted({*deep, *flat}, key=str)
 
 
-def _below(place: Path, *, deep: bool) -> Iterator[Path]:
+def _below(place: AnyPath, *, deep: bool) -> Iterator[AnyPath]:
     """Directories that may be checkpoints; those in hiding after a crash by the name they miss."""
     if not place.is_dir():
         return
-    for path in sorted(place.iterdir()):
+    entries: list[AnyPath] = [*place.iterdir()]
+    for path in sorted(entries, key=str):
         target = hidden_target(path)
         if target is not None:
             yield target
@@ -58,7 +59,7 @@ def _below(place: Path, *, deep: bool) -> Iterator[Path]:
             yield from _below(path, deep=True)
 
 
-def is_candidate(path: Path) -> bool:
+def is_candidate(path: AnyPath) -> bool:
     """Whether there is a checkpoint of ours at ``path``, complete or torn."""
     place = locate(path)
     if not place.is_dir():
@@ -69,7 +70,7 @@ def is_candidate(path: Path) -> bool:
     return ours and not (place / _FOREIGN).exists()
 
 
-def _age(path: Path) -> tuple[float, str]:
+def _age(path: AnyPath) -> tuple[float, str]:
     """When it was written: by its own word, which copying does not change, if it has one."""
     place = locate(path)
     try:

@@ -1,4 +1,4 @@
-"""Publishing a directory all at once.
+"""Publishing a directory all at once (in a store, which has none: remote_commit.py).
 
 A checkpoint is written into a hidden sibling of its final place and renamed when it is complete and
 on disk: a reader sees the old one, the new one or none, never a mixture. An existing target is
@@ -26,8 +26,13 @@ import shutil
 import time
 import uuid
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint
+from lightning_megatron.checkpoint.remote_commit import RemoteStaging, move_remote, remove_remote
+from lightning_megatron.checkpoint.storage import AnyPath, RemotePath
+
+PathT = TypeVar("PathT", Path, RemotePath, AnyPath)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +59,7 @@ class Staging:
     def __init__(self, target: Path, token: str) -> None:
         self.target = target
         self.directory = target.with_name(f".{target.name}.tmp-{token}")
+        self.prefix = ""
         self._aside = target.with_name(f".{target.name}.old-{token}")
         self._locks = contextlib.ExitStack()
 
@@ -72,6 +78,10 @@ class Staging:
         _sweep(self.target.parent)
         self.directory.mkdir()
         _lock(self.directory, self._locks)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write one file, durably."""
+        write_durably(self.directory / name, data)
 
     def publish(self) -> None:
         """Put the complete directory in the place of the target, durably.
@@ -103,22 +113,29 @@ class Staging:
         self._locks.close()
 
 
-def locate(target: Path) -> Path:
+def staging_for(target: AnyPath, token: str) -> Staging | RemoteStaging:
+    """Return what a checkpoint is built in until it is published."""
+    if isinstance(target, RemotePath):
+        return RemoteStaging(target, token)
+    return Staging(target, token)
+
+
+def locate(target: PathT) -> PathT:
     """Return where the checkpoint ``target`` is: there, or beside it after a crash mid-publish."""
-    if os.path.lexists(target):
+    if not isinstance(target, Path) or os.path.lexists(target):
         return target
     complete = [path for path in _siblings(target) if is_checkpoint(path)]
     # The new one (tmp) is preferred to the one it was about to replace (old).
     return max(complete, key=lambda path: ".tmp-" in path.name, default=target)
 
 
-def hidden_target(path: Path) -> Path | None:
+def hidden_target(path: PathT) -> PathT | None:
     """Return the checkpoint that ``path`` is a temporary form of; None if it is none."""
     match = _HIDDEN.fullmatch(path.name)
     return path.with_name(match[1]) if match else None
 
 
-def set_aside(target: Path) -> Path:
+def set_aside(target: AnyPath) -> AnyPath:
     """Rename a damaged checkpoint, so that nobody takes it for a good one; return its new name.
 
     Of a link, what it points to is renamed.
@@ -126,11 +143,14 @@ def set_aside(target: Path) -> Path:
     damaged = locate(target).resolve()
     plain = hidden_target(damaged) or damaged
     renamed, number = plain.with_name(f"{plain.name}{CORRUPT}"), 1
-    while os.path.lexists(renamed):
+    while renamed.is_symlink() or renamed.exists():
         number += 1
         renamed = plain.with_name(f"{plain.name}{CORRUPT}{number}")
-    os.rename(damaged, renamed)
-    sync_directory(renamed.parent)
+    if isinstance(damaged, Path) and isinstance(renamed, Path):
+        os.rename(damaged, renamed)
+        sync_directory(renamed.parent)
+    elif isinstance(damaged, RemotePath) and isinstance(renamed, RemotePath):
+        move_remote(damaged, renamed)
     return renamed
 
 
@@ -141,12 +161,15 @@ def _siblings(target: Path) -> list[Path]:
     return [path for path in target.parent.iterdir() if path.name.startswith(prefixes)]
 
 
-def remove(path: Path) -> None:
+def remove(path: AnyPath) -> None:
     """Delete a checkpoint: directory, file or link (never what the link points to).
 
     A directory first loses its name and its manifest: a crash in the midst of deleting leaves
     nothing that looks like a checkpoint, were it a damaged one, and the next save removes the rest.
     """
+    if isinstance(path, RemotePath):
+        remove_remote(path)
+        return
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -9,7 +9,6 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load as safetensors_load
@@ -17,18 +16,16 @@ from safetensors.torch import save as safetensors_save
 from torch import Tensor
 
 from lightning_megatron.checkpoint.codec import Decoder, Encoder
-from lightning_megatron.checkpoint.commit import write_durably
-from lightning_megatron.checkpoint.digest import entry_of
 from lightning_megatron.checkpoint.manifest import (
     LARGEST_TEXT,
     STATE_FILE,
     STATE_TENSORS_FILE,
-    FileEntry,
     Manifest,
     read_text,
 )
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, merge_snapshots
 from lightning_megatron.checkpoint.state import chunks_of
+from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, raise_if_any
 
 logger = logging.getLogger(__name__)
@@ -59,14 +56,10 @@ class Document:
     aliases: Mapping[str, str]
     """Of shared parameters, over all ranks."""
 
-    def write(self, directory: Path) -> dict[str, FileEntry]:
-        """Write the files into a checkpoint under construction; return their sizes and hashes."""
-        contents = {STATE_FILE: self.json}
-        if self.tensors is not None:
-            contents[STATE_TENSORS_FILE] = self.tensors
-        for name, content in contents.items():
-            write_durably(directory / name, content)
-        return {name: entry_of(content) for name, content in contents.items()}
+    def files(self) -> dict[str, bytes]:
+        """Return the content of the files that it becomes, by name."""
+        files = {STATE_FILE: self.json}
+        return files if self.tensors is None else {**files, STATE_TENSORS_FILE: self.tensors}
 
 
 def contribution(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]) -> Contribution:
@@ -140,7 +133,7 @@ def _encode_hyper_parameters(
     return encoded
 
 
-def read_document(directory: Path, manifest: Manifest) -> dict[str, Any]:
+def read_document(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
     """Return the parts ``state``, ``optimizers`` and ``extras``.
 
     Raises:
@@ -148,11 +141,11 @@ def read_document(directory: Path, manifest: Manifest) -> dict[str, Any]:
         DamagedCheckpointError: it is not the state of a checkpoint.
     """
     try:
-        data = json.loads(read_text(directory / STATE_FILE))
+        data = json.loads(read_text(directory / manifest.file(STATE_FILE)))
         tensors: dict[str, Tensor] = {}
-        if STATE_TENSORS_FILE in manifest.files:
-            _refuse_holes(directory / STATE_TENSORS_FILE)
-            tensors = safetensors_load((directory / STATE_TENSORS_FILE).read_bytes())
+        if (name := manifest.file(STATE_TENSORS_FILE)) in manifest.files:
+            _refuse_holes(directory / name)
+            tensors = safetensors_load((directory / name).read_bytes())
         document = Decoder(tensors).decode(data)
     except OSError:
         raise
@@ -166,7 +159,7 @@ def read_document(directory: Path, manifest: Manifest) -> dict[str, Any]:
     return document
 
 
-def _refuse_holes(file: Path) -> None:
+def _refuse_holes(file: AnyPath) -> None:
     """Refuse a file that claims far more than the disk holds of it: reading would allocate that."""
     found = file.stat()
     kept = getattr(found, "st_blocks", found.st_size) * 512

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.state import whole
+from lightning_megatron.checkpoint.storage import storage_path
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def load_from_checkpoint(
     Raises:
         CheckpointError: the checkpoint does not exist or is damaged.
     """
-    if "://" in os.fspath(path) or Path(path).is_file():
+    if storage_path(path).is_file():
         return module_class.load_from_checkpoint(
             os.fspath(path), map_location=map_location, strict=strict, **hyper_parameters
         )

@@ -18,7 +18,6 @@ import pickletools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,10 +40,11 @@ from lightning_megatron.checkpoint.manifest import (
     TensorEntry,
     is_file_name,
 )
+from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
 
 
-def read_metadata(directory: Path) -> Metadata:
+def read_metadata(directory: AnyPath) -> Metadata:
     """Read the pickled index of the shards without trusting it.
 
     Raises:
@@ -94,7 +94,7 @@ def tensor_entries(metadata: Metadata) -> dict[str, TensorEntry]:
     return found
 
 
-def index_of(directory: Path, manifest: Manifest) -> Metadata:
+def index_of(directory: AnyPath, manifest: Manifest) -> Metadata:
     """Return the index of a checkpoint's shards: the manifest's, or for schema 1 the pickled one.
 
     Raises:

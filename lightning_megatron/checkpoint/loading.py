@@ -9,7 +9,6 @@ where it calls `torch.load`, archive.py takes the numbers out.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import BinaryIO
 
 from torch import Size, Tensor
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from lightning_megatron._torch import StorageInfo
 from lightning_megatron.checkpoint.archive import read_tensor
 from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -38,7 +38,7 @@ class _Part:
 
 
 def read_chunks(
-    directory: Path, metadata: Metadata, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+    directory: AnyPath, metadata: Metadata, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
 ) -> None:
     """Fill this rank's chunks in place; not collective.
 

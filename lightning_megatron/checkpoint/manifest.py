@@ -26,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 MANIFEST_FILE = "manifest.json"
@@ -115,6 +116,14 @@ class Manifest:
     """Further names of shared parameters, and the name under which each is stored."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
+
+    def file(self, role: str) -> str:
+        """Return the name of the file that is ``role`` in this checkpoint.
+
+        That is ``role`` itself, or ``<token>=<role>`` where it replaced another checkpoint in a
+        store (remote_commit.py).
+        """
+        return next((name for name in self.files if name.rpartition("=")[2] == role), role)
 
     @property
     def is_sealed(self) -> bool:
@@ -283,15 +292,15 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if "://" in text:
         raise ConfigError(
-            f"checkpoint path {text!r}: checkpoints are directories of a shared file system; "
-            "nearest valid: a path without a scheme"
+            f"path {text!r}: this is written to a file of this machine; nearest valid: a path "
+            "without a scheme"
         )
     return Path(os.path.abspath(text))
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a complete checkpoint directory (its content is not verified)."""
-    return "://" not in os.fspath(path) and Path(path, MANIFEST_FILE).is_file()
+    return (storage_path(path) / MANIFEST_FILE).is_file()
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -301,7 +310,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         DamagedCheckpointError: there is none, or it is not what was written.
         CheckpointError: there is no such directory, or it cannot be read.
     """
-    directory = local_path(path)
+    directory = storage_path(path)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: {_why_no_directory(directory)}")
     try:
@@ -317,7 +326,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise type(error)(f"{directory}: {error}") from error
 
 
-def read_text(file: Path) -> str:
+def read_text(file: AnyPath) -> str:
     """Read a JSON file of a checkpoint.
 
     Raises:
@@ -343,7 +352,7 @@ def read_text(file: Path) -> str:
         raise DamagedCheckpointError(f"{file.name} is not a text: {error}") from error
 
 
-def _why_no_directory(path: Path) -> str:
+def _why_no_directory(path: AnyPath) -> str:
     if path.exists():
         return "this is a file, not a checkpoint directory"
     return "there is no such checkpoint"

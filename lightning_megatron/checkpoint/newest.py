@@ -19,6 +19,7 @@ from lightning_megatron.checkpoint.index import summary
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.reader import CheckpointReader
+from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def open_newest(
 
 
 def open_or_go_back(
-    path: Path,
+    path: AnyPath,
     places: Places,
     *,
     with_optimizers: bool = False,
@@ -68,7 +69,8 @@ def open_or_go_back(
 ) -> CheckpointReader:
     """Open ``path``, or if it is damaged the newest valid checkpoint beside it; collective.
 
-    In the latter case ``path`` becomes a link to that one, so that the name stays good.
+    In the latter case ``path`` becomes a link to that one, so that the name stays good (but for
+    stores, which have no links).
 
     Args:
         path: a checkpoint; the first rank's value counts.
@@ -88,18 +90,22 @@ def open_or_go_back(
     if reader is None:
         raise CheckpointError(f"the only checkpoint is damaged: {reason}")
 
+    found = reader.directory
+
     def link(_: object) -> None:
+        if not isinstance(path, Path):  # stores have no links: the next save takes the name
+            return
         if path.is_symlink():
             path.unlink()
         if not os.path.lexists(path):
-            path.symlink_to(os.path.relpath(reader.directory, path.parent))
+            path.symlink_to(os.path.relpath(found, path.parent))
 
     peers.run(f"linking {path}", lambda: None, link)
     return reader
 
 
-def _put_aside(path: Path, error: DamagedCheckpointError, peers: Peers) -> str:
-    def rename(_: object) -> Path:
+def _put_aside(path: AnyPath, error: DamagedCheckpointError, peers: Peers) -> str:
+    def rename(_: object) -> AnyPath:
         try:
             return set_aside(path)
         except OSError as problem:  # a directory that may only be read
@@ -113,7 +119,7 @@ def _put_aside(path: Path, error: DamagedCheckpointError, peers: Peers) -> str:
     return f"{now}: {reason}"
 
 
-def _search(places: Places, with_optimizers: bool) -> tuple[list[Path], list[Path]]:
+def _search(places: Places, with_optimizers: bool) -> tuple[list[AnyPath], list[AnyPath]]:
     """Return the candidates, and what earlier searches have renamed."""
     found = candidates(places)
     weights = [path for path in found if with_optimizers and _has_weights_alone(path)]
@@ -125,7 +131,7 @@ def _search(places: Places, with_optimizers: bool) -> tuple[list[Path], list[Pat
     return [path for path in found if path not in weights], renamed(places)
 
 
-def _has_weights_alone(path: Path) -> bool:
+def _has_weights_alone(path: AnyPath) -> bool:
     try:
         return read_manifest(locate(path)).optimizers == 0
     except CheckpointError:

@@ -17,38 +17,41 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.planner import SavePlan
 
-from lightning_megatron.checkpoint.commit import Staging, write_durably
+from lightning_megatron.checkpoint.commit import Staging, staging_for
+from lightning_megatron.checkpoint.digest import entry_of
 from lightning_megatron.checkpoint.document import Contribution, Document, compose, contribution
-from lightning_megatron.checkpoint.index import read_metadata, summary, tensor_entries
+from lightning_megatron.checkpoint.index import summary, tensor_entries
 from lightning_megatron.checkpoint.manifest import (
     MANIFEST_FILE,
+    METADATA_FILE,
+    FileEntry,
     Manifest,
     library_versions,
-    local_path,
 )
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX
+from lightning_megatron.checkpoint.remote_commit import RemoteStaging
 from lightning_megatron.checkpoint.shards import (
     WritePlan,
     Written,
+    make_index,
     offer,
     plan_writes,
-    write_index,
     write_shards,
 )
 from lightning_megatron.checkpoint.state import Chunk, chunks_of
+from lightning_megatron.checkpoint.storage import AnyPath, sizes, storage_path
 from lightning_megatron.checkpoint.write_error import write_error
 from lightning_megatron.errors import CheckpointError
 
 OPTIMIZER_PREFIX = "optimizer"
 
-ShardWriting = Callable[[Path, WritePlan, Callable[[], bool]], Written | None]
+ShardWriting = Callable[[AnyPath, WritePlan, Callable[[], bool]], Written | None]
 """`write_shards` for given tensors: directory, plan and whether to stop."""
 
 
@@ -61,7 +64,7 @@ def writing(chunks: Mapping[str, Chunk]) -> ShardWriting:
 class PreparedSave:
     """A checkpoint of which only the tensors are missing."""
 
-    target: Path
+    target: AnyPath
     """The directory to make."""
     token: str
     """Distinguishes this attempt from others."""
@@ -93,12 +96,13 @@ class PreparedSave:
         Raises:
             CheckpointError: it failed on any rank; the target is what it was before.
         """
-        what, staging = f"saving {self.target}", Staging(self.target, self.token)
+        what, staging = f"saving {self.target}", staging_for(self.target, self.token)
         published = False
 
-        def create(_: list[None]) -> None:
+        def create(_: list[None]) -> str:
             try:
                 staging.create()
+                return staging.prefix
             except OSError as error:
                 raise write_error(error, staging.directory, self.plan.size) from error
 
@@ -112,20 +116,26 @@ class PreparedSave:
                 raise write_error(error, staging.directory, self.plan.size) from error
 
         try:
-            peers.run(what, lambda: None, create)
-            manifest = peers.run(what, lambda: shards(staging.directory, self.plan, stop), finish)
+            prefix = peers.run(what, lambda: None, create)
+            plan = self.plan.under(prefix)
+            manifest = peers.run(what, lambda: shards(staging.directory, plan, stop), finish)
             published = manifest is not None
             return manifest
         finally:
             if peers.is_first and not published:
                 staging.discard()
 
-    def finish(self, staging: Staging, written: Sequence[Written]) -> Manifest:
+    def finish(self, staging: Staging | RemoteStaging, written: Sequence[Written]) -> Manifest:
         """Write index, state and manifest, and publish; on the first rank."""
         assert self.document is not None
-        directory = staging.directory
-        files = write_index(directory, self.plan, written) | self.document.write(directory)
-        visible = {entry.name: entry.stat().st_size for entry in os.scandir(directory)}
+        metadata, index = make_index(self.plan, written)
+        files: dict[str, FileEntry] = {}
+        for role, content in {METADATA_FILE: index, **self.document.files()}.items():
+            staging.write(staging.prefix + role, content)
+            files[staging.prefix + role] = entry_of(content)
+        for part in written:
+            files |= part.files
+        visible = sizes(staging.directory)
         lost = {name for name, entry in files.items() if visible.get(name) != entry.size}
         if lost:
             raise CheckpointError(
@@ -137,10 +147,10 @@ class PreparedSave:
             written=time.time(),
             versions=library_versions(),
             files=files,
-            tensors=tensor_entries(read_metadata(directory)),
+            tensors=tensor_entries(metadata),
             aliases=dict(self.document.aliases),
         )
-        write_durably(directory / MANIFEST_FILE, manifest.to_json().encode())
+        staging.write(MANIFEST_FILE, manifest.to_json().encode())
         staging.publish()
         return manifest
 
@@ -175,13 +185,13 @@ class Preparation:
         documents: list[Document] = []  # on the first rank
         offered = offer(all_chunks(model, optimizers))
 
-        def each() -> tuple[Path, Contribution, bool, bool]:
+        def each() -> tuple[AnyPath, Contribution, bool, bool]:
             known = self._plan is not None and offered == self._offered
-            return local_path(path), contribution(model, optimizers), known, unchanged
+            return storage_path(path), contribution(model, optimizers), known, unchanged
 
         def first(
-            parts: list[tuple[Path, Contribution, bool, bool]],
-        ) -> tuple[Path, str, bool, bool]:
+            parts: list[tuple[AnyPath, Contribution, bool, bool]],
+        ) -> tuple[AnyPath, str, bool, bool]:
             paths, contributions, known, same = zip(*parts, strict=True)
             documents.append(compose(state, contributions))
             return paths[0], Staging.new_token(), all(known), all(known) and all(same)

@@ -17,9 +17,10 @@ from lightning_megatron.checkpoint.commit import locate
 from lightning_megatron.checkpoint.document import read_document
 from lightning_megatron.checkpoint.index import check_metadata, index_of
 from lightning_megatron.checkpoint.loading import read_chunks
-from lightning_megatron.checkpoint.manifest import local_path, read_manifest
+from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.checkpoint.verify import check_contents, check_files
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class CheckpointReader:
         self.directory = self.peers.run(
             f"loading {os.fspath(path)}",
             lambda: None,
-            lambda _: locate(local_path(path)),
+            lambda _: locate(storage_path(path)),
         )
         self.what = f"loading {self.directory}"
         self.peers.run(self.what, self._open, lambda _: check_files(self.directory, self.manifest))

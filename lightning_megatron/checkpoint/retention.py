@@ -15,12 +15,12 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_megatron.checkpoint.candidates import Places, candidates
 from lightning_megatron.checkpoint.commit import remove
 from lightning_megatron.checkpoint.manifest import Manifest, read_manifest
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.checkpoint.verify import check_contents, check_files
 from lightning_megatron.errors import CheckpointError
 
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 class Rotation:
     """The checkpoints that one callback makes in turn."""
 
-    directory: Path
+    directory: AnyPath
     """Where they are, or below."""
     names: str
     """Regular expression of their paths from there."""
-    spared: frozenset[Path]
+    spared: frozenset[AnyPath]
     """What is kept beside the newest."""
 
 
 def rotate(
-    target: Path, manifest: Manifest, rotations: Sequence[Rotation], keep: int, peers: Peers
+    target: AnyPath, manifest: Manifest, rotations: Sequence[Rotation], keep: int, peers: Peers
 ) -> None:
     """Delete what a checkpoint that was just published makes superfluous; collective.
 
@@ -69,10 +69,10 @@ def rotate(
     peers.run(what, lambda: None, delete)
 
 
-def superfluous(target: Path, rotations: Sequence[Rotation], keep: int) -> list[Path]:
+def superfluous(target: AnyPath, rotations: Sequence[Rotation], keep: int) -> list[AnyPath]:
     """Return what can be deleted once ``target`` stands, newest first."""
     spared = {target.resolve()}.union(*({p.resolve() for p in r.spared} for r in rotations))
-    found: dict[Path, None] = {}
+    found: dict[AnyPath, None] = {}
     for rotation in rotations:
         in_turn = _members(rotation)
         if target.resolve() in in_turn:
@@ -80,7 +80,7 @@ def superfluous(target: Path, rotations: Sequence[Rotation], keep: int) -> list[
     return list(found)
 
 
-def _members(rotation: Rotation) -> list[Path]:
+def _members(rotation: Rotation) -> list[AnyPath]:
     """Return the complete checkpoints that take turns, newest first."""
     base, names = rotation.directory.resolve(), re.compile(rotation.names)
     return [
@@ -92,7 +92,7 @@ def _members(rotation: Rotation) -> list[Path]:
     ]
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: AnyPath) -> bool:
     """Whether all files are there; their contents were compared when they were new."""
     try:
         check_files(path, read_manifest(path))

@@ -43,11 +43,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.digest import DigestingFileSystem
+from lightning_megatron.checkpoint.digest import DigestingFileSystem, MemoryFiles, entry_of
 from lightning_megatron.checkpoint.index import coverage_fault, summary
-from lightning_megatron.checkpoint.manifest import FileEntry
+from lightning_megatron.checkpoint.manifest import METADATA_FILE, FileEntry
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.checkpoint.write_error import write_error
 from lightning_megatron.errors import CheckpointError
 
@@ -70,6 +71,12 @@ class WritePlan:
     def size(self) -> int:
         """Bytes of tensors that this rank writes."""
         return sum(_item_bytes(item) for item in self.mine.items)
+
+    def under(self, prefix: str) -> "WritePlan":
+        """Return the same plan for files whose names begin with something."""
+        names = self.mine.storage_data
+        renamed = replace(names, prefix=prefix + names.prefix)
+        return replace(self, mine=replace(self.mine, storage_data=renamed)) if prefix else self
 
 
 def offer(chunks: Mapping[str, Chunk]) -> SavePlan:
@@ -124,7 +131,7 @@ class Written:
 
 
 def write_shards(
-    directory: Path,
+    directory: AnyPath,
     plan: WritePlan,
     chunks: Mapping[str, Chunk],
     stop: Callable[[], bool] = lambda: False,
@@ -133,14 +140,14 @@ def write_shards(
     """Write this rank's file; not collective.
 
     Args:
-        directory: exists, is empty, and all ranks see it.
+        directory: exists, and all ranks see it.
         plan: of all ranks.
         chunks: values of at least the tensors that the plan gives to this rank.
         stop: asked before each tensor whether to give up.
         file_system: takes the file; by default, the local one.
 
     Returns:
-        What `write_index` needs; None when it was stopped.
+        What `make_index` needs; None when it was stopped.
 
     Raises:
         CheckpointError: with the error of the system and the space that is left.
@@ -157,26 +164,23 @@ def write_shards(
     return Written(places=places, files=writer.fs.files)
 
 
-def write_index(
-    directory: Path, plan: WritePlan, written: Sequence[Written]
-) -> dict[str, FileEntry]:
-    """Write the index of the shards, on the first rank.
+def make_index(plan: WritePlan, written: Sequence[Written]) -> tuple[Metadata, bytes]:
+    """Make the index of the shards, on the first rank.
 
     Args:
-        directory: where all ranks have written.
         plan: of all ranks.
         written: what `write_shards` returned, by rank.
 
     Returns:
-        Size and hash of the index and of all shards, by name.
+        The index, and the content of the file of it that DCP reads.
     """
     assert plan.metadata is not None
-    writer = _Writer(directory)
-    writer.finish(replace(plan.metadata), [list(part.places) for part in written])
-    files = dict(writer.fs.files)
-    for part in written:
-        files |= part.files
-    return files
+    writer, files = FileSystemWriter(Path(), sync_files=False), MemoryFiles()
+    writer.fs = files
+    metadata = replace(plan.metadata)
+    writer.storage_meta = StorageMeta  # type: ignore[method-assign]  # no path
+    writer.finish(metadata, [list(part.places) for part in written])
+    return metadata, files.contents[METADATA_FILE]
 
 
 def write_chunks(
@@ -198,8 +202,14 @@ def write_chunks(
     what = f"writing {directory}"
     plan = plan_writes(what, offer(chunks), peers)
 
-    def finish(written: list[Written | None]) -> dict[str, FileEntry]:
-        return write_index(directory, plan, [part for part in written if part is not None])
+    def finish(results: list[Written | None]) -> dict[str, FileEntry]:
+        written = [part for part in results if part is not None]
+        _, content = make_index(plan, written)
+        (directory / METADATA_FILE).write_bytes(content)
+        files = {METADATA_FILE: entry_of(content)}
+        for part in written:
+            files |= part.files
+        return files
 
     return peers.run(what, lambda: write_shards(directory, plan, chunks), finish)
 
@@ -314,19 +324,22 @@ def _assign_writers(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 class _Writer(FileSystemWriter):
-    """Writes no file for a rank that has nothing to write, and no path into the index."""
+    """Writes no file for a rank that has nothing to write."""
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         file_system: DigestingFileSystem | None = None,
         copy_ahead: int = 0,
     ) -> None:
         fs = file_system or DigestingFileSystem()
+        # In a store, closing a file is what makes it durable.
+        syncs = fs.syncs and isinstance(directory, Path)
         super().__init__(
-            directory, sync_files=fs.syncs, thread_count=1, per_thread_copy_ahead=copy_ahead
+            directory, sync_files=syncs, thread_count=1, per_thread_copy_ahead=copy_ahead
         )
         self.fs: DigestingFileSystem = fs
+        self.path = self.fs.init_path(directory)
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -336,7 +349,3 @@ class _Writer(FileSystemWriter):
         nothing: Future[list[WriteResult]] = Future()
         nothing.set_result([])
         return nothing
-
-    @override
-    def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta()

@@ -19,12 +19,13 @@ from lightning_megatron.checkpoint.manifest import (
     Manifest,
 )
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.storage import AnyPath, sizes
 from lightning_megatron.errors import DamagedCheckpointError
 
 _THREADS = 4
 
 
-def check_files(directory: Path, manifest: Manifest) -> None:
+def check_files(directory: AnyPath, manifest: Manifest) -> None:
     """Compare the names and sizes in the directory with its manifest.
 
     Raises:
@@ -32,22 +33,21 @@ def check_files(directory: Path, manifest: Manifest) -> None:
             another size.
     """
     faults = []
-    root = directory.resolve()
+    root, present = directory.resolve(), sizes(directory)
     for name, entry in manifest.files.items():
-        path = directory / name
-        if path.is_symlink() and path.resolve().parent != root:
+        if _is_link_out(directory / name, root):
             faults.append(f"{name} is a link out of the checkpoint")
-        elif not path.is_file():
+        elif name not in present:
             faults.append(f"{name} is missing")
-        elif (size := path.stat().st_size) != entry.size:
+        elif (size := present[name]) != entry.size:
             faults.append(f"{name} has {size} bytes, not the {entry.size} that were written")
-    required = {STATE_FILE, METADATA_FILE} - manifest.files.keys()
+    required = {manifest.file(STATE_FILE), manifest.file(METADATA_FILE)} - manifest.files.keys()
     faults += [f"{name} is not in the manifest" for name in sorted(required)]
     if faults:
         raise DamagedCheckpointError(f"damaged: {summary(faults)}")
 
 
-def check_contents(what: str, directory: Path, manifest: Manifest, peers: Peers) -> None:
+def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Peers) -> None:
     """Compare the content of every file with its hash in the manifest; collective.
 
     Files without a hash, which schema 1 has, pass.
@@ -78,10 +78,14 @@ def check_contents(what: str, directory: Path, manifest: Manifest, peers: Peers)
     peers.run(what, each, first)
 
 
-def foreign_files(directory: Path, manifest: Manifest) -> list[str]:
+def foreign_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     """Return what lies in the directory and is not part of the checkpoint; it is never read."""
     known = {MANIFEST_FILE, *manifest.files}
     return sorted(path.name for path in directory.iterdir() if path.name not in known)
+
+
+def _is_link_out(path: AnyPath, root: AnyPath) -> bool:
+    return isinstance(path, Path) and path.is_symlink() and path.resolve().parent != root
 
 
 def _share(manifest: Manifest, peers: Peers) -> list[str]:
@@ -97,7 +101,7 @@ def _share(manifest: Manifest, peers: Peers) -> list[str]:
     return share
 
 
-def _content_fault(directory: Path, manifest: Manifest, name: str) -> str | None:
+def _content_fault(directory: AnyPath, manifest: Manifest, name: str) -> str | None:
     expected, found = manifest.files[name], read_entry(directory / name)
     if found.sha256 == expected.sha256:
         return None

@@ -10,10 +10,11 @@ import os
 import shutil
 from pathlib import Path
 
+from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError
 
 
-def write_error(error: Exception, directory: Path, needed: int) -> CheckpointError:
+def write_error(error: Exception, directory: AnyPath, needed: int) -> CheckpointError:
     """Return an error that says why ``directory`` could not be written.
 
     Args:
@@ -45,7 +46,9 @@ def _system_error(error: BaseException) -> OSError | None:
     return None
 
 
-def _free_bytes(directory: Path) -> int | None:
+def _free_bytes(directory: AnyPath) -> int | None:
+    if not isinstance(directory, Path):
+        return None
     for path in (directory, *directory.parents):
         try:
             return shutil.disk_usage(path).free

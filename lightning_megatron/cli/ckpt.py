@@ -17,6 +17,7 @@ from typing import Any
 from lightning_megatron.checkpoint.candidates import Places, candidates, is_candidate, renamed
 from lightning_megatron.checkpoint.commit import CORRUPT, locate
 from lightning_megatron.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 
@@ -44,33 +45,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="{ls,show,verify}")
     for name, run, summary, argument, several in (
-        ("ls", _ls, "list the checkpoints in a directory and below, newest first", "DIR", False),
-        ("show", _show, "print what a checkpoint contains", "CKPT", False),
+        ("ls", _ls, "list the checkpoints in a place and below, newest first", "DIR|URL", False),
+        ("show", _show, "print what a checkpoint contains", "CKPT|URL", False),
         ("verify", _verify, "compare checkpoints with their hashes; exit code 0 if all are "
-         "intact, 1 if one is damaged, 2 if one cannot be read", "CKPT", True),
+         "intact, 1 if one is damaged, 2 if one cannot be read", "CKPT|URL", True),
     ):  # fmt: skip
         command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("path", type=Path, metavar=argument, nargs="+" if several else None)
+        command.add_argument("path", type=str, metavar=argument, nargs="+" if several else None)
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
     return parser
 
 
 def _ls(options: argparse.Namespace) -> int:
-    if not options.path.is_dir():
-        raise ConfigError(f"DIR={options.path}: must be a directory that exists")
-    places = Places(trees=(options.path.resolve(),))
-    one = is_checkpoint(options.path)
-    found = [options.path] if one else [*candidates(places), *renamed(places)]
+    top = _place(options.path)
+    if not top.is_dir():
+        raise ConfigError(f"DIR={top}: must be a directory that exists")
+    places = Places(trees=(top.resolve(),))
+    found = [top] if is_checkpoint(top) else [*candidates(places), *renamed(places)]
     entries = [_overview(path) for path in found]
     if options.json:
         _print_json(entries)
     elif not entries:
-        print(f"no checkpoints in {options.path}")
+        print(f"no checkpoints in {top}")
     else:
         rows = [
             [
-                _relative(e["path"], options.path),
+                _relative(e["path"], top),
                 *(_text(e[key]) for key in ("step", "epoch")),
                 _date(e["written"]),
                 _size(e["bytes"]),
@@ -83,7 +84,7 @@ def _ls(options: argparse.Namespace) -> int:
     return 0
 
 
-def _overview(path: Path) -> dict[str, Any]:
+def _overview(path: AnyPath) -> dict[str, Any]:
     place = locate(path)
     unknown = dict.fromkeys(("step", "epoch", "written", "bytes", "layout"))
     entry: dict[str, Any] = {"path": str(path), **unknown, "status": "complete"}
@@ -103,7 +104,7 @@ def _overview(path: Path) -> dict[str, Any]:
 
 
 def _show(options: argparse.Namespace) -> int:
-    directory = locate(options.path.absolute())
+    directory = locate(_place(options.path).absolute())
     manifest = read_manifest(directory)
     if options.json:
         _print_json({"path": str(directory), "bytes": _bytes(manifest), **asdict(manifest)})
@@ -135,7 +136,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    found = [_verdict(path) for path in options.path]
+    found = [_verdict(_place(text)) for text in options.path]
     if options.json:
         _print_json(found)
     else:
@@ -145,7 +146,7 @@ def _verify(options: argparse.Namespace) -> int:
     return code
 
 
-def _verdict(path: Path) -> dict[str, Any]:
+def _verdict(path: AnyPath) -> dict[str, Any]:
     # Late: the other commands need not wait for torch.
     from lightning_megatron.checkpoint.reader import CheckpointReader
     from lightning_megatron.checkpoint.verify import foreign_files
@@ -234,7 +235,11 @@ def _layout(layout: Mapping[str, int] | None) -> str:
     return " ".join(f"{axis}={degree}" for axis, degree in (layout or {}).items()) or "-"
 
 
-def _relative(path: str, base: Path) -> str:
-    there = Path(path)
-    root = base.resolve()
+def _place(text: str) -> AnyPath:
+    """Return what an argument means, as it was written if it is a path of this machine."""
+    return storage_path(text) if "://" in text else Path(text)
+
+
+def _relative(path: str, base: AnyPath) -> str:
+    there, root = _place(path), base.resolve()
     return str(there.relative_to(root)) if there.is_relative_to(root) else path

@@ -27,10 +27,10 @@ from lightning_megatron.checkpoint.asynchronous import Saver
 from lightning_megatron.checkpoint.commit import remove
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.io import load_directory, save_directory
-from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
+from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.strategies.checkpoint_rotation import rotations
@@ -90,7 +90,9 @@ class CheckpointHooks:
     ) -> None:
         """Write the directory ``filepath``; collective over all processes."""
         if storage_options is not None:
-            rank_zero_warn("storage_options is ignored: MegatronStrategy writes a local directory")
+            rank_zero_warn(
+                "storage_options is ignored: credentials belong into fsspec's configuration"
+            )
         self._described = None
         model = checkpoint.pop("state_dict")
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
@@ -216,12 +218,10 @@ class CheckpointHooks:
         """Delete a checkpoint, on rank zero; after the saves that are in flight."""
         if not self.is_global_zero:
             return
-        if "://" in os.fspath(filepath):
-            self.checkpoint_io.remove_checkpoint(os.fspath(filepath))
-        elif self._saver is not None:
+        if self._saver is not None:
             self._saver.remove(filepath)
         else:
-            remove(local_path(filepath))
+            remove(storage_path(filepath))
 
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None

@@ -1,13 +1,12 @@
 """Which checkpoints ModelCheckpoint makes in turn, and which of them it holds on to."""
 
 import re
-from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.retention import Rotation
+from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 
 _NUMBER = r"[-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf)"
 _FIELD = re.compile(r"\{([^{}:]*)(?::[^{}]*)?\}")
@@ -17,9 +16,9 @@ def rotations(trainer: pl.Trainer) -> tuple[Rotation, ...]:
     """Return what `retention.rotate` has to know of the Trainer's callbacks, as they are now."""
     spared = frozenset(path for callback in _callbacks(trainer) for path in _held(callback))
     if trainer.ckpt_path:
-        spared |= {local_path(trainer.ckpt_path)}
+        spared |= {storage_path(trainer.ckpt_path)}
     return tuple(
-        Rotation(directory=local_path(callback.dirpath), names=names_of(callback), spared=spared)
+        Rotation(directory=storage_path(callback.dirpath), names=names_of(callback), spared=spared)
         for callback in _callbacks(trainer)
         if callback.dirpath is not None
     )
@@ -43,11 +42,11 @@ def names_of(callback: ModelCheckpoint) -> str:
     return "".join(parts) + re.escape(template[end:]) + version + re.escape(callback.FILE_EXTENSION)
 
 
-def _held(callback: ModelCheckpoint) -> set[Path]:
+def _held(callback: ModelCheckpoint) -> set[AnyPath]:
     # With save_top_k=-1 all of them are in best_k_models, which is no choice.
     best = callback.best_k_models if callback.save_top_k != -1 else ()
     held = {*best, callback.best_model_path, callback.last_model_path}
-    return {local_path(path) for path in held if path}
+    return {storage_path(path) for path in held if path}
 
 
 def _callbacks(trainer: pl.Trainer) -> list[ModelCheckpoint]:

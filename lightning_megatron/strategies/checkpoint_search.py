@@ -7,7 +7,6 @@ hands any other text to the strategy as it is. So ``"auto"`` arrives here as it 
 
 import os
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,9 +16,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron.checkpoint.candidates import Places
-from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.reader import CheckpointReader
+from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 from lightning_megatron.errors import ConfigError
 
 AUTO = "auto"
@@ -74,9 +73,9 @@ def find_checkpoint(
             )
         if reader is None:
             rank_zero_info(f"ckpt_path='auto': no checkpoint in {looked}; starting from scratch")
-    elif fitting and _is_last(local_path(path), trainer):
+    elif fitting and _is_last(storage_path(path), trainer):
         reader = open_or_go_back(
-            local_path(path),
+            storage_path(path),
             checkpoint_places(trainer),
             with_optimizers=with_optimizers,
             group=group,
@@ -100,26 +99,26 @@ def checkpoint_places(trainer: pl.Trainer) -> Places:
     trees = []
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            trees.append(_all_versions(local_path(callback.dirpath), trainer))
-    root = local_path(trainer.default_root_dir)
+            trees.append(_all_versions(storage_path(callback.dirpath), trainer))
+    root = storage_path(trainer.default_root_dir)
     return Places(trees=tuple(dict.fromkeys(trees)), folders=(root,))
 
 
-def _all_versions(directory: Path, trainer: pl.Trainer) -> Path:
+def _all_versions(directory: AnyPath, trainer: pl.Trainer) -> AnyPath:
     if not trainer.loggers:
         return directory
     logger = trainer.loggers[0]
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    above = local_path(logger.save_dir or trainer.default_root_dir) / str(logger.name)
+    above = storage_path(logger.save_dir or trainer.default_root_dir) / str(logger.name)
     return above if directory == above / version / "checkpoints" else directory
 
 
-def _is_last(path: Path, trainer: pl.Trainer) -> bool:
+def _is_last(path: AnyPath, trainer: pl.Trainer) -> bool:
     """Whether the name says that this is the newest state, not one in particular."""
     return any(
         isinstance(callback, ModelCheckpoint)
         and callback.dirpath is not None
-        and path.parent == local_path(callback.dirpath)
+        and path.parent == storage_path(callback.dirpath)
         and path.name.startswith(callback.CHECKPOINT_NAME_LAST)
         for callback in trainer.checkpoint_callbacks
     )

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from lightning_megatron import load_from_checkpoint
+from lightning_megatron.checkpoint.commit import remove
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.export import load_full_state_dict
 from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.storage import RemotePath
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategies.small import Small, assert_same, loader, make_trainer, weights
@@ -177,6 +181,39 @@ def test_keep_leaves_the_newest_and_what_callbacks_hold(pool: WorkerPool, tmp_pa
     for mode in ("sync", "async"):
         left = ["last.ckpt", "step=1.ckpt", "turn-mine.ckpt", *turns]
         assert sorted(os.listdir(tmp_path / mode)) == sorted(left)
+
+
+def store_job() -> None:
+    whole = fit(1, CheckpointConfig(), [], Stored()).lightning_module
+    for mode in ("sync", "async"):
+        place = f"memory://{uuid.uuid4().hex}/checkpoints"
+        config = CheckpointConfig(mode=mode, keep=2)  # type: ignore[arg-type]
+        callback = ModelCheckpoint(
+            dirpath=place, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True
+        )
+        fit(1, config, [callback], Stored())
+        found = sorted(entry.name for entry in RemotePath(place).iterdir())
+        assert found == ["last.ckpt", f"step={STEPS - 1}.ckpt", f"step={STEPS}.ckpt"]
+        for name in found[::2]:  # back to the one before
+            remove(RemotePath(place) / name)
+        again = ModelCheckpoint(dirpath=place, save_top_k=1, every_n_train_steps=1)
+        trainer = fit(1, config, [again], Stored(), resume="auto")
+        assert again.best_model_path == f"{place}/epoch=0-step={STEPS}.ckpt"
+        assert_same(weights(trainer.lightning_module), weights(whole))
+        trainer.save_checkpoint(f"{place}/mine.ckpt")
+        assert_same(weights(load_from_checkpoint(Stored, f"{place}/mine.ckpt")), weights(whole))
+        rooted = fit(1, config, [], Stored(), resume="auto", default_root_dir=place)
+        assert rooted.ckpt_path == f"{place}/mine.ckpt"
+
+
+class Stored(Adaptive):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+def test_checkpoints_in_a_store(pool: WorkerPool) -> None:
+    pool.run(1, store_job)
 
 
 class LooksAtLast(pl.Callback):
