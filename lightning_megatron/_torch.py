@@ -94,6 +94,31 @@ def forget_meshes() -> None:
             clear()
 
 
+def abandon_process_groups() -> list[Any]:
+    """Forget the process groups that a forked process has from its parent (2.11-2.13).
+
+    Their threads have stayed with the parent: a collective would wait for ever, and so would
+    destroying them, for threads to end. Yet torch takes them for its own, and connects to nobody.
+
+    Returns:
+        What must be kept until the process ends, by ``os._exit``: destructors join threads, too.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
+    kept: list[Any] = [world.default_pg, *world.pg_map.items()]
+    c10d._update_default_pg(None)
+    for name in (
+        *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"),
+        "pg_coalesce_state",
+    ):
+        getattr(world, name).clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
+    return kept
+
+
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Euclidean norm of each tensor, in one kernel where the device has one (2.11-2.13)."""
     norms: Any = torch._foreach_norm(list(tensors), 2, dtype=dtype) if tensors else []

@@ -4,10 +4,13 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerError, WorkerPool
@@ -151,3 +154,27 @@ def test_a_closed_pool_leaves_no_process() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def reduced() -> list[float]:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    whole = DTensor.from_local(torch.ones(1), mesh, [Shard(0)]).full_tensor()
+    dist.all_reduce(whole, group=dist.new_group([0, 1]))
+    return whole.tolist()
+
+
+def test_workers_forget_the_process_groups_of_the_process_they_come_from(tmp_path: Path) -> None:
+    """As a Trainer leaves behind in the process in which it has trained."""
+    ours = not dist.is_initialized()
+    if ours:
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.new_group([0])
+    dist.all_reduce(torch.ones(1))
+    with WorkerPool(2, timeout=20) as pool:
+        for _ in range(2):
+            assert pool.run(2, reduced) == [[2.0, 2.0]] * 2
+    dist.all_reduce(torch.ones(1))
+    if ours:
+        dist.destroy_process_group()

@@ -26,7 +26,9 @@ group of the run before, or have just been forked.
 
 Fork is safe here because the parent never starts a second OpenMP thread team or CUDA on behalf of
 the workers, and each worker calls `torch.set_num_threads(1)` before anything else: a child forked
-from a parent with a live OpenMP team hangs in its first parallel region otherwise.
+from a parent with a live OpenMP team hangs in its first parallel region otherwise. Process groups
+that the parent has (a Trainer leaves its own behind) are forgotten in the worker: their threads do
+not survive a fork, so neither using nor destroying them would ever end.
 """
 
 from lightning_megatron.testing.failures import Failure, WorkerError

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from lightning_megatron._torch import abandon_process_groups
 from lightning_megatron.testing.failures import Failure
 
 STARTED = b"started"
@@ -63,6 +64,7 @@ def has_written_its_stacks(log: Path) -> bool:
 def serve(connection: Connection, inherited: list[Connection], log: Path) -> None:
     """Run jobs until the parent hangs up: the main function of a worker."""
     torch.set_num_threads(1)
+    _until_exit = abandon_process_groups()
     # What was imported stays: not searched for garbage after every job, nor copied by the search.
     gc.freeze()
     for other in inherited:

@@ -15,12 +15,6 @@ from tests.checkpoint.damage import flip
 from tests.strategies.small import Small, loader, make_trainer
 
 
-@pytest.fixture(autouse=True, scope="module")
-def warm(pool: WorkerPool) -> None:
-    """Fork the workers before this process trains: gloo does not survive a fork."""
-    pool.run(2, os.getpid)
-
-
 def fit(
     directory: Path | None,
     steps: int,
