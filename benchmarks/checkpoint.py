@@ -34,7 +34,7 @@ from lightning_megatron.testing import WorkerPool
 WORLD = 2
 INTERVAL = 10
 CONFIG = TransformerConfig(hidden_size=384, num_layers=4, num_heads=6)
-BATCH_SIZE, LENGTH = 4, 256
+BATCH_SIZE, LENGTH = 2, 128
 """Of one rank."""
 
 
@@ -120,12 +120,15 @@ def job(rounds: int, steps: int, directory: Path) -> dict[str, Times]:
         pl.strategies.ModelParallelStrategy, data_parallel_size=WORLD, tensor_parallel_size=1
     )
 
-    def ours(mode: str) -> Any:
-        return MegatronStrategy(zero=3, checkpoint=CheckpointConfig(mode=mode))  # type: ignore[arg-type]
+    def ours(**options: Any) -> Any:
+        return MegatronStrategy(zero=3, checkpoint=CheckpointConfig(**options))
 
     variants: Mapping[str, Callable[[Path], Times]] = {
-        "ours, sync": lambda path: run(Model, ours("sync"), steps, path),
-        "ours, async": lambda path: run(Model, ours("async"), steps, path),
+        "ours, sync": lambda path: run(Model, ours(mode="sync"), steps, path),
+        "ours, async, thread": lambda path: run(Model, ours(mode="async"), steps, path),
+        "ours, async, process": lambda path: run(
+            Model, ours(mode="async", process="process"), steps, path
+        ),
         "Lightning": lambda path: run(ShardedByUser, peer(), steps, path),
     }
     total = {name: Times() for name in variants}

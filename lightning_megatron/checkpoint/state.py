@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -129,10 +130,10 @@ def chunks_of(state: Mapping[str, Any]) -> dict[str, Chunk]:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this process' part of a tensor, detached, sharing its memory."""
-    detached = tensor.detach()
-    local = detached.to_local() if isinstance(detached, DTensor) else detached
+    with torch.no_grad():  # then it is the tensor itself, and not a DTensor that is detached
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     assert isinstance(local, Tensor)
-    return local
+    return local.detach()
 
 
 def _with_alias(chunk: Chunk, name: str, owner: str) -> Chunk:

@@ -310,10 +310,10 @@ def test_training_communicates_while_saving(pool, tmp_path):
     assert [loaded(tmp_path / f"{i}.ckpt")[0] for i in range(20)] == list(range(20))
 
 
-def destroy_job(path, delay):
+def destroy_job(path, delay, process):
     """Lose the process groups while a save is in flight."""
     peers, group = connect()
-    background = Saver(CheckpointConfig(mode="async"), peers, group)
+    background = Saver(CheckpointConfig(mode="async", process=process), peers, group)
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch)
         background.save(path, model_chunks(linear(1.0)), {})
@@ -325,9 +325,10 @@ def destroy_job(path, delay):
         background.close(timeout_s=10)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.1])
-def test_a_lost_process_group_leaves_a_whole_checkpoint_or_none(pool, tmp_path, delay):
-    pool.run(2, destroy_job, tmp_path / "a.ckpt", delay)
+@pytest.mark.parametrize("process", ["thread", "process"])
+@pytest.mark.parametrize("delay", [0.0, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1])
+def test_a_lost_process_group_leaves_a_whole_checkpoint_or_none(pool, tmp_path, delay, process):
+    pool.run(2, destroy_job, tmp_path / "a.ckpt", delay, process)
     if is_checkpoint(tmp_path / "a.ckpt"):
         assert loaded(tmp_path / "a.ckpt")[0] == 1.0
         assert read_manifest(tmp_path / "a.ckpt").files

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import time
 import uuid
 from pathlib import Path
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_megatron import load_from_checkpoint
@@ -241,22 +243,83 @@ def test_a_link_never_points_to_nothing(pool: WorkerPool, tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", f"step={STEPS}.ckpt"]
 
 
-def exception_job(directory: Path, rank: int) -> None:
+def exception_job(directory: Path, rank: int, mode: str) -> None:
     module = Adaptive()
     with pytest.MonkeyPatch.context() as patch:
         slow_down(patch, 0.1)
         if int(os.environ["RANK"]) == rank:
             module.fails_at = 2
-        fit(2, ASYNC, [saving(directory)], module)
+        fit(2, MODES[mode], [saving(directory)], module)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_drains_what_is_in_flight(pool: WorkerPool, tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "mode"), [(0, "async"), (1, "process")])
+def test_an_exception_drains_what_is_in_flight(
+    pool: WorkerPool, tmp_path: Path, rank: int, mode: str
+) -> None:
     with pytest.raises(WorkerError, match="boom"):
-        pool.run(2, exception_job, tmp_path, rank)
+        pool.run(2, exception_job, tmp_path, rank, mode)
     assert sorted(os.listdir(tmp_path)) == ["step=1.ckpt", "step=2.ckpt"]
     for name in os.listdir(tmp_path):
         assert load_full_state_dict(tmp_path / name)
+
+
+class EndsItself(Adaptive):
+    """Is told to end while the checkpoint of its second step is being written."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def sigterm_job(directory: Path) -> bool:
+    for mode in ("async", "process"):
+        with pytest.MonkeyPatch.context() as patch:
+            slow_down(patch, 0.2)
+            with pytest.raises(SIGTERMException):
+                fit(1, MODES[mode], [saving(directory / mode)], EndsItself())
+    with pytest.raises(ChildProcessError):  # none is left
+        os.waitpid(-1, os.WNOHANG)
+    return True
+
+
+def test_sigterm_drains_what_is_in_flight(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(1, sigterm_job, tmp_path) == [True]
+    for mode in ("async", "process"):
+        names = os.listdir(tmp_path / mode)
+        assert {"step=1.ckpt", "step=2.ckpt"} <= set(names)
+        for name in names:
+            assert load_full_state_dict(tmp_path / mode / name)
+
+
+def slow_disk_job(directory: Path) -> list[str]:
+    """Every save takes longer than the step between two."""
+    with pytest.MonkeyPatch.context() as patch:
+        in_flight, most = [0], [0]
+        write = FileSystemWriter.write_data
+
+        def late(*args: Any) -> Any:
+            in_flight[0] += 1
+            most[0] = max(most[0], in_flight[0])
+            time.sleep(0.1)
+            in_flight[0] -= 1
+            return write(*args)
+
+        patch.setattr(FileSystemWriter, "write_data", late)
+        for policy in ("wait", "supersede"):
+            config = CheckpointConfig(mode="async", when_busy=policy)  # type: ignore[arg-type]
+            fit(1, config, [saving(directory / policy)])
+        assert most == [1]
+    return sorted(os.listdir(directory / "wait"))
+
+
+def test_saves_that_take_longer_than_steps(pool: WorkerPool, tmp_path: Path) -> None:
+    (names,) = pool.run(1, slow_disk_job, tmp_path)
+    assert names == [f"step={step}.ckpt" for step in range(1, STEPS + 1)]
+    # The last one is never given up, and of two neighbours at most one.
+    superseded = os.listdir(tmp_path / "supersede")
+    assert f"step={STEPS}.ckpt" in superseded
+    assert len(superseded) >= STEPS // 2
 
 
 def failure_job(directory: Path, on_error: str) -> tuple[int, list[str], str]:
