@@ -18,8 +18,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.export import load_from_checkpoint
-from lightning_megatron.checkpoint.hf_export import stored_config
 from lightning_megatron.checkpoint.manifest import is_checkpoint
+from lightning_megatron.checkpoint.transformer import stored_config
 from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy

@@ -26,11 +26,12 @@ from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.safetensors_file import TensorInfo, write_safetensors
 from lightning_megatron.checkpoint.state import whole
+from lightning_megatron.checkpoint.transformer import config_of, transformer_prefix
 from lightning_megatron.checkpoint.write_error import write_error
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.models.hf_config import config_from_hugging_face, config_to_hugging_face
-from lightning_megatron.models.weights import EMBEDDING, Weight, shapes_of, weights_of
+from lightning_megatron.models.hf_config import config_to_hugging_face
+from lightning_megatron.models.weights import Weight, shapes_of, weights_of
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _COMPANIONS = (
@@ -85,7 +86,7 @@ def export_hugging_face(
     raise_if_any(_target_problems(target, overwrite))
     reader = CheckpointReader(path, alone=True)
     theirs = None if like is None else read_config(local_path(like), os.fspath(like))
-    config = config or _stored_config(reader, theirs)
+    config = config or config_of(reader, theirs)
     fields = config_to_hugging_face(config, model_type or (theirs or {}).get("model_type"))
     fields |= {name: theirs[name] for name in _TOKEN_IDS if theirs and name in theirs}
     weights = weights_of(config, fields["model_type"])
@@ -118,7 +119,7 @@ class _Writing:
     ) -> None:
         self._reader = reader
         self._weights = {weight.name: weight for weight in weights}
-        self._prefix = _prefix(reader)
+        self._prefix = transformer_prefix(reader)
         self._stored: dict[str, str] = {}
         """Name in the checkpoint of every tensor of ours."""
         raise_if_any(self._find(shapes_of(config)))
@@ -176,41 +177,6 @@ class _Writing:
         tensor = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
         self._reader.read({stored: whole(tensor)})
         return tensor
-
-
-def stored_config(path: str | os.PathLike[str]) -> TransformerConfig:
-    """Return the sizes of the model in a checkpoint directory, from its hyper-parameters.
-
-    Raises:
-        ConfigError: its module had no hyper-parameter ``config`` with them.
-        CheckpointError: the checkpoint does not exist or is damaged.
-    """
-    return _stored_config(CheckpointReader(path, alone=True), None)
-
-
-def _stored_config(reader: CheckpointReader, theirs: Mapping[str, Any] | None) -> TransformerConfig:
-    stored = (reader.state.get("hyper_parameters") or {}).get("config")
-    if isinstance(stored, TransformerConfig):
-        return stored
-    if isinstance(stored, dict) and stored.keys() <= TransformerConfig.__dataclass_fields__.keys():
-        return TransformerConfig(**stored)
-    if theirs is not None:
-        return config_from_hugging_face(theirs)
-    raise ConfigError(
-        f"{reader.directory} has no hyper-parameter 'config' with the sizes of a Transformer; "
-        "nearest valid: config=TransformerConfig(...), or like= a model directory of these sizes"
-    )
-
-
-def _prefix(reader: CheckpointReader) -> str:
-    """Return what stands before the names of the `Transformer` in the module that was saved."""
-    found = [n.removesuffix(EMBEDDING) for n in reader.model_names() if n.endswith(EMBEDDING)]
-    if len(found) != 1:
-        raise ConfigError(
-            f"{reader.directory} has {len(found)} tensors named {EMBEDDING}: a module with one "
-            "Transformer can be exported"
-        )
-    return found[0]
 
 
 def _shards(infos: Mapping[str, TensorInfo], most: int) -> Iterator[list[str]]:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from lightning_megatron import export_hugging_face, import_hugging_face
 from lightning_megatron.checkpoint.export import load_full_state_dict
-from lightning_megatron.checkpoint.hf_export import stored_config
+from lightning_megatron.checkpoint.transformer import stored_config
 from lightning_megatron.models.transformer import Transformer
 from tests.models.hub_models import (
     MODELS,
