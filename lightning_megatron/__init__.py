@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     )
     from lightning_megatron.checkpoint.hf_export import export_hugging_face
     from lightning_megatron.checkpoint.hf_import import import_hugging_face
+    from lightning_megatron.checkpoint.transformer import load_transformer
     from lightning_megatron.errors import ConfigError
+    from lightning_megatron.models.generate import generate
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.parallel.data import ShardingConfig
     from lightning_megatron.parallel.plan import PipelineConfig
@@ -42,8 +44,10 @@ _HOMES = {
     "convert_to_lightning": "checkpoint.export",
     "export_hugging_face": "checkpoint.hf_export",
     "export_safetensors": "checkpoint.export",
+    "generate": "models.generate",
     "import_hugging_face": "checkpoint.hf_import",
     "load_from_checkpoint": "checkpoint.export",
+    "load_transformer": "checkpoint.transformer",
 }
 
 __all__ = [
@@ -60,8 +64,10 @@ __all__ = [
     "convert_to_lightning",
     "export_hugging_face",
     "export_safetensors",
+    "generate",
     "import_hugging_face",
     "load_from_checkpoint",
+    "load_transformer",
 ]
 
 

@@ -4,9 +4,9 @@
 module and a datamodule take can be set in a YAML file and overridden on the command line, the
 layout included (`--trainer.strategy.tp=4`). `python -m lightning_megatron` is the same command.
 
-`convert` writes the weights of a checkpoint directory to one file. `ckpt` lists checkpoints, shows
-what one contains and verifies them. `schedule` draws a pipeline
-schedule and says what it costs.
+`convert` takes the weights of a checkpoint directory to one file or to Hugging Face, or brings them
+from there; `generate` has them continue a text. `ckpt` lists checkpoints, shows what one contains
+and verifies them. `schedule` draws a pipeline schedule and says what it costs.
 
 A mistake in the configuration ends the command with exit code 2 and the message alone: the stack of
 our own calls would hide it.
@@ -36,6 +36,10 @@ def main(args: Sequence[str] | None = None) -> int:
         from lightning_megatron.cli.ckpt import ckpt
 
         return ckpt(given[1:])
+    if given[:1] == ["generate"]:
+        from lightning_megatron.cli.generate import generate
+
+        return generate(given[1:])
     if given[:1] == ["schedule"]:
         from lightning_megatron.cli.schedule import schedule
 
