@@ -205,7 +205,12 @@ class Saver:
             if self._newest_failed:
                 self._obsolete.append(target)
                 return
-        remove(target)
+        try:
+            remove(target)
+        except OSError as error:  # costs space, not the run; the next save tries again
+            logger.warning("could not delete an old checkpoint: %s", error)
+            with self._lock:
+                self._obsolete.append(target)
 
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait for what is in flight and end the thread; not collective, raises nothing."""

@@ -13,8 +13,8 @@ class CheckpointConfig:
     during training (a logger that uploads it) then finds it later than the call that saved it."""
     process: Literal["thread", "process"] = "thread"
     """What writes in the background: a thread, or a process of each rank, which takes nothing from
-    training but disk and idle cores, and holds its copy of the tensors in shared memory. Checkpoints
-    in object stores are uploaded by a thread all the same."""
+    training but disk and idle cores, and holds its copy of the tensors in shared memory.
+    Checkpoints in object stores are uploaded by a thread all the same."""
     on_error: Literal["continue", "raise"] = "continue"
     """Whether training goes on, with one warning, after a save that failed."""
     max_failed_saves: int = 3

@@ -46,7 +46,7 @@ from lightning_megatron.checkpoint.shards import (
 )
 from lightning_megatron.checkpoint.state import Chunk, chunks_of
 from lightning_megatron.checkpoint.storage import AnyPath, sizes, storage_path
-from lightning_megatron.checkpoint.write_error import write_error
+from lightning_megatron.checkpoint.write_error import check_room, write_error
 from lightning_megatron.errors import CheckpointError
 
 OPTIMIZER_PREFIX = "optimizer"
@@ -102,9 +102,10 @@ class PreparedSave:
         def create(_: list[None]) -> str:
             try:
                 staging.create()
+                check_room(staging.directory, self.plan.total)
                 return staging.prefix
             except OSError as error:
-                raise write_error(error, staging.directory, self.plan.size) from error
+                raise write_error(error, staging.directory, self.plan.total) from error
 
         def finish(results: list[Written | None]) -> Manifest | None:
             written = [part for part in results if part is not None]

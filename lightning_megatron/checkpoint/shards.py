@@ -72,6 +72,16 @@ class WritePlan:
         """Bytes of tensors that this rank writes."""
         return sum(_item_bytes(item) for item in self.mine.items)
 
+    @property
+    def total(self) -> int:
+        """Bytes of tensors that all ranks write; known to the first rank."""
+        entries = () if self.metadata is None else self.metadata.state_dict_metadata.values()
+        return sum(
+            math.prod(entry.size) * entry.properties.dtype.itemsize
+            for entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        )
+
     def under(self, prefix: str) -> "WritePlan":
         """Return the same plan for files whose names begin with something."""
         names = self.mine.storage_data

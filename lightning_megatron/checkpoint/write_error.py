@@ -6,12 +6,16 @@ error, and how much room was needed and is left.
 """
 
 import errno
+import math
 import os
 import shutil
 from pathlib import Path
 
 from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError
+
+_RESERVE = 1.2
+"""Of the size of the tensors; archives, index and state add to it, and others write too."""
 
 
 def write_error(error: Exception, directory: AnyPath, needed: int) -> CheckpointError:
@@ -34,6 +38,22 @@ def write_error(error: Exception, directory: AnyPath, needed: int) -> Checkpoint
         what, path = f"{type(error).__name__}: {error}", directory
     room = "unknown" if free is None else f"{free:,}"
     return CheckpointError(f"{path}: {what} ({needed:,} bytes needed here, {room} free)")
+
+
+def check_room(directory: AnyPath, needed: int) -> None:
+    """Fail now rather than after minutes of writing to a disk that is too full.
+
+    Args:
+        directory: where files are to be written; need not exist.
+        needed: bytes that all ranks are to write together.
+
+    Raises:
+        CheckpointError: there is less room than these, the index and some reserve take.
+    """
+    free, reserved = _free_bytes(directory), math.ceil(_RESERVE * needed)
+    if free is not None and free < reserved:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(directory))
+        raise write_error(full, directory, reserved)
 
 
 def _system_error(error: BaseException) -> OSError | None:
