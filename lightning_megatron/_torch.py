@@ -119,6 +119,11 @@ def abandon_process_groups() -> list[Any]:
     return kept
 
 
+def default_store() -> Any:
+    """Return the store by which the ranks of the default group found each other (2.11-2.13)."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Euclidean norm of each tensor, in one kernel where the device has one (2.11-2.13)."""
     norms: Any = torch._foreach_norm(list(tensors), 2, dtype=dtype) if tensors else []

@@ -9,7 +9,9 @@ load or overwrite a checkpoint that is not there yet, which the saver puts in or
 at the end of training, before anything is loaded, after an exception and in teardown.
 """
 
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -36,7 +38,10 @@ from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.data_position import KEY, DataPosition
+from lightning_megatron.strategies.joint_ending import all_ranks_end
 from lightning_megatron.topology.degrees import AXES
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointHooks:
@@ -94,6 +99,7 @@ class CheckpointHooks:
                 "storage_options is ignored: credentials belong into fsspec's configuration"
             )
         self._described = None
+        self._refuse_to_save_alone(filepath)
         model = checkpoint.pop("state_dict")
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
         topology, trainer = self.parallel.topology, self._trainer()
@@ -115,6 +121,17 @@ class CheckpointHooks:
             rotations=rotations(trainer),
             wait=at_once,
         )
+
+    def _refuse_to_save_alone(self, path: str | os.PathLike[str]) -> None:
+        """After an error of this rank alone, end with it instead of waiting for the others."""
+        cause = sys.exc_info()[1]  # which Lightning is handling
+        if cause is None or self._trainer().state.status != TrainerStatus.INTERRUPTED:
+            return
+        if all_ranks_end():
+            return
+        logger.warning("%s is not saved: not all ranks have failed", path)
+        self.stop_saver(CheckpointConfig.drain_timeout_s)  # teardown is not reached
+        raise cause
 
     def start_saver(self, config: CheckpointConfig, timeout_s: float) -> None:
         """Have checkpoints saved as ``config`` says, until `stop_saver`; collective."""

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint.export import load_full_state_dict
-from lightning_megatron.checkpoint.io import load_directory
+from lightning_megatron.checkpoint.io import load_directory, save_directory
 from lightning_megatron.checkpoint.reader import CheckpointReader
+from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 from .damage import bits, filled, flip, rewrite_manifest, save, value_of
@@ -132,3 +133,40 @@ def _refusal(path):
     except DamagedCheckpointError as error:
         assert value_of(module) == -1.0
         return str(error)
+
+
+def _save_rows(path):
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rows = torch.arange(400.0).reshape(4, 100)
+    part = rows.chunk(size)[rank].clone()
+    chunk = Chunk(tensor=part, offsets=(rank * len(part), 0), full_shape=(4, 100))
+    save_directory(path, {"rows": chunk}, {})
+
+
+def test_shards_of_other_rank_counts_and_of_other_ranks_are_found(pool, tmp_path):
+    one, two = tmp_path / "one.ckpt", tmp_path / "two.ckpt"
+    for size, path in ((1, one), (2, two)):
+        pool.run(size, _save_rows, path)
+        assert torch.equal(load_full_state_dict(path)["rows"].flatten(), torch.arange(400.0))
+    first, second = two / "__0_0.distcp", two / "__1_0.distcp"
+    contents = {file: file.read_bytes() for file in two.iterdir()}
+    assert len(contents[first]) == len(contents[second])
+
+    def refused(message):
+        with pytest.raises(DamagedCheckpointError, match=message):
+            load_full_state_dict(two)
+        for file, content in contents.items():
+            file.write_bytes(content)
+
+    first.write_bytes(contents[second])  # a rank's twice
+    refused("__0_0.distcp: the content has")
+    first.write_bytes(contents[second])
+    second.write_bytes(contents[first])  # two of the same size, swapped
+    refused("__0_0.distcp: .*__1_0.distcp: ")
+    shutil.copy(one / "__0_0.distcp", first)  # of another number of ranks
+    refused("__0_0.distcp has")
+    shutil.copy(one / "manifest.json", two)  # with its manifest: the index is another
+    shutil.copy(one / "__0_0.distcp", two)
+    refused(".metadata")
+    load_full_state_dict(two)
