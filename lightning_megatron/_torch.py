@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor import debug as dtensor_debug
 
 # Undocumented in 2.11-2.13, though every distributed module of torch leans on it.
@@ -82,14 +82,19 @@ def forget_meshes() -> None:
 
     They hold the mesh with which they were first computed. Meshes of the same shape count as equal,
     so that after a second Trainer in the same process an operation would return a tensor of the
-    first one's mesh, whose process groups are gone.
+    first one's mesh, whose process groups are gone. And what a cache holds lives on: with gloo, two
+    threads a group that wake a hundred times a second.
     """
-    for name in (
-        "_clear_sharding_prop_cache",
-        "_clear_python_sharding_prop_cache",
-        "_clear_fast_path_sharding_prop_cache",
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for clear in (
+        getattr(dtensor_debug, "_clear_sharding_prop_cache", None),
+        getattr(dtensor_debug, "_clear_python_sharding_prop_cache", None),
+        getattr(dtensor_debug, "_clear_fast_path_sharding_prop_cache", None),
+        getattr(getattr(propagator, "_propagate_tensor_meta_cached", None), "cache_clear", None),
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear,
     ):
-        clear = getattr(dtensor_debug, name, None)
         if clear is not None:
             clear()
 

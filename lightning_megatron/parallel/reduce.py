@@ -13,6 +13,7 @@ The reduction has a process group of its own: other collectives over the same ra
 of SyncBatchNorm, may then come between two buckets in any order.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -68,11 +69,11 @@ class MeanReducer:
     def arm(self) -> None:
         """Reduce with the coming backward: what ``.grad`` holds after it."""
         self._armed = True
-        for bucket in self._buckets:
+        for number, bucket in enumerate(self._buckets):
             bucket.waiting = {i for i, p in enumerate(bucket.parameters) if p.requires_grad}
             for position in bucket.waiting - bucket.watched:  # may have been frozen until now
                 bucket.watched.add(position)
-                hook = _Arrival(self, bucket, position)
+                hook = _Arrival(weakref.ref(self), number, position)
                 bucket.parameters[position].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
@@ -94,11 +95,11 @@ class MeanReducer:
                 self._write(started)
         self._started.clear()
 
-    def arrived(self, bucket: _Bucket, position: int) -> None:
-        """A gradient is complete; start every bucket that is full and next in order."""
+    def arrived(self, number: int, position: int) -> None:
+        """A gradient of a bucket is complete; start every one that is full and next in order."""
         if not self._armed:
             return
-        bucket.waiting.discard(position)
+        self._buckets[number].waiting.discard(position)
         while (
             len(self._started) < len(self._buckets)
             and not self._buckets[len(self._started)].waiting
@@ -136,14 +137,23 @@ class MeanReducer:
                 parameter.grad = piece.view(parameter.shape).to(parameter.dtype)
 
 
+@dataclass(frozen=True)
 class _Arrival:
-    """Hook on a parameter; holds its place, as parameters compare by element."""
+    """Hook on a parameter; knows its place, as parameters compare by element.
 
-    def __init__(self, reducer: MeanReducer, bucket: _Bucket, position: int) -> None:
-        self._reducer, self._bucket, self._position = reducer, bucket, position
+    It refers to the reducer weakly, and to no parameter: torch holds it where Python's garbage
+    collector does not look, so that a cycle through it would keep the model, its gradients and the
+    process group (with its threads) for as long as the process lives.
+    """
+
+    reducer: "weakref.ref[MeanReducer]"
+    number: int
+    """Of the bucket."""
+    position: int
 
     def __call__(self, parameter: Tensor) -> None:
-        self._reducer.arrived(self._bucket, self._position)
+        if (reducer := self.reducer()) is not None:
+            reducer.arrived(self.number, self.position)
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:

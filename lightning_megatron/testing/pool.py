@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from typing_extensions import Self
 
+from lightning_megatron._torch import forget_meshes
 from lightning_megatron.testing.failures import Failure, WorkerError
 from lightning_megatron.testing.worker import (
     STARTED,
@@ -235,6 +236,8 @@ class WorkerPool:
         return worker
 
     def _start(self, rank: int) -> _Worker:
+        # Groups that this process has destroyed, but caches hold, cannot be freed in the worker.
+        forget_meshes()
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         # A worker must not hold our ends of the pipes, else its peers never see us go.

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_megatron._torch import abandon_process_groups
+from lightning_megatron._torch import abandon_process_groups, forget_meshes
 from lightning_megatron.testing.failures import Failure
 
 STARTED = b"started"
@@ -168,4 +168,6 @@ def _leave_process_group() -> None:
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+    # Else the groups live on in torch's caches, and their threads take time from every later job.
+    forget_meshes()
     gc.collect()
