@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_megatron.parallel.data import ShardingConfig
     from lightning_megatron.parallel.plan import PipelineConfig
     from lightning_megatron.pipeline.sequential import PipelineSequential
+    from lightning_megatron.precision.fp8 import Fp8Precision
     from lightning_megatron.precision.plugin import Fp16Precision
     from lightning_megatron.strategies.connection import ConnectionConfig
     from lightning_megatron.strategies.megatron import MegatronStrategy
@@ -35,6 +36,7 @@ _HOMES = {
     "ConfigError": "errors",
     "ConnectionConfig": "strategies.connection",
     "Fp16Precision": "precision.plugin",
+    "Fp8Precision": "precision.fp8",
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
     "PipelineConfig": "parallel.plan",
@@ -55,6 +57,7 @@ __all__ = [
     "ConfigError",
     "ConnectionConfig",
     "Fp16Precision",
+    "Fp8Precision",
     "LanguageModel",
     "MegatronStrategy",
     "PipelineConfig",

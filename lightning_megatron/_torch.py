@@ -164,6 +164,22 @@ def unscale_(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> Non
         torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
 
 
+def scaled_mm(
+    left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Product of two FP8 matrices times their scales (2.11-2.13).
+
+    Args:
+        left: ``[m, k]``, stored by rows.
+        right: ``[k, n]``, stored by columns.
+        scale_left: float32, a scalar or ``[m, 1]``.
+        scale_right: float32, a scalar or ``[1, n]``.
+        dtype: of the result.
+    """
+    product: Tensor = torch._scaled_mm(left, right, scale_left, scale_right, out_dtype=dtype)
+    return product
+
+
 def reduce_gradients(root: FSDPModule) -> None:
     """Do what FSDP2 does at the end of a backward, for ``root`` and the units in it (2.11-2.13).
 

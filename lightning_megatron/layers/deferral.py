@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.products import Products
 
 
 class Piece(NamedTuple):
@@ -34,6 +35,19 @@ class Piece(NamedTuple):
     """Weights, and views of weights."""
     compute: Callable[[], list[Tensor]]
     """Their gradients."""
+
+
+class Factors(NamedTuple):
+    """What the gradients of a weight and its bias are made of."""
+
+    grad_no: Tensor
+    """Gradient of the output, ``[n, out]``."""
+    x_ni: Tensor
+    """Input, ``[n, in]``."""
+    gradient: Any = None
+    """``grad_no`` as ``products`` made it `ready`."""
+    products: Products | None = None
+    """How to multiply."""
 
 
 class WeightGradients:
@@ -88,17 +102,50 @@ def attach(module: nn.Module, deferral: WeightGradients) -> None:
         if isinstance(child, ParallelLayer):
             child.deferral = deferral
         elif type(child) is nn.Linear:
-            # On the instance, so that its class, and what looks at it, stay as they are.
-            object.__setattr__(child, "forward", partial(_forward, child, deferral))
+            _take_over(child, deferral, getattr(child, PRODUCTS, None))
+
+
+def multiply_with(layer: nn.Module, products: Products | None) -> None:
+    """Let a linear layer, ours or a plain ``nn.Linear``, compute its products in another way."""
+    setattr(layer, PRODUCTS, products)
+    if type(layer) is nn.Linear:
+        taken = layer.__dict__.get("forward")
+        deferral = taken.args[1] if isinstance(taken, partial) else None
+        _take_over(layer, deferral, products)
+
+
+def _take_over(
+    layer: nn.Linear, deferral: WeightGradients | None, products: Products | None
+) -> None:
+    # On the instance, so that its class, and what looks at it, stay as they are.
+    object.__setattr__(layer, "forward", partial(_forward, layer, deferral, products))
+
+
+PRODUCTS = "products"
+"""Attribute of a linear layer that says how it multiplies (`layers.products`)."""
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, deferral: WeightGradients | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    deferral: WeightGradients | None,
+    products: Products | None = None,
 ) -> Tensor:
-    """``F.linear`` whose weight gradients can be deferred, where ``deferral`` is not None."""
-    if deferral is None or not deferral.enabled or not can_defer((weight, bias)):
+    """``F.linear`` whose weight gradients can be deferred, and whose products be others.
+
+    Args:
+        x: ``[..., in]``.
+        weight: ``[out, in]``.
+        bias: ``[out]``.
+        deferral: where to leave weight gradients, if not None.
+        products: how to multiply, if not as torch does.
+    """
+    if deferral is not None and not (deferral.enabled and can_defer((weight, bias))):
+        deferral = None
+    if deferral is None and products is None:
         return F.linear(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias, deferral)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(x, weight, bias, deferral, products)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -115,8 +162,11 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def weight_gradient(grad_no: Tensor, x_ni: Tensor, weight: Tensor) -> Tensor:
+def weight_gradient(factors: Factors, weight: Tensor) -> Tensor:
     """Gradient ``[out, in]`` of a weight, in its own dtype."""
+    grad_no, x_ni, gradient, products = factors
+    if products is not None:
+        return products.weight_gradient(gradient, x_ni).to(weight.dtype)
     return grad_no.t().mm(x_ni).to(weight.dtype)
 
 
@@ -125,8 +175,33 @@ def bias_gradient(grad_no: Tensor, bias: Tensor) -> Tensor:
     return grad_no.sum(0).to(bias.dtype)
 
 
-def _forward(module: nn.Linear, deferral: WeightGradients, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias, deferral)
+def output(x: Tensor, weight: Tensor, products: Products | None) -> tuple[Tensor, Any]:
+    """The product ``[..., out]`` without bias, and what `ready` wants of it."""
+    if products is None:
+        return F.linear(x, weight.to(x.dtype)), None
+    y, kept = products.output(rows(x), weight.to(x.dtype))
+    return y.view(*x.shape[:-1], -1), kept
+
+
+def ready(grad_no: Tensor, kept: Any, products: Products | None) -> Any:
+    """An output's gradient as `input_gradient` and `weight_gradient` want it."""
+    return grad_no if products is None else products.gradient(grad_no, kept)
+
+
+def input_gradient(
+    gradient: Any, weight: Tensor, dtype: torch.dtype, products: Products | None
+) -> Tensor:
+    """Gradient ``[n, in]`` of an input of format ``dtype``, from what `ready` returned."""
+    if products is not None:
+        return products.input_gradient(gradient, weight.to(dtype))
+    grad_no: Tensor = gradient
+    return grad_no.mm(weight.to(grad_no.dtype))
+
+
+def _forward(
+    module: nn.Linear, deferral: WeightGradients | None, products: Products | None, x: Tensor
+) -> Tensor:
+    return linear(x, module.weight, module.bias, deferral, products)
 
 
 class _Linear(Function):
@@ -134,30 +209,44 @@ class _Linear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: WeightGradients
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deferral: WeightGradients | None,
+        products: Products | None,
     ) -> Tensor:
         x = x.to(compute_dtype(x))
-        ctx.deferral, ctx.parameters = deferral, (weight, bias)
+        ctx.deferral, ctx.parameters, ctx.products = deferral, (weight, bias), products
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        if products is None:
+            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        y, ctx.kept = output(x, weight, products)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        needs, products = ctx.needs_input_grad, ctx.products
         grad_no, x_ni = rows(grad), rows(x)
-        grad_x = grad_no.mm(weight.to(grad.dtype)).view(x.shape) if needs[0] else None
-        gradients = linear_gradients(
-            ctx.parameters, needs[1:3], lambda: [(grad_no, x_ni)], ctx.deferral
+        gradient = ready(grad_no, getattr(ctx, "kept", None), products)
+        grad_x = (
+            input_gradient(gradient, weight, x.dtype, products).view(x.shape) if needs[0] else None
         )
-        return grad_x, *gradients, None
+        gradients = linear_gradients(
+            ctx.parameters,
+            needs[1:3],
+            lambda: [Factors(grad_no, x_ni, gradient, products)],
+            ctx.deferral,
+        )
+        return grad_x, *gradients, None, None
 
 
 def linear_gradients(
     parameters: Sequence[Tensor | None],
     needs: Sequence[bool],
-    factors: Callable[[], list[tuple[Tensor, Tensor]]],
+    factors: Callable[[], list[Factors]],
     deferral: WeightGradients | None,
 ) -> list[Tensor | None]:
     """Gradients of weights and biases, now or later.
@@ -166,7 +255,7 @@ def linear_gradients(
         parameters: ``weight, bias, weight, bias, ...`` (a bias may be None), as they were passed to
             the function: a saved tensor, once unpacked, may no longer lead to the parameter.
         needs: which of them need a gradient.
-        factors: for each pair the gradient of the output ``[n, out]`` and the input ``[n, in]``.
+        factors: for each pair what its gradients are made of.
         deferral: where to leave them, if it collects.
 
     Returns:
@@ -182,13 +271,12 @@ def linear_gradients(
         pairs = factors()
         found = []
         for i in wanted:
-            grad_no, x_ni = pairs[i // 2]
-            parameter = parameters[i]
+            pair, parameter = pairs[i // 2], parameters[i]
             assert parameter is not None
             found.append(
-                bias_gradient(grad_no, parameter)
+                bias_gradient(pair.grad_no, parameter)
                 if i % 2
-                else weight_gradient(grad_no, x_ni, parameter)
+                else weight_gradient(pair, parameter)
             )
         return found
 

@@ -46,13 +46,18 @@ from lightning_megatron.comm.collectives import (
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.deferral import (
+    Factors,
     WeightGradients,
     can_defer,
     compute_dtype,
+    input_gradient,
     linear,
     linear_gradients,
+    output,
+    ready,
     rows,
 )
+from lightning_megatron.layers.products import Products
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
 from lightning_megatron.topology.mesh import Axis, Topology
 
@@ -62,6 +67,9 @@ SEQUENCE_DIM = 1
 
 class _Linear(ParallelLayer):
     """What both linear layers share: parameters and their initialisation."""
+
+    products: Products | None = None
+    """How the layer multiplies; None: as torch does."""
 
     def __init__(
         self,
@@ -187,8 +195,8 @@ class ColumnParallelLinear(_Linear):
     @override
     def forward(self, x: Tensor) -> Tensor:
         if self.topology is None or self.topology.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.deferral)
-        (y,) = _column_parallel(x, self.topology, [self.local_parameters()], self.deferral)
+            return linear(x, self.weight, self.bias, self.deferral, self.products)
+        (y,) = _column_parallel(x, self.topology, [self])
         return gather_from(y, self.topology.tp, -1) if self.gather_output else y
 
 
@@ -238,15 +246,14 @@ class RowParallelLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         topology = self.topology
         if topology is None or topology.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.deferral)
+            return linear(x, self.weight, self.bias, self.deferral, self.products)
         if not self.input_is_parallel:
             if topology.sequence_parallel:
                 x = gather_from(x, topology.tp, SEQUENCE_DIM)
             x = split_to(x, topology.tp, -1)
         deferral = self.deferral if can_defer((self.weight,)) else None
-        return _apply_row(
-            x, self.weight, self.bias, topology.tp, topology.sequence_parallel, deferral
-        )
+        sequence = topology.sequence_parallel
+        return _apply_row(x, self.weight, self.bias, topology.tp, sequence, deferral, self.products)
 
 
 def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -261,12 +268,12 @@ def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     topology = first.topology
     if topology is None or topology.tp.size == 1:
         return [layer(x) for layer in layers]
-    parameters = []
+    sharing = []
     for layer in layers:
         if type(layer) is not ColumnParallelLinear or layer.gather_output or _has_hooks(layer):
             return [layer(x) for layer in layers]
-        parameters.append(layer.local_parameters())
-    return _column_parallel(x, topology, parameters, first.deferral)
+        sharing.append(layer)
+    return _column_parallel(x, topology, sharing)
 
 
 def regathers(x: Tensor) -> bool:
@@ -284,21 +291,23 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _column_parallel(
-    x: Tensor,
-    topology: Topology,
-    parameters: Sequence[tuple[Tensor, Tensor | None]],
-    deferral: WeightGradients | None,
+    x: Tensor, topology: Topology, layers: Sequence[ColumnParallelLinear]
 ) -> list[Tensor]:
-    flat = [p for pair in parameters for p in pair]
-    if not can_defer(flat):
-        deferral = None
-    result = _apply_column(x, topology.tp, topology.sequence_parallel, deferral, *flat)
-    return list(result)
+    flat = [p for layer in layers for p in layer.local_parameters()]
+    deferral = layers[0].deferral if can_defer(flat) else None
+    products = [layer.products for layer in layers]
+    sequence = topology.sequence_parallel
+    return list(_apply_column(x, topology.tp, sequence, deferral, products, *flat))
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None
+) -> tuple[Tensor, Any]:
     bias = None if bias is None else bias.to(x.dtype)
-    return F.linear(x, weight.to(x.dtype), bias)
+    if products is None:
+        return F.linear(x, weight.to(x.dtype), bias), None
+    y, kept = output(x, weight, products)
+    return y if bias is None else y.add_(bias), kept
 
 
 class _ColumnParallel(Function):
@@ -314,17 +323,22 @@ class _ColumnParallel(Function):
         axis: Axis,
         sequence: bool,
         deferral: WeightGradients | None,
+        products: Sequence[Products | None],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         x = x.to(compute_dtype(x))
         gathered = start_gather(x, axis, SEQUENCE_DIM).wait() if sequence else x
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.axis, ctx.sequence, ctx.deferral = axis, sequence, deferral
+        ctx.axis, ctx.sequence, ctx.deferral, ctx.products = axis, sequence, deferral, products
         ctx.regather, ctx.parameters = sequence and regathers(x), parameters
         ctx.save_for_backward(x if ctx.regather else gathered, *weights)
-        return tuple(
-            _linear(gathered, w, b) for w, b in zip(weights, biases, strict=True) if w is not None
-        )
+        found = [
+            _linear(gathered, w, b, p)
+            for w, b, p in zip(weights, biases, products, strict=True)
+            if w is not None
+        ]
+        ctx.kept = [kept for _, kept in found]
+        return tuple(y for y, _ in found)
 
     @staticmethod
     @once_differentiable
@@ -333,23 +347,31 @@ class _ColumnParallel(Function):
         needs, deferral = ctx.needs_input_grad, ctx.deferral
         later = deferral is not None and deferral.collecting
         regathered = None
-        if ctx.regather and any(needs[4:]) and not later:
+        if ctx.regather and any(needs[5:]) and not later:
             regathered = start_gather(x, ctx.axis, SEQUENCE_DIM)
-        grads_no = [rows(g) for g in grads]
+        grads_no, products = [rows(g) for g in grads], ctx.products
+        gradients = [
+            ready(grad_no, kept, p)
+            for grad_no, kept, p in zip(grads_no, ctx.kept, products, strict=True)
+        ]
         pending = None
         if needs[0]:
-            grad_x = _column_input_gradient(grads_no, weights)
+            grad_x = _column_input_gradient(gradients, weights, x.dtype, products)
             grad_x = grad_x.view(*grads[0].shape[:-1], x.shape[-1])
             pending = _start_reduction(grad_x, ctx.axis, ctx.sequence)
 
-        def factors() -> list[tuple[Tensor, Tensor]]:
+        def factors() -> list[Factors]:
             whole = x
             if ctx.regather:
                 whole = (regathered or start_gather(x, ctx.axis, SEQUENCE_DIM)).wait()
-            return [(grad_no, rows(whole)) for grad_no in grads_no]
+            x_ni = rows(whole)
+            return [
+                Factors(grad_no, x_ni, gradient, p)
+                for grad_no, gradient, p in zip(grads_no, gradients, products, strict=True)
+            ]
 
-        gradients = linear_gradients(ctx.parameters, needs[4:], factors, deferral)
-        return pending.wait() if pending else None, None, None, None, *gradients
+        found = linear_gradients(ctx.parameters, needs[5:], factors, deferral)
+        return pending.wait() if pending else None, None, None, None, None, *found
 
 
 class _RowParallel(Function):
@@ -364,38 +386,54 @@ class _RowParallel(Function):
         axis: Axis,
         sequence: bool,
         deferral: WeightGradients | None,
+        products: Products | None,
     ) -> Tensor:
         x = x.to(compute_dtype(x))
-        ctx.axis, ctx.sequence, ctx.deferral = axis, sequence, deferral
+        ctx.axis, ctx.sequence, ctx.deferral, ctx.products = axis, sequence, deferral, products
         ctx.parameters = weight, bias
         ctx.save_for_backward(x, weight)
-        y = _start_reduction(F.linear(x, weight.to(x.dtype)), axis, sequence).wait()
+        partial, ctx.kept = output(x, weight, products)
+        y = _start_reduction(partial, axis, sequence).wait()
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
+        needs, products = ctx.needs_input_grad, ctx.products
         if ctx.sequence:
             grad = start_gather(grad, ctx.axis, SEQUENCE_DIM).wait()
         grad_no, x_ni = rows(grad), rows(x)
-        grad_x = grad_no.mm(weight.to(grad.dtype)).view(x.shape) if needs[0] else None
-        gradients = linear_gradients(
-            ctx.parameters, needs[1:3], lambda: [(grad_no, x_ni)], ctx.deferral
+        gradient = ready(grad_no, ctx.kept, products)
+        grad_x = (
+            input_gradient(gradient, weight, x.dtype, products).view(x.shape) if needs[0] else None
         )
-        return grad_x, *gradients, None, None, None
+        gradients = linear_gradients(
+            ctx.parameters,
+            needs[1:3],
+            lambda: [Factors(grad_no, x_ni, gradient, products)],
+            ctx.deferral,
+        )
+        return grad_x, *gradients, None, None, None, None
 
 
 _apply_column: Callable[..., tuple[Tensor, ...]] = _ColumnParallel.apply
 _apply_row: Callable[..., Tensor] = _RowParallel.apply
 
 
-def _column_input_gradient(grads_no: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _column_input_gradient(
+    gradients: Sequence[Any],
+    weights: Sequence[Tensor],
+    dtype: torch.dtype,
+    products: Sequence[Products | None],
+) -> Tensor:
     """This rank's part of the input gradient ``[n, in]``, summed over the layers that share it."""
-    total = grads_no[0].mm(weights[0].to(grads_no[0].dtype))
-    for grad, weight in zip(grads_no[1:], weights[1:], strict=True):
-        total.addmm_(grad, weight.to(grad.dtype))
+    total = input_gradient(gradients[0], weights[0], dtype, products[0])
+    for gradient, weight, multiply in zip(gradients[1:], weights[1:], products[1:], strict=True):
+        if multiply is None:
+            total.addmm_(gradient, weight.to(gradient.dtype))
+        else:
+            total.add_(input_gradient(gradient, weight, dtype, multiply))
     return total
 
 

@@ -35,7 +35,9 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
 from lightning_megatron.optim.local_step import LocalStep, steps_on_shards
+from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.data import ComputeTypes
 from lightning_megatron.parallel.gradients import GradientSet, local
 from lightning_megatron.precision.loss_scale import LossScale
@@ -75,6 +77,12 @@ class ShardedPrecision(Precision):
         self._after_closure(model, optimizer)
         self.step(optimizer, **kwargs)
         return result
+
+    def prepare(self, parallel: ParallelModule) -> None:
+        """Fit the layers of a module that was put on its layout; called before it runs."""
+        for layer in parallel.module.modules():
+            if getattr(layer, PRODUCTS, None) is not None:  # of an earlier Trainer's plugin
+                multiply_with(layer, None)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step on this rank's part of the parameters, with the gradients that are there."""

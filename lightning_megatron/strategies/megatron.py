@@ -259,6 +259,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         assert isinstance(precision, ShardedPrecision)
         self._parallel = module.__dict__[_PARALLEL] = parallel
         precision.use(parallel.gradients)
+        precision.prepare(parallel)
         rule = self.options.microbatches()
         make = self.options.make_schedule
         self._engine = StepEngine(module, parallel, rule, make, self._host_gloo)

@@ -1,0 +1,310 @@
+"""FP8 training: `Fp8Precision` has linear layers multiply in FP8 (see `precision.recipe`).
+
+Everything else is ``bf16-mixed``: master weights and optimizer in float32, parameters gathered and
+activations passed on in bfloat16, gradients reduced in float32. The layers at both ends of a
+network suffer most from few bits and are a small part of the work, so by default only the linear
+layers inside the stack of blocks run in FP8, and of these not those of the first and last block.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.layers.deferral import multiply_with
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.products import Products
+from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.precision.fp8_products import (
+    BlockProducts,
+    DelayedProducts,
+    RowProducts,
+    Split,
+    TensorProducts,
+)
+from lightning_megatron.precision.plugin import MixedShardedPrecision
+from lightning_megatron.precision.recipe import (
+    ALIGNMENT,
+    BACKENDS,
+    BLOCK,
+    EMULATED,
+    MX_BLOCK,
+    RECIPES,
+    Backend,
+    Recipe,
+)
+from lightning_megatron.precision.scaling import E4M3, E5M2
+from lightning_megatron.topology.mesh import Topology
+
+log = logging.getLogger(__name__)
+
+
+class Fp8Precision(MixedShardedPrecision):
+    """``bf16-mixed`` with linear layers in FP8: ``Trainer(plugins=Fp8Precision("rowwise"))``.
+
+    Composes with every layout, schedule and ZeRO stage. Parameters are gathered in bfloat16.
+
+    Args:
+        recipe: ``"tensorwise"``, ``"rowwise"``, ``"delayed"``, ``"blockwise"`` or ``"mxfp8"``, see
+            `precision.recipe`.
+        backend: what computes; ``"auto"`` is ``"torch"``.
+        keep_first: blocks at the start of the stack that stay in bfloat16.
+        keep_last: blocks at its end.
+        include: patterns of names of linear layers to run in FP8 wherever they are (``*.head``).
+        exclude: patterns of names to leave in bfloat16; these have the last word.
+        plain_linear: whether ``nn.Linear`` counts, besides the parallel layers.
+        history: steps that ``"delayed"`` looks back.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe = "tensorwise",
+        backend: Backend = "auto",
+        *,
+        keep_first: int = 1,
+        keep_last: int = 1,
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        plain_linear: bool = False,
+        history: int = 16,
+    ) -> None:
+        raise_if_any(_problems(recipe, backend, keep_first, keep_last, history))
+        super().__init__("bf16-mixed", "cpu")
+        self.recipe = recipe
+        self._keep, self._history = (keep_first, keep_last), history
+        self._include, self._exclude, self._plain = tuple(include), tuple(exclude), plain_linear
+        self._delayed: dict[str, DelayedProducts] = {}
+        self._topology: Topology | None = None
+        self._said = False
+
+    @override
+    def use(self, gradients: GradientSet) -> None:
+        super().use(gradients)
+        self.device = gradients.device.type
+
+    @override
+    def prepare(self, parallel: ParallelModule) -> None:
+        super().prepare(parallel)
+        topology = self._topology = parallel.topology
+        known = {name: h.history[: h.steps] for name, h in self._delayed.items()}
+        self._delayed = {}
+        chosen, misfits = self._choose(parallel.module)
+        for name, layer in chosen.items():
+            products = self._products(layer, topology)
+            if isinstance(products, DelayedProducts):
+                self._delayed[name] = products
+            multiply_with(layer, products)
+        for name, history in known.items():  # of before a measured partition
+            self._restore(name, history.tolist())
+        self._report(parallel, chosen, misfits)
+
+    def _choose(self, module: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+        """Linear layers to run in FP8 by name, and those whose sizes forbid it."""
+        chosen, misfits = {}, []
+        for name, layer in module.named_modules():
+            if not self._is_linear(layer) or not self._is_wanted(name, module):
+                continue
+            sizes = tuple(layer.get_parameter("weight").shape)
+            if isinstance(layer, ColumnParallelLinear) and not layer.weight.is_meta:
+                sizes = tuple(layer.local_parameters()[0].shape)
+            if any(size % ALIGNMENT for size in sizes):
+                misfits.append(f"{name} {sizes[0]} x {sizes[1]}")
+            else:
+                chosen[name] = layer
+        return chosen, misfits
+
+    def _is_linear(self, layer: nn.Module) -> bool:
+        if type(layer) is nn.Linear:
+            return self._plain
+        return isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+
+    def _is_wanted(self, name: str, module: nn.Module) -> bool:
+        if any(fnmatchcase(name, pattern) for pattern in self._exclude):
+            return False
+        if any(fnmatchcase(name, pattern) for pattern in self._include):
+            return True
+        path = name.split(".")
+        place = next((i for i, part in enumerate(path) if part.isdigit()), None)
+        if place is None:
+            return False
+        stack: Any = module.get_submodule(".".join(path[:place]))
+        first, last = self._keep
+        return first <= int(path[place]) < len(stack) - last
+
+    def _products(self, layer: nn.Module, topology: Topology) -> Products:
+        coarse = self.recipe in ("tensorwise", "delayed", "rowwise")
+        gradients = E5M2 if coarse else E4M3
+        if self.recipe == "rowwise":
+            return RowProducts(gradients)
+        if not coarse:
+            mx = self.recipe == "mxfp8"
+            return BlockProducts(gradients, MX_BLOCK if mx else BLOCK, square=not mx)
+        split: Split = (False, False, False)
+        if isinstance(layer, ColumnParallelLinear):
+            split = (False, True, True)
+        elif isinstance(layer, RowParallelLinear):
+            split = (True, True, False)
+        group = topology.tp.group
+        if self.recipe == "tensorwise":
+            return TensorProducts(gradients, group, split)
+        return DelayedProducts(gradients, group, split, self._history, topology.device)
+
+    def _report(
+        self, parallel: ParallelModule, chosen: Mapping[str, Any], misfits: Sequence[str]
+    ) -> None:
+        """Say once, on one rank of each stage, what does not run as the recipe's name promises."""
+        topology = parallel.topology
+        if self._said or topology.tp.rank or topology.batch.rank:
+            return
+        self._said = True
+        if misfits:
+            log.warning(
+                "Fp8Precision leaves these layers in bfloat16, as the sizes of their weights on a "
+                "rank are not multiples of %d: %s",
+                ALIGNMENT,
+                ", ".join(misfits),
+            )
+        if not chosen and topology.pp.size == 1:
+            log.warning(
+                "Fp8Precision: no layer runs in FP8. Candidates are the %s inside a numbered stack "
+                "of blocks, without its first %d and last %d; see keep_first, keep_last, include "
+                "and plain_linear",
+                "linear layers" if self._plain else "parallel linear layers",
+                *self._keep,
+            )
+        if chosen and self.recipe in EMULATED and topology.pp.rank == 0:
+            log.warning(
+                "Fp8Precision(recipe=%r) is emulated: operands are quantised and dequantised "
+                "exactly, and multiplied in bfloat16. The numbers are the recipe's, the speed is "
+                "bfloat16's",
+                self.recipe,
+            )
+
+    # Delayed scaling ---------------------------------------------------------------------------
+
+    @contextmanager
+    @override
+    def train_step_context(self) -> Iterator[None]:
+        self._watch(True)
+        with super().train_step_context():
+            yield
+
+    @override
+    def val_step_context(self) -> Any:
+        self._watch(False)
+        return super().val_step_context()
+
+    @override
+    def test_step_context(self) -> Any:
+        self._watch(False)
+        return super().test_step_context()
+
+    @override
+    def predict_step_context(self) -> Any:
+        self._watch(False)
+        return super().predict_step_context()
+
+    def _watch(self, on: bool) -> None:
+        for products in self._delayed.values():
+            products.watching = on
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, let delayed scales advance, and step."""
+
+        def advancing() -> Any:
+            result = closure()
+            self._advance()
+            return result
+
+        return super().optimizer_step(optimizer, model, advancing, **kwargs)
+
+    def _advance(self) -> None:
+        """Give the largest magnitudes of this step to the history; collective over the stage."""
+        products = list(self._delayed.values())
+        if not products:
+            return
+        assert self._topology is not None
+        found = torch.stack([p.current for p in products])
+        for axis in (self._topology.tp, self._topology.batch):
+            if axis.group is not None:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
+        for held, amax in zip(products, found, strict=True):
+            held.advance(amax)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The histories of all stages by layer, whatever the layout; collective over pp."""
+        pp = None if self._topology is None else self._topology.pp
+        if self.recipe != "delayed" or pp is None:
+            return {}
+        mine = {name: held.history[: held.steps].tolist() for name, held in self._delayed.items()}
+        if pp.group is None:
+            return {"amax_history": mine}
+        parts: list[Any] = [None] * pp.size
+        dist.all_gather_object(parts, mine, group=pp.group)
+        return {"amax_history": {name: rows for part in parts for name, rows in part.items()}}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the histories of a checkpoint."""
+        for name, rows in state_dict.get("amax_history", {}).items():
+            self._restore(name, rows)
+
+    def _restore(self, name: str, rows: Sequence[Sequence[float]]) -> None:
+        held = self._delayed.get(name)
+        if held is None or not rows:
+            return
+        kept = torch.tensor(rows[: len(held.history)], device=held.history.device)
+        held.history[: len(kept)] = kept
+        held.steps = len(rows)
+
+
+def _problems(
+    recipe: str, backend: str, keep_first: int, keep_last: int, history: int
+) -> list[str]:
+    problems = []
+    if recipe not in RECIPES:
+        problems.append(
+            f"recipe={recipe!r}: must be one of {', '.join(RECIPES)}; nearest valid: "
+            "recipe='tensorwise'"
+        )
+    if backend not in BACKENDS:
+        problems.append(
+            f"backend={backend!r}: must be one of {', '.join(BACKENDS)}; nearest valid: "
+            "backend='torch'"
+        )
+    for name, value, least in (
+        ("keep_first", keep_first, 0),
+        ("keep_last", keep_last, 0),
+        ("history", history, 1),
+    ):
+        if value < least:
+            problems.append(
+                f"{name}={value}: must be at least {least}; nearest valid: {name}={least}"
+            )
+    if backend in ("te", "torchao"):
+        problems.append(
+            f"backend={backend!r}: has no adapter yet; nearest valid: backend='torch', which runs "
+            "every recipe"
+        )
+    return problems

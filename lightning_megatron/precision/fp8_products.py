@@ -1,0 +1,249 @@
+"""The products of linear layers in FP8, by recipe.
+
+Under tensor parallelism a layer's operands may be parts of whole tensors. With one scale for the
+tensor the parts must agree on it, or a layout would change the numbers, so the largest magnitudes
+of what is split are shared over tp::
+
+                   x           weight       gradient of the output
+    column         whole       split        split
+    row            split       split        whole
+
+Rows and blocks are left to each rank: their scales never span more than its part, which is at least
+as fine as the recipe asks.
+
+Operands are kept by autograd in the format in which they came and quantised again in backward with
+the scales of the forward: the same values, also where the forward is recomputed or the weight
+gradient deferred.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron._torch import scaled_mm
+from lightning_megatron.precision.recipe import ALIGNMENT
+from lightning_megatron.precision.scaling import (
+    E4M3,
+    amax_of,
+    in_blocks,
+    quantise,
+    scale_of,
+)
+
+X, WEIGHT, GRADIENT = range(3)
+"""Operands of a layer."""
+Split = tuple[bool, bool, bool]
+"""Which operands are parts of a tensor that tp ranks share."""
+
+
+class Scaled(NamedTuple):
+    """A gradient and the scales that its products need."""
+
+    grad_no: Tensor
+    scale: Tensor
+    kept: tuple[Tensor, ...]
+
+
+class TensorProducts:
+    """One scale per tensor, found when it is used.
+
+    Args:
+        gradient_format: of gradients; values are e4m3.
+        group: the tp ranks, None where there is one.
+        split: which operands are parts.
+    """
+
+    def __init__(
+        self, gradient_format: torch.dtype, group: dist.ProcessGroup | None, split: Split
+    ) -> None:
+        self._formats = (E4M3, E4M3, gradient_format)
+        self._group, self._split = group, split
+
+    def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `layers.products`."""
+        kept = self._scales((X, x_ni), (WEIGHT, weight_oi))
+        x, weight = self._low(X, x_ni, kept[0]), self._low(WEIGHT, weight_oi, kept[1])
+        return scaled_mm(x, weight.t(), kept[0], kept[1], x_ni.dtype), kept
+
+    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Scaled:
+        """See `layers.products`."""
+        (scale,) = self._scales((GRADIENT, grad_no))
+        return Scaled(grad_no, scale, kept)
+
+    def input_gradient(self, gradient: Scaled, weight_oi: Tensor) -> Tensor:
+        """See `layers.products`."""
+        scale = gradient.kept[WEIGHT]
+        grad = self._low(GRADIENT, gradient.grad_no, gradient.scale)
+        weight = _columns(self._low(WEIGHT, weight_oi, scale))
+        return scaled_mm(grad, weight, gradient.scale, scale, gradient.grad_no.dtype)
+
+    def weight_gradient(self, gradient: Scaled, x_ni: Tensor) -> Tensor:
+        """See `layers.products`."""
+        scale = gradient.kept[X]
+        grad = _padded(self._low(GRADIENT, gradient.grad_no, gradient.scale))
+        x = _columns(_padded(self._low(X, x_ni, scale)))
+        return scaled_mm(grad.t().contiguous(), x, gradient.scale, scale, torch.float32)
+
+    def _scales(self, *operands: tuple[int, Tensor]) -> tuple[Tensor, ...]:
+        found = [amax_of(tensor) for _, tensor in operands]
+        if self._group is not None and any(self._split[which] for which, _ in operands):
+            # Whole operands are the same on all ranks, and so is their maximum.
+            together = torch.stack(found)
+            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
+            found = list(together)
+        return tuple(
+            scale_of(amax, self._formats[which])
+            for amax, (which, _) in zip(found, operands, strict=True)
+        )
+
+    def _low(self, which: int, tensor: Tensor, scale: Tensor) -> Tensor:
+        return quantise(tensor, scale, self._formats[which])
+
+
+class DelayedProducts(TensorProducts):
+    """One scale per tensor, from the largest magnitudes of the steps before.
+
+    The first step, which has none before it, is `TensorProducts`.
+
+    Args:
+        gradient_format: of gradients; values are e4m3.
+        group: the tp ranks, None where there is one.
+        split: which operands are parts.
+        history: steps to look back.
+        device: of this process.
+
+    Attributes:
+        history: largest magnitudes, ``[history, operand]``; the latest step first.
+        current: those of the step that is running.
+        watching: whether tensors count (in training) or are only multiplied (in evaluation).
+    """
+
+    def __init__(
+        self,
+        gradient_format: torch.dtype,
+        group: dist.ProcessGroup | None,
+        split: Split,
+        history: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(gradient_format, group, split)
+        self.history = torch.zeros(history, 3, device=device)
+        self.current = torch.zeros(3, device=device)
+        self.watching = True
+        self.steps = 0
+
+    def advance(self, amax: Tensor) -> None:
+        """A step has ended, in which ``amax`` was found over all ranks."""
+        # Of a layer that was not used, or in a step that overflowed, the last value stays.
+        sound = torch.isfinite(amax) & (amax > 0)
+        newest = torch.where(sound, amax, self.history[0])
+        self.history = torch.cat([newest[None], self.history[:-1]])
+        self.current.zero_()
+        self.steps += 1
+
+    def _scales(self, *operands: tuple[int, Tensor]) -> tuple[Tensor, ...]:
+        if self.watching:
+            for which, tensor in operands:
+                self.current[which] = torch.maximum(self.current[which], amax_of(tensor))
+        if not self.steps:
+            return super()._scales(*operands)
+        known = self.history.amax(0)
+        return tuple(scale_of(known[which], self._formats[which]) for which, _ in operands)
+
+
+class RowProducts:
+    """One scale per row of the left and column of the right operand of each product.
+
+    Args:
+        gradient_format: of gradients; values are e4m3.
+    """
+
+    def __init__(self, gradient_format: torch.dtype) -> None:
+        self._gradient_format = gradient_format
+
+    def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `layers.products`."""
+        return self._product(x_ni, E4M3, weight_oi, E4M3, x_ni.dtype), ()
+
+    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        """See `layers.products`."""
+        del kept
+        return grad_no
+
+    def input_gradient(self, gradient: Tensor, weight_oi: Tensor) -> Tensor:
+        """See `layers.products`."""
+        return self._product(gradient, self._gradient_format, weight_oi.t(), E4M3, gradient.dtype)
+
+    def weight_gradient(self, gradient: Tensor, x_ni: Tensor) -> Tensor:
+        """See `layers.products`."""
+        left, right = _padded(gradient).t(), _padded(x_ni).t()
+        # The kernels for rows write bfloat16 on GPUs.
+        return self._product(left, self._gradient_format, right, E4M3, x_ni.dtype)
+
+    @staticmethod
+    def _product(
+        left_mk: Tensor,
+        left_format: torch.dtype,
+        right_nk: Tensor,
+        right_format: torch.dtype,
+        result: torch.dtype,
+    ) -> Tensor:
+        """``left @ right.t()``, both with a scale for each row."""
+        scale_m = scale_of(amax_of(left_mk, 1), left_format)
+        scale_n = scale_of(amax_of(right_nk, 1), right_format)
+        left = quantise(left_mk, scale_m, left_format).contiguous()
+        right = quantise(right_nk, scale_n, right_format).contiguous()
+        return scaled_mm(left, right.t(), scale_m, scale_n.t(), result)
+
+
+class BlockProducts:
+    """Power-of-two scales for blocks, multiplied on dequantised values.
+
+    Args:
+        gradient_format: of gradients; values are e4m3.
+        length: elements along the sum that share a scale.
+        square: whether blocks of the weight are as high as they are long.
+    """
+
+    def __init__(self, gradient_format: torch.dtype, length: int, square: bool) -> None:
+        self._gradient_format = gradient_format
+        self._row = (1, length)
+        self._weight = (length if square else 1, length)
+
+    def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `layers.products`."""
+        x = in_blocks(x_ni, self._row, E4M3)
+        return x.mm(in_blocks(weight_oi, self._weight, E4M3).t()), ()
+
+    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        """See `layers.products`."""
+        del kept
+        return grad_no
+
+    def input_gradient(self, gradient: Tensor, weight_oi: Tensor) -> Tensor:
+        """See `layers.products`."""
+        grad = in_blocks(gradient, self._row, self._gradient_format)
+        return grad.mm(in_blocks(weight_oi.t(), self._weight, E4M3).t())
+
+    def weight_gradient(self, gradient: Tensor, x_ni: Tensor) -> Tensor:
+        """See `layers.products`."""
+        grad = in_blocks(gradient.t(), self._row, self._gradient_format)
+        return grad.mm(in_blocks(x_ni.t(), self._row, E4M3).t())
+
+
+def _columns(matrix: Tensor) -> Tensor:
+    """The same matrix, stored by columns, as the right operand of an FP8 product must be."""
+    return matrix.t().contiguous().t()
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """With rows of zeros up to the next multiple that FP8 kernels take."""
+    missing = -matrix.shape[0] % ALIGNMENT
+    if not missing:
+        return matrix
+    if matrix.dtype.itemsize == 1:  # padding knows no FP8
+        return F.pad(matrix.view(torch.uint8), (0, 0, 0, missing)).view(matrix.dtype)
+    return F.pad(matrix, (0, 0, 0, missing))

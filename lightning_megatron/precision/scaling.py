@@ -1,0 +1,78 @@
+"""Quantisation to FP8: one scale for a tensor, a row, a block.
+
+FP8 has two formats: ``e4m3`` (4 significant bits, up to 448) for values, and ``e5m2`` (3 bits, up
+to 57344) for gradients, whose range is wider (Micikevicius et al., arXiv 2209.05433). A tensor is
+stored as ``q = round(x / scale)`` with ``scale = amax / largest``, so that its largest element just
+fits. The fewer elements share a scale, the less the largest of them costs the others::
+
+    tensor   one scale                      a single outlier flushes the small elements to zero
+    row      one per row of the product     each token and each output feature for itself
+    block    1 x 128 or 128 x 128           DeepSeek-V3 (arXiv 2412.19437, section 3.3.2)
+    mx       1 x 32, powers of two          OCP microscaling (arXiv 2310.10537)
+
+Block scales are powers of two here, rounded up so that nothing saturates. Division by them is exact
+and a dequantised e4m3 value fits a bfloat16, so that a bfloat16 product of dequantised operands,
+which accumulates in float32, is the block-scaled FP8 product itself, up to the order of its sum.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TINY = 2.0**-120
+"""Least scale: of a tensor of zeros too a scale must be something to divide by."""
+
+
+def largest(fmt: torch.dtype) -> float:
+    """The largest finite value of a format."""
+    return float(torch.finfo(fmt).max)
+
+
+def amax_of(x: Tensor, dim: int | None = None) -> Tensor:
+    """Largest magnitude, of all or along ``dim`` (which stays, with size 1); float32."""
+    if x.numel() == 0:
+        found = x.new_zeros(()) if dim is None else x.detach().sum(dim, keepdim=True)
+        return found.float()
+    absolute = x.detach().abs()
+    found = absolute.amax() if dim is None else absolute.amax(dim, keepdim=True)
+    return found.float()
+
+
+def scale_of(amax: Tensor, fmt: torch.dtype) -> Tensor:
+    """The scale that maps ``amax`` to the largest value of the format."""
+    return (amax / largest(fmt)).clamp(min=_TINY)
+
+
+def quantise(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Tensor:
+    """``x / scale`` in the format, rounded to nearest; what does not fit saturates."""
+    limit = largest(fmt)
+    return (x.float() / scale).clamp(-limit, limit).to(fmt)
+
+
+def power_of_two_scale(amax: Tensor, fmt: torch.dtype) -> Tensor:
+    """The least power of two that is no less than `scale_of`."""
+    mantissa, exponent = torch.frexp(scale_of(amax, fmt))
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.ldexp(torch.ones_like(mantissa), exponent)
+
+
+def in_blocks(x: Tensor, block: tuple[int, int], fmt: torch.dtype) -> Tensor:
+    """A matrix after a round trip through FP8 with a power-of-two scale for each block.
+
+    Args:
+        x: ``[rows, columns]``; blocks at the edges may be smaller.
+        block: rows and columns of a block.
+        fmt: FP8 format.
+
+    Returns:
+        The dequantised values, in the format of ``x``.
+    """
+    rows, columns = x.shape
+    height, width = block
+    padded = F.pad(x.detach(), (0, -columns % width, 0, -rows % height))
+    tiles = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    amax = tiles.abs().amax((1, 3), keepdim=True).float()
+    scale = power_of_two_scale(amax, fmt)
+    values = quantise(tiles, scale, fmt).float() * scale
+    return values.flatten(2).flatten(0, 1)[:rows, :columns].to(x.dtype)

@@ -1,0 +1,197 @@
+"""`Fp8Precision`: which layers it takes, and the same training in every layout."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy
+from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.transformer import Transformer
+from lightning_megatron.precision.recipe import RECIPES
+from lightning_megatron.testing import WorkerPool
+from tests.parity.jobs import GlobalBatches, Outcome, Recorder, quiet_trainer
+from tests.parity.reference import Data
+
+CONFIG = TransformerConfig(
+    vocab_size=32, hidden_size=64, num_layers=4, num_heads=4, mlp_size=96, max_seq_len=16
+)
+STEPS = 4
+
+
+class Model(GlobalBatches):
+    def __init__(self, steps: int, length: int = 16) -> None:
+        super().__init__(Data(steps=steps, lengths=(length,)).batches())
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model, self.loss = Transformer(CONFIG), VocabParallelCrossEntropy()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(self.model(batch[0]), batch[1])
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+def train_job(recipe: str, options: dict[str, Any]) -> Outcome:
+    L.seed_everything(3, verbose=False)
+    strategy, recorder = MegatronStrategy(**options), Recorder(1)
+    chosen: dict[str, Any] = {"precision": "bf16-mixed"}
+    if recipe != "bf16":
+        plugin = Fp8Precision(recipe, keep_first=0, keep_last=0)  # type: ignore[arg-type]
+        chosen = {"plugins": [plugin]}
+    trainer = quiet_trainer(
+        strategy,
+        callbacks=[recorder],
+        gradient_clip_val=10.0,
+        **{"precision": None, **chosen},
+    )
+    trainer.fit(Model(STEPS))
+    losses = [float(strategy.reduce(loss.float())) for loss in recorder.losses]
+    return Outcome(losses, recorder.norms)
+
+
+def train_all(options: dict[str, Any]) -> dict[str, Outcome]:
+    return {r: train_job(r, options) for r in RECIPES}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> dict[str, Outcome]:
+    """One process with two microbatches: what shares a scale is then the same in all layouts."""
+    found: dict[str, Outcome] = pool.run(1, train_all, {"num_microbatches": 2})[0]
+    return found
+
+
+def close(found: Outcome, expected: Outcome, tolerances: tuple[float, float]) -> None:
+    for ours, theirs, tolerance in zip(
+        (found.losses, found.norms), (expected.losses, expected.norms), tolerances, strict=True
+    ):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=tolerance, atol=0)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp=2": (2, {"tp": 2, "num_microbatches": 2}),
+    "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
+    "pp=2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1", "num_microbatches": 2}),
+    "dp=2 zero 3": (2, {"zero": 3}),
+    "tp=2 pp=2": (4, {"tp": 2, "pp": 2, "schedule": "zbv", "num_microbatches": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_is_close_to_one_process(pool: WorkerPool, alone: dict[str, Outcome], name: str) -> None:
+    """To the rounding of the bfloat16 around the FP8 products."""
+    world, options = LAYOUTS[name]
+    recipes = RECIPES if name == "tp=2 pp=2" else ("tensorwise", "delayed")
+    for recipe in recipes:
+        for outcome in pool.run(world, train_job, recipe, options):
+            close(outcome, alone[recipe], (3e-3, 3e-2))
+
+
+def test_training_is_close_to_bfloat16_and_not_equal(
+    pool: WorkerPool, alone: dict[str, Outcome]
+) -> None:
+    bf16 = pool.run(1, train_job, "bf16", {"num_microbatches": 2})[0]
+    for outcome in alone.values():
+        close(outcome, bf16, (1e-2, 0.1))
+        assert outcome.norms[0] != bf16.norms[0]
+
+
+def chosen_job(arguments: dict[str, Any]) -> tuple[list[str], str]:
+    plugin = Fp8Precision(**arguments)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_megatron.precision.fp8").addHandler(handler)
+    trainer = quiet_trainer(MegatronStrategy(), precision=None, plugins=[plugin], max_steps=1)
+    module = Model(1)
+    trainer.fit(module)
+    # A second run, in another precision, is not to inherit it.
+    names = [n for n, m in module.named_modules() if getattr(m, "products", None) is not None]
+    again = quiet_trainer(MegatronStrategy(), precision="bf16-mixed", max_steps=1)
+    again.fit(module)
+    assert not any(getattr(m, "products", None) for m in module.modules())
+    return names, "\n".join(lines)
+
+
+def test_ends_and_head_are_left_out(pool: WorkerPool) -> None:
+    names, said = pool.run(1, chosen_job, {})[0]
+    assert {name.split(".")[3] for name in names} == {"1", "2"}
+    assert len(names) == 2 * 7
+    assert said == ""
+
+
+def test_layers_are_chosen_by_pattern(pool: WorkerPool) -> None:
+    given = {"recipe": "mxfp8", "keep_first": 2, "include": ["*.head"], "exclude": ["*.mlp.*"]}
+    names, said = pool.run(1, chosen_job, given)[0]
+    assert names == [f"model.trunk.layers.2.attention.{n}" for n in ("wq", "wk", "wv", "wo")] + [
+        "model.trunk.head"
+    ]
+    assert "Fp8Precision(recipe='mxfp8') is emulated" in said
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 12), nn.Linear(16, 16)) for _ in range(3)
+        )
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    chosen, misfits = Fp8Precision(plain_linear=True)._choose(Odd())
+    assert list(chosen) == ["blocks.1.1"]
+    assert misfits == ["blocks.1.0 12 x 16"]
+    assert Fp8Precision()._choose(Odd()) == ({}, [])
+
+
+def history_job(directory: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Histories after two steps, and of a run that goes on from there under another layout."""
+    L.seed_everything(3, verbose=False)
+    plugin = Fp8Precision("delayed", history=3)
+    trainer = quiet_trainer(
+        MegatronStrategy(**options), precision=None, plugins=[plugin], max_steps=2
+    )
+    trainer.fit(Model(2))
+    path = directory / "a.ckpt"
+    trainer.save_checkpoint(path)
+    state = plugin.state_dict()
+    later = Fp8Precision("delayed", history=3)
+    again = quiet_trainer(
+        MegatronStrategy(num_microbatches=2, **({"tp": 2} if "pp" in options else {})),
+        precision=None,
+        plugins=[later],
+        max_steps=2,
+    )
+    again.fit(Model(2), ckpt_path=str(path))
+    assert later.state_dict() == state
+    return state
+
+
+def test_histories_are_in_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
+    one = pool.run(1, history_job, tmp_path / "1", {"num_microbatches": 2})[0]
+    two = pool.run(2, history_job, tmp_path / "2", {"pp": 2, "num_microbatches": 2})
+    histories = one["amax_history"]
+    assert len(histories) == 2 * 7
+    assert two[0] == two[1]
+    assert two[0]["amax_history"].keys() == histories.keys()
+    for name, rows in histories.items():
+        assert len(rows) == 2
+        torch.testing.assert_close(
+            torch.tensor(two[0]["amax_history"][name]), torch.tensor(rows), rtol=0.1, atol=0
+        )
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="4 options are wrong") as caught:
+        Fp8Precision("fp4", "cuda", keep_first=-1, history=0)  # type: ignore[arg-type]
+    assert "recipe='fp4': must be one of tensorwise" in str(caught.value)
+    with pytest.raises(ConfigError, match="nearest valid: backend='torch'"):
+        Fp8Precision(backend="te")
