@@ -6,6 +6,8 @@ with a save and blocks that do not alternate in one run. *Stall* is the time tha
 ``trainer.save_checkpoint`` takes, from the second on, as the first allocates (target: asynchronous
 at most 10 % of synchronous). *Cost* is by how much a block with a save takes longer than the mean
 of its neighbours, the median of all such blocks (target: at most 3.5 % when asynchronous).
+*Written* is what the last checkpoint has of its own: where only norms and biases are trained
+(``frozen``), ``incremental=True`` links the rest from the one before.
 
     python -m benchmarks.checkpoint [--rounds 2] [--steps 91]
 """
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -28,6 +31,7 @@ from benchmarks.data_parallel import ShardedByUser
 from benchmarks.harness import Model, Tokens, arguments, report
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
 
@@ -50,6 +54,8 @@ class Times:
     """By how much blocks with a save took longer, relative."""
     size: int = 0
     """Bytes of a checkpoint."""
+    written: int = 0
+    """Bytes of it that were written."""
 
 
 class Saves(pl.Callback):
@@ -88,12 +94,32 @@ class Saves(pl.Callback):
             for i in range(3, len(self.blocks) - 1, 2)
         ]
         files = (file for file in self.previous.rglob("*") if file.is_file())
+        size = sum(file.stat().st_size for file in files)
+        linked = 0
+        if is_checkpoint(self.previous):
+            manifest = read_manifest(self.previous)
+            linked = manifest.size - manifest.own_size
         return Times(
             stalls=self.stalls[1:],
             steps=[seconds / INTERVAL for seconds in self.blocks[2::2]],
             costs=costs,
-            size=sum(file.stat().st_size for file in files),
+            size=size,
+            written=size - linked,
         )
+
+
+class Frozen(Model):
+    """Trains norms and biases only."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.ndim == 1)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-3)
 
 
 def run(kind: type[Model], strategy: Any, steps: int, directory: Path) -> Times:
@@ -129,6 +155,10 @@ def job(rounds: int, steps: int, directory: Path) -> dict[str, Times]:
         "ours, async, process": lambda path: run(
             Model, ours(mode="async", process="process"), steps, path
         ),
+        "ours, frozen": lambda path: run(Frozen, ours(mode="sync"), steps, path),
+        "ours, frozen, incremental": lambda path: run(
+            Frozen, ours(mode="sync", incremental=True), steps, path
+        ),
         "Lightning": lambda path: run(ShardedByUser, peer(), steps, path),
     }
     total = {name: Times() for name in variants}
@@ -138,7 +168,7 @@ def job(rounds: int, steps: int, directory: Path) -> dict[str, Times]:
             total[name].stalls += times.stalls
             total[name].steps += times.steps
             total[name].costs += times.costs
-            total[name].size = times.size
+            total[name].size, total[name].written = times.size, times.written
             dist.barrier()
     return total
 
@@ -155,6 +185,7 @@ def rows_of(by_rank: Sequence[Mapping[str, Times]]) -> list[dict[str, Any]]:
         {
             "saving": name,
             "MB": round(by_rank[0][name].size / 1e6, 1),
+            "written (MB)": round(by_rank[0][name].written / 1e6, 1),
             "stall (ms)": round(1e3 * slowest(name, "stalls"), 1),
             "stall / ours, sync": round(slowest(name, "stalls") / sync, 3),
             "stall / Lightning": round(slowest(name, "stalls") / peer, 3),

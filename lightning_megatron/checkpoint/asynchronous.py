@@ -27,9 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
+
 from lightning_megatron.checkpoint.commit import remove
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.host_copy import HostCopy
+from lightning_megatron.checkpoint.incremental import Increments
 from lightning_megatron.checkpoint.manifest import Manifest
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
 from lightning_megatron.checkpoint.peers import Peers
@@ -93,6 +96,7 @@ class Saver:
         self._process = None if memory is None else WriterProcess(memory)
         self._copy = HostCopy(memory)
         self._copied_at = -1
+        self._increments = Increments() if config.incremental else None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unsettled: deque[_Job] = deque()
@@ -137,17 +141,25 @@ class Saver:
         if self._background is None:
             self.drain()
         chunks = all_chunks(model, optimizers)
+        if self._increments is not None:
+            self._increments.expect(list(chunks))
         prepared = self._preparation.prepare(
             path, model, state, optimizers, layout, unchanged=self._is_copied(chunks)
         )
         if self._background is None:
-            self._submit(_Job(prepared, writing(chunks), rotations=rotations))
+            shards = self._shortened(chunks, writing(chunks))
+            self._submit(_Job(prepared, shards, rotations=rotations))
             return
         if not prepared.unchanged:
             self._make_room()
         self._submit(_Job(prepared, self._copied(chunks, prepared), rotations=rotations))
         if wait:
             self.drain()
+
+    def go_on_from(self, target: AnyPath, manifest: Manifest) -> None:
+        """Learn what training goes on from, which the next checkpoint may have much of."""
+        if self._increments is not None:
+            self._increments.note(target, manifest)
 
     def check(self) -> None:
         """Report saves that have ended; call before every training step, on all ranks.
@@ -249,13 +261,21 @@ class Saver:
         copies = self._copy.chunks
 
         def write(directory: AnyPath, plan: WritePlan, stop: Callable[[], bool]) -> Written | None:
-            self._copy.complete()
             # The process knows files only; uploading takes little of Python's lock.
             if self._process is not None and isinstance(directory, Path):
                 return self._process.write(directory, plan, copies, stop)
             return write_shards(directory, plan, copies, stop)
 
-        return write
+        shortened = self._shortened(copies, write)
+
+        def when_copied(*request: Any) -> Written | None:
+            self._copy.complete()
+            return shortened(*request)
+
+        return when_copied
+
+    def _shortened(self, chunks: Mapping[str, Chunk], write: ShardWriting) -> ShardWriting:
+        return write if self._increments is None else self._increments.writing(chunks, write)
 
     def _submit(self, job: _Job) -> None:
         with self._lock:
@@ -314,6 +334,7 @@ class Saver:
             manifest = job.prepared.write(job.shards, peers, job.stop.is_set)
             job.given_up = manifest is None
             if manifest is not None:
+                self._note(job.prepared.target, manifest, peers)
                 self._rotate(job, manifest, peers)
         except (CheckpointError, ConfigError) as error:
             job.error = error
@@ -324,6 +345,14 @@ class Saver:
                 raise
         finally:
             self._conclude(job, agreed)
+
+    def _note(self, target: AnyPath, manifest: Manifest, peers: Peers) -> None:
+        if self._increments is None:
+            return
+        self._increments.note(target, manifest)
+        if peers.is_first:
+            own, linked = manifest.own_size, manifest.size - manifest.own_size
+            rank_zero_info(f"{target}: {own:,} bytes written, {linked:,} shared with earlier ones")
 
     def _rotate(self, job: _Job, manifest: Manifest, peers: Peers) -> None:
         """Delete the oldest, if there are too many; the save has succeeded, whatever happens."""

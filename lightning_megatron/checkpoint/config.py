@@ -22,6 +22,10 @@ class CheckpointConfig:
     when_busy: Literal["wait", "supersede"] = "wait"
     """What a save does that finds another in flight: wait for it, or give it up to take its place
     (every other time at most, so that some checkpoint is always finished)."""
+    incremental: bool = False
+    """Share files of unchanged tensors (a frozen trunk) with the checkpoint before, by hard links.
+    Off by default, as a bit that flips on the disk is then in every checkpoint that has the file.
+    Where links are impossible checkpoints are written in full, which is said once."""
     keep: int | None = None
     """Keep this many of the checkpoints that each ModelCheckpoint makes in turn, the newest, and
     what a ModelCheckpoint holds as best or last; None leaves deleting to the callbacks. For one

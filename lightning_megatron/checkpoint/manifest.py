@@ -110,12 +110,24 @@ class Manifest:
     """Versions of the libraries that wrote it."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Every other file of the directory."""
+    linked: Sequence[str] = field(default_factory=list)
+    """Files that were not written but shared with an earlier checkpoint (incremental.py)."""
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """Every tensor in the shards; empty in schema 1."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of shared parameters, and the name under which each is stored."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files that it lists."""
+        return sum(entry.size for entry in self.files.values())
+
+    @property
+    def own_size(self) -> int:
+        """Bytes that were written for it; the rest was there."""
+        return self.size - sum(self.files[name].size for name in self.linked)
 
     def file(self, role: str) -> str:
         """Return the name of the file that is ``role`` in this checkpoint.
@@ -257,6 +269,8 @@ def _check_mappings(manifest: Manifest) -> None:
     names = (*manifest.aliases.items(), *manifest.versions.items())
     if not all(isinstance(part, str) for pair in names for part in pair):
         raise TypeError("a name is not a string")
+    if not isinstance(manifest.linked, list) or not manifest.files.keys() >= set(manifest.linked):
+        raise TypeError("a link to no file")
     if not isinstance(manifest.layout, dict) or not _is_count(manifest.optimizers):
         raise TypeError("a field has another type")
     for number in (manifest.step, manifest.epoch):

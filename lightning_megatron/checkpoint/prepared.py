@@ -148,6 +148,7 @@ class PreparedSave:
             written=time.time(),
             versions=library_versions(),
             files=files,
+            linked=sorted(name for part in written for name in part.linked),
             tensors=tensor_entries(metadata),
             aliases=dict(self.document.aliases),
         )

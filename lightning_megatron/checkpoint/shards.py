@@ -138,6 +138,8 @@ class Written:
     """Which rectangle lies where."""
     files: Mapping[str, FileEntry]
     """Size and hash of its files, by name."""
+    linked: frozenset[str] = frozenset()
+    """Those that were not written but shared with an earlier checkpoint."""
 
 
 def write_shards(

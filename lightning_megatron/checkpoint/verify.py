@@ -105,4 +105,12 @@ def _content_fault(directory: AnyPath, manifest: Manifest, name: str) -> str | N
     expected, found = manifest.files[name], read_entry(directory / name)
     if found.sha256 == expected.sha256:
         return None
-    return f"{name}: the content has SHA-256 {found.sha256}, but {expected.sha256} was written"
+    shared = "; other checkpoints share the file" if is_shared(directory / name) else ""
+    return (
+        f"{name}: the content has SHA-256 {found.sha256}, but {expected.sha256} was written{shared}"
+    )
+
+
+def is_shared(path: AnyPath) -> bool:
+    """Whether a file has hard links elsewhere, so that its damage would be theirs."""
+    return isinstance(path, Path) and path.stat().st_nlink > 1

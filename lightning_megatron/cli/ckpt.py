@@ -75,18 +75,19 @@ def _ls(options: argparse.Namespace) -> int:
                 *(_text(e[key]) for key in ("step", "epoch")),
                 _date(e["written"]),
                 _size(e["bytes"]),
+                _size(e["own_bytes"]),
                 _layout(e["layout"]),
                 e["status"],
             ]
             for e in entries
         ]
-        print(_table(["NAME", "STEP", "EPOCH", "WRITTEN", "SIZE", "LAYOUT", "STATUS"], rows))
+        print(_table(["NAME", "STEP", "EPOCH", "WRITTEN", "SIZE", "OWN", "LAYOUT", "STATUS"], rows))
     return 0
 
 
 def _overview(path: AnyPath) -> dict[str, Any]:
     place = locate(path)
-    unknown = dict.fromkeys(("step", "epoch", "written", "bytes", "layout"))
+    unknown = dict.fromkeys(("step", "epoch", "written", "bytes", "own_bytes", "layout"))
     entry: dict[str, Any] = {"path": str(path), **unknown, "status": "complete"}
     try:
         manifest = read_manifest(place)
@@ -97,7 +98,7 @@ def _overview(path: AnyPath) -> dict[str, Any]:
             "fault": str(error),
         }
     entry |= {key: getattr(manifest, key) for key in ("step", "epoch", "written", "layout")}
-    entry["bytes"] = _bytes(manifest)
+    entry |= {"bytes": manifest.size, "own_bytes": manifest.own_size}
     if CORRUPT in path.suffix:
         entry["status"] = "damaged"
     return entry
@@ -107,7 +108,8 @@ def _show(options: argparse.Namespace) -> int:
     directory = locate(_place(options.path).absolute())
     manifest = read_manifest(directory)
     if options.json:
-        _print_json({"path": str(directory), "bytes": _bytes(manifest), **asdict(manifest)})
+        sizes = {"bytes": manifest.size, "own_bytes": manifest.own_size}
+        _print_json({"path": str(directory), **sizes, **asdict(manifest)})
         return 0
     facts = {
         "path": directory,
@@ -116,13 +118,19 @@ def _show(options: argparse.Namespace) -> int:
         "written": _date(manifest.written),
         "layout": _layout(manifest.layout),
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
-        "size": _size(_bytes(manifest)),
+        "size": _size(manifest.size),
+        "own": f"{_size(manifest.own_size)}; the rest was linked from an earlier checkpoint",
         "optimizers": manifest.optimizers,
         "parameters": f"{_elements(manifest):,} in model.*" if manifest.is_sealed else "-",
     }
+    if not manifest.linked:
+        del facts["own"]
     print("\n".join(f"{key:<12}{value}" for key, value in facts.items()))
-    files = [[n, _size(e.size), (e.sha256 or "-")[:16]] for n, e in manifest.files.items()]
-    print("\n" + _table(["FILE", "SIZE", "SHA-256"], files))
+    files = [
+        [n, _size(e.size), "linked" if n in manifest.linked else "own", (e.sha256 or "-")[:16]]
+        for n, e in manifest.files.items()
+    ]
+    print("\n" + _table(["FILE", "SIZE", "BYTES", "SHA-256"], files))
     tensors = [
         [name, e.dtype, "x".join(map(str, e.shape)) or "scalar", str(len(e.chunks))]
         for name, e in manifest.tensors.items()
@@ -149,7 +157,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _verdict(path: AnyPath) -> dict[str, Any]:
     # Late: the other commands need not wait for torch.
     from lightning_megatron.checkpoint.reader import CheckpointReader
-    from lightning_megatron.checkpoint.verify import foreign_files
+    from lightning_megatron.checkpoint.verify import foreign_files, is_shared
 
     verdict: dict[str, Any] = {"path": str(path), "exit": 0, "fault": None}
     begin = time.perf_counter()
@@ -166,7 +174,8 @@ def _verdict(path: AnyPath) -> dict[str, Any]:
         **verdict,
         "step": manifest.step,
         "files": len(manifest.files),
-        "bytes": _bytes(manifest),
+        "bytes": manifest.size,
+        "shared": [n for n in manifest.files if is_shared(reader.directory / n)],
         "tensors": len(reader.metadata.state_dict_metadata),
         "hashes": manifest.is_sealed,
         "foreign": foreign_files(reader.directory, manifest),
@@ -181,6 +190,8 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
         return f"{path}: {kind}\n  {_printable(verdict['fault'])}"
     how = "valid" if verdict["hashes"] else "complete, but written before there were hashes"
     foreign = f"; not part of it: {', '.join(verdict['foreign'])}" if verdict["foreign"] else ""
+    if verdict["shared"]:
+        foreign += f"; shared with other checkpoints: {', '.join(verdict['shared'])}"
     return (
         f"{path}: {how} ({verdict['files']} files, {_size(verdict['bytes'])}, "
         f"{verdict['tensors']} tensors, {verdict['seconds']:.1f} s){foreign}"
@@ -203,10 +214,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def _bytes(manifest: Manifest) -> int:
-    return sum(entry.size for entry in manifest.files.values())
 
 
 def _elements(manifest: Manifest) -> int:

@@ -221,6 +221,8 @@ class CheckpointHooks:
         if starts:
             rank_zero_info(f"Training starts at step 0 from the weights in {reader.directory}")
             return NoCheckpoint()
+        if fitting and self._saver is not None:
+            self._saver.go_on_from(reader.directory, reader.manifest)
         if fitting:
             self._data_position.load(checkpoint, module.trainer, self.parallel.topology)
         return checkpoint

@@ -32,7 +32,7 @@ def test_ls_lists_newest_first(three: list[Path], capsys: pytest.CaptureFixture[
     directory = three[0].parent.parent
     assert main(["ckpt", "ls", str(directory)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["NAME", "STEP", "EPOCH", "WRITTEN", "SIZE", "LAYOUT", "STATUS"]
+    assert lines[0] == ["NAME", "STEP", "EPOCH", "WRITTEN", "SIZE", "OWN", "LAYOUT", "STATUS"]
     shown = {line[0]: (line[1], line[-1]) for line in lines[1:]}
     assert shown == {
         "run/step=3.ckpt": ("4", "complete"),

@@ -161,6 +161,43 @@ def test_best_ones_last_one_test_of_the_best_and_one_afterwards(
     pool.run(1, best_job, tmp_path)
 
 
+class HalfFrozen(Adaptive):
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.net.layers[:2].parameters():
+            parameter.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def incremental_job(directory: Path, mode: str) -> dict[str, torch.Tensor]:
+    config = CheckpointConfig(mode=mode, incremental=True, keep=2)  # type: ignore[arg-type]
+    fit(2, config, [saving(directory, save_last=True)], HalfFrozen())
+    remove(directory / f"step={STEPS}.ckpt") if int(os.environ["RANK"]) == 0 else None
+    callbacks: list[pl.Callback] = [saving(directory, every_n_train_steps=2, save_top_k=1)]
+    trainer = fit(2, config, callbacks, HalfFrozen(), str(directory / f"step={STEPS - 1}.ckpt"))
+    assert trainer.lightning_module is not None
+    return weights(trainer.lightning_module)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_frozen_layers_are_written_once_and_outlive_the_first(
+    pool: WorkerPool, tmp_path: Path, mode: str
+) -> None:
+    trained = pool.run(2, incremental_job, tmp_path, mode)[0]
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
+    frozen = {}
+    for name in os.listdir(tmp_path):
+        manifest = read_manifest(tmp_path / name)
+        places = {n: c.file for n, e in manifest.tensors.items() for c in e.chunks}
+        frozen[name] = {file for n, file in places.items() if n.startswith("model.net.layers.0")}
+        assert frozen[name] <= set(manifest.linked)
+        assert places["model.net.layers.3.0.weight"] not in manifest.linked or name == "last.ckpt"
+    assert len({frozenset(files) for files in frozen.values()}) == 1  # after the resume too
+    assert_same(load_full_state_dict(tmp_path / f"step={STEPS}.ckpt"), trained)
+
+
 class Worsening(Adaptive):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("score", -float(batch_idx))
