@@ -36,6 +36,7 @@ LAYERS = {
     # 2: bytes on wires
     "comm": 2,
     "data/sampler": 2,
+    "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "testing": 2,  # starts processes; knows no layer and no strategy
     # 3: modules that also run alone
     "layers": 3,

@@ -46,6 +46,8 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
         seq_len: tokens in a window.
     """
 
+    draws_random_numbers = False
+
     def __init__(self, text: Tensor, seq_len: int) -> None:
         self.text = text
         self.seq_len = seq_len

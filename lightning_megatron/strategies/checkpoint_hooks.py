@@ -37,11 +37,16 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
-from lightning_megatron.strategies.data_position import KEY, DataPosition
+from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.joint_ending import all_ranks_end
+from lightning_megatron.strategies.random_state import RandomState
+from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.topology.degrees import AXES
 
 logger = logging.getLogger(__name__)
+
+KEY = "lightning_megatron"
+"""Of our entry in Lightning's checkpoint dictionary."""
 
 
 class CheckpointHooks:
@@ -53,6 +58,8 @@ class CheckpointHooks:
     checkpoint_io: CheckpointIO
     is_global_zero: bool
     _data_position: DataPosition
+    _random_state: RandomState
+    _engine: StepEngine | None
     _checkpoint_group: dist.ProcessGroup | None = None
     _background_group: dist.ProcessGroup | None = None
     _saver: Saver | None = None
@@ -103,7 +110,11 @@ class CheckpointHooks:
         model = checkpoint.pop("state_dict")
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
         topology, trainer = self.parallel.topology, self._trainer()
-        checkpoint[KEY] = self._data_position.save(trainer, topology)
+        data = self._data_position.save(checkpoint, trainer, topology, self._host_world())
+        at = data.get("epoch", -1), data.get("batch", -1)
+        by_token = None if self._engine is None else self._engine.by_token
+        random = self._random_state.save(at, model, by_token, self._host_world())
+        checkpoint[KEY] = {"data": data, "random": random}
         layout = {axis: getattr(topology.degrees, axis) for axis in AXES}
         if self._saver is None:
             group = self._host_world()
@@ -224,7 +235,13 @@ class CheckpointHooks:
         if fitting and self._saver is not None:
             self._saver.go_on_from(reader.directory, reader.manifest)
         if fitting:
-            self._data_position.load(checkpoint, module.trainer, self.parallel.topology)
+            saved = checkpoint.get(KEY, {})
+            topology, step = self.parallel.topology, checkpoint.get("global_step", 0)
+            self._data_position.load(saved.get("data", {}), checkpoint, module.trainer, topology)
+            if "random" in saved:
+                by_token = self._random_state.load(saved["random"], step)
+                if self._engine is not None:
+                    self._engine.by_token = by_token
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

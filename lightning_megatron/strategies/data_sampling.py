@@ -2,51 +2,228 @@
 
 Lightning's own insertion of a ``DistributedSampler`` shuffles every training loader, whatever the
 user chose, and leaves a single process to its own random order; a run would then see other batches
-under dp=2 than under dp=1. Here a loader that does not shuffle keeps its order, one that does takes
-the order of ``DistributedSampler`` (a function of the seed and the epoch) on any number of
-processes. With batches of ``b / dp`` samples, the ranks' batches together are the batch of ``b``
-samples that one process would read.
+under dp=2 than under dp=1. Here a loader that does not shuffle keeps its order, one that does gets
+a `ResumableSampler`, and one with a sampler of the user's keeps it: every rank draws the same
+order, and reads its share. With batches of ``b / dp`` samples, the ranks' batches together are the
+batch of ``b`` samples that one process would read.
+
+A sampler of the user's may draw random numbers from anywhere. Its whole order is drawn when an
+epoch begins, from generators that are seeded by (seed, epoch); what it has of its own, a
+``state_dict`` or a ``generator``, is noted before, for the checkpoint. To go on in the midst of
+that epoch, the same order is drawn again, and sliced.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.data import _update_dataloader
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
-from lightning_megatron import env
+from lightning_megatron.data.augmentation import SampleSeeds, seed_generators
+from lightning_megatron.data.sampler import Division, ResumableSampler
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.rng import HostRandomness
 
 
-def split_dataloader(dataloader: DataLoader[Any], topology: Topology) -> DataLoader[Any]:
-    """The loader of this rank's share of ``dataloader``; itself where there is nothing to divide.
+class DrawnOrder(Sampler[Any]):
+    """The order of a sampler, or batch sampler, of the user's; drawn alike on all ranks.
 
-    A loader with a ``DistributedSampler`` or an ``IterableDataset`` is left to the user.
+    Args:
+        sampler: the user's; it has a length.
+        seed: of the generators that it may draw from.
+        division: of what it yields.
+    """
+
+    def __init__(self, sampler: Any, seed: int, division: Division | None = None) -> None:
+        self.sampler = sampler
+        self._seed, self._division = seed, division or Division()
+        self._epoch = self._start = 0
+        self._begun: tuple[int, Any] = (-1, None)
+        self._restored: Any = None
+        self._is_open = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.open()
+        self._is_open = False
+        start, self._start = self._start, 0
+        return iter(self._division.share(self._draw(), start))
+
+    def open(self) -> None:
+        """Prepare a pass; a loader may draw its workers' seed from the same generator after it."""
+        if not self._is_open:
+            self._restore()
+            self._begun = self._epoch, self._state()
+            self._is_open = True
+
+    def _draw(self) -> list[Any]:
+        kept = HostRandomness.capture()
+        seed_generators(SampleSeeds.of_epoch(self._seed, self._epoch, "order").base)
+        try:
+            return list(self.sampler)
+        finally:
+            kept.restore()
+
+    def _state(self) -> Any:
+        if isinstance(self.sampler, _Stateful):
+            return self.sampler.state_dict()
+        generator = getattr(self.sampler, "generator", None)
+        return generator.get_state() if isinstance(generator, torch.Generator) else None
+
+    @property
+    def epoch(self) -> int:
+        """Whose order is read."""
+        return self._epoch
+
+    def state_before(self, epoch: int) -> Any:
+        """What the user's sampler was when that epoch began; None if it keeps nothing."""
+        begun, state = self._begun
+        return state if begun == epoch else self._state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Bring the user's sampler to what it was when the epoch began, when that begins again."""
+        self._restored = state
+
+    def _restore(self) -> None:
+        state, self._restored = self._restored, None
+        if state is None:
+            return
+        if isinstance(self.sampler, _Stateful):
+            self.sampler.load_state_dict(state)
+        elif isinstance(getattr(self.sampler, "generator", None), torch.Generator):
+            self.sampler.generator.set_state(state)
+
+    def seek(self, epoch: int, consumed: int) -> None:
+        """Begin the next pass in ``epoch``, after ``consumed`` samples of all ranks."""
+        self.set_epoch(epoch)
+        self._start, self._is_open = consumed, False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the user's sampler too."""
+        if epoch != self._epoch:
+            self._epoch, self._start = epoch, 0
+        inner: Any = getattr(self.sampler, "sampler", None)
+        for sampler in (self.sampler, inner):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Of a whole pass, on this rank."""
+        return self._division.length(len(self.sampler))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A rank's part of a loader."""
+
+    loader: DataLoader[Any]
+    """Reads this part only."""
+    order: ResumableSampler | DrawnOrder | None
+    """What says where it reads; None where the user's loader says so itself."""
+    items: int = 0
+    """Samples (or batches, where a batch sampler of the user's makes them) in an epoch."""
+    per_batch: int = 0
+    """How many of these all ranks that share ``items`` read in a batch."""
+    sets: int = 1
+    """How many such sets of ``items`` the ranks read; more than one where the user divides them."""
+
+
+def share_of(
+    dataloader: DataLoader[Any], topology: Topology, seed: int, *, divide: bool = True
+) -> Share:
+    """This rank's share of ``dataloader``.
+
+    Args:
+        dataloader: the user's; one with an ``IterableDataset`` is left to him.
+        topology: which rank this is.
+        seed: of the order of a loader that shuffles.
+        divide: whether the ranks are to read different samples; else each reads all that its
+            loader gives, as it does with a ``DistributedSampler`` of the user's own.
     """
     sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-    if isinstance(sampler, DistributedSampler) or has_iterable_dataset(dataloader):
-        return dataloader
-    permutes = _is_permutation(sampler)
-    if topology.batch.size == 1 and not permutes:
-        return dataloader
-    options: dict[str, Any] = {
-        "num_replicas": topology.batch.size,
-        "rank": topology.batch.rank,
-        "seed": env.global_seed() or 0,
-        "shuffle": permutes,
-    }
-    if permutes or isinstance(sampler, SequentialSampler):
-        share: Any = DistributedSampler(dataloader.dataset, **options)
+    if has_iterable_dataset(dataloader) or not hasattr(sampler, "__len__"):
+        return Share(loader=dataloader, order=None)
+    divide = divide and not isinstance(sampler, DistributedSampler)
+    sets = 1 if divide else topology.batch.size
+    division = Division(
+        rank=topology.batch.rank if divide else 0,
+        ranks=topology.batch.size if divide else 1,
+        batch_size=dataloader.batch_size or 1,
+        drop_last=dataloader.drop_last,
+    )
+    if type(dataloader.batch_sampler) in (BatchSampler, type(None)):
+        order = _order_of(sampler, dataloader, seed, division, divide)
+        items = len(sampler)
+        loader = _update_dataloader(dataloader, order)
     else:
-        share = DistributedSamplerWrapper(sampler, **options)
-    return _update_dataloader(dataloader, share)
+        loader, order, items = _share_of_batches(dataloader, seed, division)
+        division = replace(division, batch_size=1)
+    return Share(
+        loader=loader,
+        order=order,
+        items=items,
+        per_batch=division.batch_size * division.ranks,
+        sets=sets,
+    )
+
+
+def _order_of(
+    sampler: Any, dataloader: DataLoader[Any], seed: int, division: Division, divide: bool
+) -> ResumableSampler | DrawnOrder:
+    if isinstance(sampler, ResumableSampler):
+        return sampler.divided(division)
+    shuffle = _is_permutation(sampler)
+    if divide and (shuffle or type(sampler) is SequentialSampler):
+        dataset: Any = dataloader.dataset
+        return ResumableSampler(dataset, shuffle=shuffle, seed=seed).divided(division)
+    return DrawnOrder(sampler, seed, division)
+
+
+def _share_of_batches(
+    dataloader: DataLoader[Any], seed: int, division: Division
+) -> tuple[DataLoader[Any], DrawnOrder, int]:
+    """Divide what a batch sampler of the user's yields.
+
+    One that takes a sampler gets this rank's; of another one, each rank reads its share of batches.
+    """
+    batches: Any = dataloader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if division.ranks > 1 and sampler is not None:
+        division = replace(
+            division, batch_size=batches.batch_size, drop_last=bool(batches.drop_last)
+        )
+        order = _order_of(sampler, dataloader, seed, division, divide=True)
+        dataloader = _update_dataloader(dataloader, order)
+        batches = dataloader.batch_sampler
+        division = replace(division, ranks=1, rank=0)
+    drawn = DrawnOrder(batches, seed, replace(division, batch_size=1, drop_last=False))
+    return with_batches(dataloader, drawn), drawn, len(batches)
+
+
+def with_batches(dataloader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    """Have ``dataloader`` read these batches of indices.
+
+    It is changed in place: a new one would have to be made with ``batch_sampler=`` alone, and its
+    ``batch_size`` would be None to whoever asks.
+    """
+    vars(dataloader)["batch_sampler"] = batches
+    return dataloader
 
 
 def _is_permutation(sampler: Any) -> bool:
     """Whether ``sampler`` is what ``DataLoader(shuffle=True)`` makes: each sample once."""
     return (
-        isinstance(sampler, RandomSampler)
+        type(sampler) is RandomSampler
         and not sampler.replacement
         and len(sampler) == len(sampler.data_source)
     )

@@ -46,10 +46,11 @@ from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes, connect
 from lightning_megatron.strategies.data_position import DataPosition
-from lightning_megatron.strategies.data_sampling import split_dataloader
+from lightning_megatron.strategies.data_sampling import share_of
 from lightning_megatron.strategies.data_seeding import seed_dataloader
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
+from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.step_hooks import StepHooks
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.topology.mesh import Topology
@@ -123,7 +124,6 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         self._parallel: ParallelModule | None = None
         self._defer_init = False
         self._splits_data = False
-        self._data_position = DataPosition()
         self._host_gloo: dist.ProcessGroup | None = None
         self._seed = 0
 
@@ -235,11 +235,12 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # inference tensors cannot take part in later training
         trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
-        # Lightning would shuffle every training loader; `split_dataloader` asks the user's loader.
+        # Lightning would shuffle every training loader; `share_of` asks the user's loader.
         connector = trainer._accelerator_connector
         self._splits_data |= connector.use_distributed_sampler
         fitting = trainer.state.fn == TrainerFn.FITTING
         connector.use_distributed_sampler = self._splits_data and not fitting
+        self._data_position, self._random_state = DataPosition(), RandomState(self.topology)
         self._host_gloo = self._host_group()
         self.adopt(self._parallelize(module))
         self.model = module
@@ -342,16 +343,30 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
     def process_dataloader(self, dataloader: object) -> object:
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        trainer = self._module().trainer
+        trainer, seed = self._module().trainer, env.global_seed() or 0
         fitting = trainer.state.fn == TrainerFn.FITTING
+        # The training loader comes first.
+        if (
+            fitting
+            and trainer.training
+            and (
+                trainer.fit_loop._combined_loader is None
+                or trainer.fit_loop._should_reload_train_dl
+            )
+        ):
+            return self._data_position.prepare(
+                dataloader, trainer, self.topology, seed, divide=self._splits_data
+            )
         if self._splits_data and fitting:
-            dataloader = split_dataloader(dataloader, self.topology)
-        if self.world_size > 1:
-            seed_dataloader(dataloader, self.topology)
-        if fitting and not trainer.sanity_checking and trainer.fit_loop._combined_loader is None:
-            # The training loader comes first.
-            dataloader = self._data_position.resume(dataloader, self.topology)
+            dataloader = share_of(dataloader, self.topology, seed).loader
+        seed_dataloader(dataloader, self.topology)
         return dataloader
+
+    @override
+    def on_train_start(self) -> None:
+        """The last hook before the first batch."""
+        self._data_position.start(self._module().trainer)
+        self._random_state.restore()
 
     # End ------------------------------------------------------------------------------------------
 

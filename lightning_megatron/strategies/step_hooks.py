@@ -9,14 +9,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.precision.plugin import ShardedPrecision
+from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.held_schedules import HeldSchedules
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
+from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.steps import StepEngine, mean_over_tokens
 
 
@@ -24,6 +27,8 @@ class StepHooks(ParallelStrategy):
     """Forward, backward and evaluation of one batch."""
 
     parallel: ParallelModule
+    _data_position: DataPosition
+    _random_state: RandomState
     _engine: StepEngine | None = None
     measured_partition: MeasuredPartition | None = None
     """What ``partition="measured"`` found out in the current run; None without it."""
@@ -36,8 +41,15 @@ class StepHooks(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.measured_partition is not None and self._fresh():
+        if not self._fresh():
+            return
+        if self.measured_partition is not None:
             self.measured_partition.before_step()
+        trainer = self._module().trainer
+        if trainer.accumulate_grad_batches > 1:
+            epoch: Any = trainer.fit_loop.epoch_progress.current
+            at = epoch.processed, batch_idx
+            self._random_state.note(at, self._module(), self._steps().by_token)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,6 +104,7 @@ class StepHooks(ParallelStrategy):
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._precision().skipped:
             self._schedules.hold(self.lr_scheduler_configs, self._module().trainer)
+        self._data_position.after_step(self._module().trainer)
         return result
 
     @contextmanager
@@ -129,8 +142,15 @@ class StepHooks(ParallelStrategy):
         return self._steps().evaluate(name, (*args, *kwargs.values()), context)
 
     @override
+    def on_validation_start(self) -> None:
+        trainer = self._module().trainer
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._random_state.begin_validation()
+
+    @override
     def on_validation_end(self) -> None:
         self.parallel.data.reshard()
+        self._random_state.end_validation()
 
     def _fresh(self) -> bool:
         """Whether the batch is the first before an optimizer step."""

@@ -50,6 +50,8 @@ class StepEngine:
 
     Attributes:
         auto: chooses another schedule after the first steps; None where there is no choice.
+        by_token: whether steps return sums over tokens; None until one has. It decides when
+            gradients are reduced, so a resumed run must know it from the start.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class StepEngine:
         self._dtype = torch.float64 if wide else torch.float32
         self._replay = LogReplay(module, topology.pp, last_rank, topology.device, self._dtype)
         self.auto: AutoSchedule | None = None
-        self._by_token: bool | None = None
+        self.by_token: bool | None = None
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
     @property
@@ -111,15 +113,15 @@ class StepEngine:
         pieces = self._split(args[0], at_least=self._common_count(args[0]))
         recorder = LogRecorder(self._module)
         data = self._parallel.data
-        defer = blocked and self._by_token is False
+        defer = blocked and self.by_token is False
         # Gradients of deferred batches stay in place, to be reduced with this batch's.
-        together = data.accumulates_in_grad and self._by_token is False and not fresh
+        together = data.accumulates_in_grad and self.by_token is False and not fresh
         older = {} if together else self._set_gradients_aside(drop=fresh)
 
         def loss_of(output: Any, index: int) -> Tensor | None:
             loss, tokens = loss_and_tokens(output)
-            self._by_token = tokens is not None
-            weight = float(index < pieces.counted) if self._by_token else pieces.weights[index]
+            self.by_token = tokens is not None
+            weight = float(index < pieces.counted) if self.by_token else pieces.weights[index]
             return scaled(loss * (weight / divisor))
 
         data.begin(blocked=defer)
@@ -137,7 +139,7 @@ class StepEngine:
             self.auto.after_step(len(pieces), self._topology.pp.size, self._topology.pp.group)
         outputs = outputs[: pieces.counted]  # of the last stage; elsewhere there are none
         loss, tokens = self._share_loss(recorder, outputs, pieces)
-        self._by_token = tokens is not None
+        self.by_token = tokens is not None
         if tokens is not None:
             self._parallel.gradients.scale(self._topology.batch.size / tokens)
         self._kept = [

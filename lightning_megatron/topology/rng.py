@@ -6,12 +6,19 @@ of the residual stream) must drop *different* ones, or the shards are correlated
 PyTorch's default generator, seeded alike on all tp peers, and a *sharded* stream, seeded per tp
 rank, which `RandomStreams.sharded` swaps in (Megatron-LM, arXiv 1909.08053, section 3, does the
 same). A third one, *step*, keeps computation from disturbing the order of the data.
+
+`HostRandomness` is the position of the generators that every process has: torch's, Python's and
+numpy's.
 """
 
 import hashlib
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -74,10 +81,11 @@ class RandomStreams:
     def __init__(
         self, seed: int, tp_rank: int, position: tuple[int, ...], device: torch.device
     ) -> None:
-        self._streams = {
-            "sharded": RandomStream(derive_seed(seed, "sharded", tp_rank, *position), device),
-            "step": RandomStream(derive_seed(seed, "step", *position), device),
+        self._seeds = {
+            "sharded": derive_seed(seed, "sharded", tp_rank, *position),
+            "step": derive_seed(seed, "step", *position),
         }
+        self._streams = {name: RandomStream(s, device) for name, s in self._seeds.items()}
 
     def sharded(self) -> AbstractContextManager[None]:
         """Draw from a stream that differs between tp peers, within the block."""
@@ -99,3 +107,59 @@ class RandomStreams:
         """Return to the positions saved by `state_dict`."""
         for name, stream in self._streams.items():
             stream.state = state[name].clone()
+
+    def reseed(self, *names: object) -> None:
+        """Begin every stream anew, at a place that ``names`` and its coordinates decide."""
+        for name, stream in self._streams.items():
+            self._streams[name] = RandomStream(
+                derive_seed(self._seeds[name], *names), stream.device
+            )
+
+
+@dataclass(frozen=True)
+class HostRandomness:
+    """Where the generators of this process stand, apart from `RandomStreams`."""
+
+    torch: Tensor
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> "HostRandomness":
+        """The present position."""
+        return cls(torch.get_rng_state(), random.getstate(), numpy.random.get_state())
+
+    def restore(self) -> None:
+        """Return to this position."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The same as bytes, of equal number in every process."""
+        version, words, gauss = self.python
+        _, keys, position, has_gauss, cached = self.numpy
+        return {
+            "torch": self.torch.clone(),
+            "python": _bytes(numpy.array([version, *words], dtype="<u4")),
+            "python gauss": _bytes(numpy.array([float("nan") if gauss is None else gauss])),
+            "numpy": _bytes(numpy.array([*keys, position, has_gauss], dtype="<u4")),
+            "numpy gauss": _bytes(numpy.array([cached])),
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "HostRandomness":
+        """Reverse `to_tensors`."""
+        version, *words = tensors["python"].numpy().view("<u4").tolist()
+        gauss = float(tensors["python gauss"].numpy().view("f8")[0])
+        keys = tensors["numpy"].numpy().view("<u4")
+        cached = float(tensors["numpy gauss"].numpy().view("f8")[0])
+        return cls(
+            tensors["torch"].clone(),
+            (version, tuple(words), None if gauss != gauss else gauss),
+            ("MT19937", keys[:-2].copy(), int(keys[-2]), int(keys[-1]), cached),
+        )
+
+
+def _bytes(array: Any) -> Tensor:
+    return torch.from_numpy(array.view(numpy.uint8).copy())

@@ -117,7 +117,7 @@ def test_trap_04_the_sampler_follows_the_batch_coordinate(pool: WorkerPool) -> N
             assert ranks[one][0] == ranks[other][0]
         strangers = peers[0][0], peers[1][0]
         assert not set(ranks[strangers[0]][0][0]) & set(ranks[strangers[1]][0][0])
-        assert ranks[0][2] == "DistributedSampler"
+        assert ranks[0][2] == "ResumableSampler"
 
 
 def test_a_shuffled_order_depends_on_seed_and_epoch_alone(pool: WorkerPool) -> None:

@@ -1,0 +1,162 @@
+"""Which samples are read, in what order, by whom: a pure function of three numbers.
+
+The order of an epoch is a function of (seed, epoch); where reading stands in it is the number of
+samples that the whole job has *consumed*. Neither knows how many ranks there are. Global batch
+``j`` is ``order[consumed + j * B :][:B]``, whatever ``B`` is made of, and rank ``r`` of ``n`` reads
+every ``n``-th sample of it, ``batch[r::n]``: the ranks' batches together are the batch that one
+process would read, so a run may stop under one layout and go on under another.
+
+Cost. An epoch of ``N`` samples is one ``torch.randperm(N)``; to skip is to slice it. Nothing is
+iterated and no data is read: a million samples take milliseconds (``benchmarks/resume.py``).
+
+Remainders. When ``B`` does not divide what is left, the last batch has the ``m`` samples that
+remain, ``m // n`` or one more for each rank; every sample is read once. Only if there are fewer
+samples than ranks (``m < n``) some of them are read twice, because a rank without a batch could not
+take part in the step; ``drop_last=True`` drops the whole global batch on any number of ranks.
+`torch.utils.data.DistributedSampler`, by contrast, pads or drops per rank, so that the same epoch
+has other samples under another degree. For the same seed and epoch the order is the same as there.
+"""
+
+from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+_BLOCK = 65536
+"""Indices that are turned into Python integers at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """What part of a global batch one rank reads."""
+
+    rank: int = 0
+    """Among those that read different samples."""
+    ranks: int = 1
+    """How many these are."""
+    batch_size: int = 1
+    """Samples of each rank's batch."""
+    drop_last: bool = False
+    """Whether an incomplete global batch is left out."""
+
+    def share(self, order: Any, start: int = 0) -> Any:
+        """This rank's part of what follows ``start``; ``order`` is a tensor or a list."""
+        rest = order[start:]
+        left = len(rest) % (self.batch_size * self.ranks)
+        if self.drop_last:
+            rest = rest[: len(rest) - left]
+        elif left < self.ranks:
+            # Too few for one each: begin again with the first of them.
+            wanted = self.ranks if left else 0
+            again = [len(rest) - left + i % max(left, 1) for i in range(left, wanted)]
+            more = [rest[i] for i in again]
+            if more:
+                both = isinstance(rest, torch.Tensor)
+                rest = torch.cat([rest, torch.stack(more)]) if both else [*rest, *more]
+        return rest[self.rank :: self.ranks]
+
+    def length(self, samples: int) -> int:
+        """Of this rank's part of an epoch of ``samples``."""
+        full, left = divmod(samples, self.batch_size * self.ranks)
+        share = max(-(-(left - self.rank) // self.ranks), 1) if left and not self.drop_last else 0
+        return full * self.batch_size + share
+
+
+class ResumableSampler(Sampler[int]):
+    """Every sample once per epoch, from any position, in an order that no layout changes.
+
+    The strategy puts one into every training loader with a map-style dataset that has no sampler of
+    its own. Made by hand it goes into ``DataLoader(sampler=...)``; the strategy divides it among
+    the data-parallel ranks, and takes it back to where a checkpoint was saved.
+
+    Args:
+        source: the dataset, or the number of its samples.
+        shuffle: whether each epoch has an order of its own.
+        seed: of these orders.
+
+    Example:
+        >>> sampler = ResumableSampler(6, shuffle=False)
+        >>> sampler.seek(epoch=0, consumed=4)
+        >>> list(sampler), list(sampler)
+        ([4, 5], [0, 1, 2, 3, 4, 5])
+    """
+
+    def __init__(self, source: Sized | int, *, shuffle: bool = True, seed: int = 0) -> None:
+        self._samples = source if isinstance(source, int) else len(source)
+        self._shuffle, self._seed = shuffle, seed
+        self._division = Division()
+        self._epoch = self._start = self._position = 0
+
+    @property
+    def epoch(self) -> int:
+        """Whose order is read."""
+        return self._epoch
+
+    def divided(self, division: Division) -> "ResumableSampler":
+        """The same order, of which only one rank's share is read."""
+        part = ResumableSampler(self._samples, shuffle=self._shuffle, seed=self._seed)
+        part.seek(self._epoch, self._start)
+        part._division = division
+        return part
+
+    def order(self) -> torch.Tensor:
+        """All indices of the current epoch, of all ranks."""
+        if not self._shuffle:
+            return torch.arange(self._samples)
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return torch.randperm(self._samples, generator=generator)
+
+    def seek(self, epoch: int, consumed: int) -> None:
+        """Begin the next pass in ``epoch``, after ``consumed`` samples of all ranks."""
+        self._epoch, self._start = epoch, consumed
+        self._position = consumed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch`` at its first sample; nothing changes if it has begun already."""
+        if epoch != self._epoch:
+            self.seek(epoch, 0)
+
+    def __iter__(self) -> Iterator[int]:
+        start, self._start = self._start, 0
+        self._position = start
+        mine = self._division.share(self.order(), start)
+        return self._indices(mine)
+
+    def _indices(self, mine: torch.Tensor) -> Iterator[int]:
+        for first in range(0, len(mine), _BLOCK):
+            for index in mine[first : first + _BLOCK].tolist():
+                self._position += self._division.ranks
+                yield index
+
+    def __len__(self) -> int:
+        """Of a whole pass, on this rank."""
+        return self._division.length(self._samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, epoch, and the samples handed out so far by all ranks together.
+
+        DataLoader workers ask ahead of what is trained on: who keeps this state by himself passes
+        the samples that were used to `seek`, as the strategy does.
+        """
+        return {
+            "samples": self._samples,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "consumed": min(self._position, self._samples),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was called, under any division.
+
+        Raises:
+            ValueError: the state is that of a dataset of another size.
+        """
+        if state["samples"] != self._samples:
+            raise ValueError(
+                f"the sampler stood in {state['samples']} samples, the dataset has {self._samples}"
+            )
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        self.seek(state["epoch"], state["consumed"])
