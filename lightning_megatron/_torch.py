@@ -135,10 +135,25 @@ def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(norms)
 
 
-def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply all tensors in place by a scalar tensor (2.11-2.13)."""
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply all tensors in place by a scalar (2.11-2.13)."""
     if tensors:
         torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """What lies between tensors and ``ends``, a part ``weight`` of the way (2.11-2.13)."""
+    return list(torch._foreach_lerp(list(tensors), list(ends), weight))
+
+
+def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move all tensors towards ``ends`` by a part ``weight`` of the way (2.11-2.13)."""
+    torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
+def foreach_sub_signs_(tensors: Sequence[Tensor], others: Sequence[Tensor], by: float) -> None:
+    """Move all tensors by ``by`` against the signs of ``others`` (2.11-2.13)."""
+    torch._foreach_add_(list(tensors), list(torch._foreach_sign(list(others))), alpha=-by)
 
 
 def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoint.index import summary
 from lightning_megatron.checkpoint.state import Chunk, local_tensor, whole
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.local_step import steps_on_shards
 
 # How a step is computed, not what: the current run's choice (which may be on another device).
 _OWN_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -77,7 +78,9 @@ def capture_optimizer(
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 values.setdefault(name, {})[key] = value
-            elif (chunk := _state_chunk(value, chunks[name])) is None or "." in str(key):
+            elif (chunk := _state_chunk(key, value, chunks[name], optimizer)) is None or "." in str(
+                key
+            ):
                 problems.append(
                     f"{type(optimizer).__name__} state {key!r} of {name!r} has shape "
                     f"{tuple(local_tensor(value).shape)}, its parameter's shard has "
@@ -169,7 +172,7 @@ class OptimizerRestore:
                 model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
                 for key, entry in entries.get(stored_name, {}).items():
                     state[key], chunk = _allocate(
-                        key, entry, parameter, chunks[name], group, model_entry
+                        key, entry, parameter, chunks[name], group, model_entry, optimizer
                     )
                     self.chunks[f"{prefix}.{stored_name}.{key}"] = chunk
                 if state:
@@ -198,14 +201,44 @@ def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimize
     return names[parameter]
 
 
-def _state_chunk(value: Tensor, parameter: Chunk) -> Chunk | None:
+def _state_chunk(key: str, value: Tensor, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
     """Describe one state tensor; None when its shape has no meaning in another layout."""
     local = local_tensor(value)
+    if (reduced := _without(key, parameter, optimizer)) is not None:
+        return replace(reduced, tensor=local) if tuple(local.shape) == reduced.sizes else None
     if tuple(local.shape) == parameter.sizes:
         return replace(parameter, tensor=local, aliases=())
     if local.numel() == 1 or parameter.is_whole:
         return whole(local)
+    if not steps_on_shards(optimizer):  # it is lent whole tensors, on every rank
+        if tuple(local.shape) == parameter.full_shape:
+            for dim, (offset, size) in enumerate(
+                zip(parameter.offsets, parameter.sizes, strict=True)
+            ):
+                local = local.narrow(dim, offset, size)
+            return replace(parameter, tensor=local, aliases=())
+        if set(local.shape) <= {1, *parameter.full_shape}:
+            return whole(local)
     return None
+
+
+def _without(key: str, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
+    """The chunk of a state that lacks one dimension of the parameter; None for any other."""
+    missing = getattr(optimizer, "reduced_state", {}).get(key)
+    if missing is None or len(parameter.full_shape) < -missing:
+        return None
+    dim = len(parameter.full_shape) + missing
+
+    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return replace(
+        parameter,
+        tensor=parameter.tensor.new_empty(put(parameter.sizes, 1), device="meta"),
+        full_shape=put(parameter.full_shape, 1),
+        offsets=put(parameter.offsets, 0),
+        aliases=(),
+    )
 
 
 def _fingerprint(options: Mapping[str, Any]) -> str:
@@ -265,10 +298,16 @@ def _allocate(
     chunk: Chunk,
     group: Mapping[str, Any],
     model_entry: Any,
+    optimizer: Optimizer,
 ) -> tuple[Tensor, Chunk]:
     """Make one state tensor of this process, and the chunk to read it into."""
     dtype = entry.properties.dtype
-    if tuple(entry.size) == chunk.full_shape:
+    device = local_tensor(parameter).device
+    reduced = _without(key, chunk, optimizer)
+    if reduced is not None and tuple(entry.size) == reduced.full_shape:
+        value = torch.zeros(reduced.sizes, dtype=dtype, device=device)
+        return value, replace(reduced, tensor=value)
+    if tuple(entry.size) == chunk.full_shape and (steps_on_shards(optimizer) or chunk.is_whole):
         # State in the parameter's format follows it when a run goes on in another precision.
         if isinstance(model_entry, TensorStorageMetadata) and model_entry.properties.dtype == dtype:
             dtype = parameter.dtype
@@ -276,6 +315,5 @@ def _allocate(
         return value, replace(chunk, tensor=local_tensor(value), aliases=())
     # Optimizers keep the step count on the host, unless the whole step runs on the device.
     on_device = key != "step" or group.get("capturable") or group.get("fused")
-    device = local_tensor(parameter).device if on_device else torch.device("cpu")
-    value = torch.zeros(tuple(entry.size), dtype=dtype, device=device)
+    value = torch.zeros(tuple(entry.size), dtype=dtype, device=device if on_device else "cpu")
     return value, whole(value)

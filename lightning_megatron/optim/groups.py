@@ -1,4 +1,4 @@
-"""Parameter groups with and without weight decay.
+"""Parameter groups: with and without weight decay, for Muon, by depth.
 
 Decay pulls matrices towards zero; on the vectors of a model (norms, biases) it only hurts, so they
 are left out, as in GPT-2 and Llama. A tensor-parallel or ZeRO shard has as many dims as the whole
@@ -40,4 +40,50 @@ def decay_groups(
     return [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def muon_groups(
+    module: nn.Module,
+    weight_decay: float,
+    *,
+    adamw: Sequence[str] = ("*embed*", "*head*"),
+    no_decay: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Split the trainable parameters of ``module`` by who steps on them, for `optim.muon.Muon`.
+
+    Args:
+        module: its parameters; a tied one counts once, by its first name.
+        weight_decay: of all matrices.
+        adamw: patterns of names of matrices that AdamW is to step on: embeddings and heads, whose
+            rows stand for tokens. Parameters of modules called ``...Embedding`` are always among
+            them.
+        no_decay: patterns of names that never decay.
+
+    Returns:
+        Three groups: matrices for Muon; for AdamW those that decay, and the rest. Each may be
+        empty.
+
+    Example:
+        >>> [len(g["params"]) for g in muon_groups(nn.Linear(2, 2), 0.1)]
+        [1, 0, 1]
+    """
+    embeddings = {
+        id(parameter)
+        for child in module.modules()
+        if type(child).__name__.endswith("Embedding")
+        for parameter in child.parameters(recurse=False)
+    }
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    decayed, others = decay_groups(module, weight_decay, no_decay=no_decay)
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for parameter in decayed["params"]:
+        apart = any(fnmatchcase(names[id(parameter)], pattern) for pattern in adamw)
+        is_muon = parameter.dim() == 2 and not apart and id(parameter) not in embeddings
+        (matrices if is_muon else rest).append(parameter)
+    return [
+        {"params": matrices, "weight_decay": weight_decay, "muon": True},
+        {"params": rest, "weight_decay": weight_decay, "muon": False},
+        {**others, "muon": False},
     ]

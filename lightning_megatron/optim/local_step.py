@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron._torch import lend_gradients, shard_of, shards_of
-from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.pieces import KnowsPieces, Piece
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
@@ -131,7 +130,9 @@ class LocalStep:
         self._values = list(self._state.values())
         if isinstance(self._optimizer, KnowsPieces):
             held = [p for members in self._lists for p in members]
-            self._optimizer.use_pieces({lent.get(p, p): self._pieces[p] for p in held})
+            # An empty stage's placeholder is no part of anything.
+            known = {lent.get(p, p): self._pieces[p] for p in held if p in self._pieces}
+            self._optimizer.use_pieces(known)
 
     def _take_back_state(self) -> None:
         """Put what the step has added to the state under the module's parameters."""
@@ -144,29 +145,3 @@ class LocalStep:
 def _same(found: Collection[object], known: Collection[object]) -> bool:
     """Whether both hold the same objects in the same order."""
     return len(found) == len(known) and all(map(is_, found, known))
-
-
-def check_optimizer(optimizer: Optimizer, tp: int) -> str | None:
-    """Refuse an optimizer that would mistake a tensor-parallel slice for a matrix.
-
-    Returns:
-        A warning for an optimizer that is not known.
-
-    Raises:
-        ConfigError: the optimizer needs whole matrices.
-    """
-    name = type(optimizer).__name__
-    if tp == 1 or steps_on_shards(optimizer):
-        return None
-    if name in _WHOLE_TENSOR:
-        raise ConfigError(
-            f"tp={tp}, optimizer={name}: it computes on whole matrices, but under tp every rank "
-            "holds a slice; nearest valid: an element-wise optimizer such as AdamW, or tp=1"
-        )
-    return (
-        f"tp={tp}, optimizer={name}: every rank steps on its slices of the parallel layers, "
-        "which is right for element-wise optimizers only"
-    )
-
-
-_WHOLE_TENSOR = ("Muon", "Adafactor", "LBFGS", "Shampoo", "SOAP", "LAMB", "LARS")

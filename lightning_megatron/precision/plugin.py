@@ -20,6 +20,7 @@ is that of `precision.loss_scale`.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from typing_extensions import override
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
 from lightning_megatron.optim.local_step import LocalStep, steps_on_shards
+from lightning_megatron.optim.whole_step import WholeStep, steps_on_whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.data import ComputeTypes
 from lightning_megatron.parallel.gradients import GradientSet, local
@@ -55,7 +57,7 @@ class ShardedPrecision(Precision):
 
     skipped = False
     gradients: GradientSet | None = None
-    _local_steps: dict[Optimizer, LocalStep] | None = None
+    _local_steps: dict[Optimizer, LocalStep | WholeStep] | None = None
 
     @property
     def types(self) -> ComputeTypes:
@@ -71,7 +73,9 @@ class ShardedPrecision(Precision):
         **kwargs: Any,
     ) -> Any:
         """Run the closure, then step on local shards where the optimizer allows it."""
-        if not steps_on_shards(optimizer):
+        pieces = self._gradients().pieces
+        if not steps_on_shards(optimizer) and not steps_on_whole(optimizer, pieces):
+            # All is here; this one may call the closure as often as it wants.
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         self._after_closure(model, optimizer)
@@ -88,9 +92,14 @@ class ShardedPrecision(Precision):
         """Step on this rank's part of the parameters, with the gradients that are there."""
         if self._local_steps is None:
             self._local_steps = {}
+        pieces = self._gradients().pieces
         if optimizer not in self._local_steps:
-            self._local_steps[optimizer] = LocalStep(optimizer, self._gradients().pieces)
-        with self._local_steps[optimizer].lent():
+            if steps_on_shards(optimizer):
+                self._local_steps[optimizer] = LocalStep(optimizer, pieces)
+            elif steps_on_whole(optimizer, pieces):
+                self._local_steps[optimizer] = WholeStep(optimizer, pieces)
+        lender = self._local_steps.get(optimizer)
+        with lender.lent() if lender is not None else nullcontext():
             optimizer.step(**kwargs)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -210,10 +219,8 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         finite = self.loss_scale.unscale(self._to_unscale(optimizer, model), device)
         self._after_closure(model, optimizer)
         self.skipped = not finite
-        if finite and steps_on_shards(optimizer):
+        if finite:
             self.step(optimizer, **kwargs)
-        elif finite:
-            optimizer.step(**kwargs)
         self.loss_scale.update(finite=finite)
         values = {
             "optim/loss_scale": self.loss_scale.value,

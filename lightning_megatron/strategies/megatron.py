@@ -34,7 +34,7 @@ from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
-from lightning_megatron.optim.local_step import check_optimizer
+from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
@@ -316,7 +316,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            warning = check_optimizer(optimizer, self.topology.tp.size)
+            warning = check_optimizer(optimizer, self.parallel.gradients.pieces)
             if warning:
                 rank_zero_warn(warning)
 

@@ -1,0 +1,82 @@
+"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675).
+
+The update is the *sign* of an average of gradient and momentum, so every element moves by the
+learning rate, and there is one state tensor where AdamW has two::
+
+    update   = sign(beta1 * m + (1 - beta1) * g)
+    p       -= lr * (update + weight_decay * p)
+    m        = beta2 * m + (1 - beta2) * g
+
+Learning rates are 3 to 10 times smaller than AdamW's, and weight decay as much larger. It is
+element-wise, and so steps on shards of any kind.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron._torch import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sub_signs_
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.options import at_least, below_one
+
+
+class Lion(Optimizer):
+    """Sign of momentum, with decoupled weight decay.
+
+    Args:
+        params: parameters or groups of them.
+        lr: by how much every element moves in a step.
+        betas: weight of the momentum in the update, and of the old momentum in the new.
+        weight_decay: times ``lr``, by how much of themselves weights shrink in a step.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        raise_if_any(
+            at_least(0.0, lr=lr, weight_decay=weight_decay)
+            + below_one(**{"betas[0]": betas[0], "betas[1]": betas[1]})
+        )
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters that have gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            members: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    members.setdefault((p.device, p.dtype), []).append(p)
+            for params in members.values():
+                self._step(params, group)
+        return loss
+
+    def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        gradients = [p.grad for p in params if p.grad is not None]
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["exp_avg"] = torch.zeros_like(p)
+        momenta = [self.state[p]["exp_avg"] for p in params]
+        if group["weight_decay"]:
+            foreach_mul_(params, 1 - lr * group["weight_decay"])
+        foreach_sub_signs_(params, foreach_lerp(momenta, gradients, 1 - beta1), lr)
+        foreach_lerp_(momenta, gradients, 1 - beta2)

@@ -1,0 +1,246 @@
+"""Muon: momentum whose matrices are orthogonalised before they are applied.
+
+(Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., "Muon is Scalable for LLM
+Training", arXiv 2502.16982.) Of the momentum ``M = U S V'`` a few Newton-Schulz iterations make
+approximately ``U V'``: all directions of a matrix learn at one rate. One state tensor instead of
+AdamW's two. For an ``m x n`` matrix, ``m <= n``, each of five iterations costs ``4 m^2 n + 2 m^3``
+operations.
+
+The update of a matrix is scaled by its shape, as ``scale`` says: ``"rms"`` (Moonshot) gives it the
+root mean square that AdamW's usually has, 0.2, so that AdamW's learning rate and weight decay serve
+as they are; ``"spectral"`` (Jordan) leaves its singular values at 1, and above for tall matrices.
+
+It is meant for the matrices inside of a network. Vectors, embeddings and heads are stepped on by
+AdamW, in the same optimizer: groups say ``"muon": False``; `lightning_megatron.optim.groups.
+muon_groups` makes the groups. (Torch's ``torch.optim.Muon`` takes matrices only; for those, options
+and numbers are the same.)
+
+Under tp and ZeRO, momentum is kept and averaged in pieces like the parameter. Then every matrix
+travels to one of the ranks that share it, is orthogonalised there, whole, and its pieces travel
+back (`optim.exchange`, with the bytes): in the number format of the iteration, 2 bytes an element.
+The numbers are those of one process.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+from typing_extensions import override
+
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.options import at_least, below_one
+from lightning_megatron.optim.pieces import Piece, whole_piece
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration; singular values end between 0.7 and 1.2."""
+Scale = Literal["rms", "spectral"]
+
+
+def orthogonalize(
+    matrix: Tensor,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = 1e-7,
+) -> Tensor:
+    """Bring the singular values of a matrix near 1, in its own number format.
+
+    Args:
+        matrix: ``[m, n]``.
+        steps: iterations.
+        coefficients: ``a, b, c`` in ``a X + (b X X' + c (X X')^2) X``.
+        eps: least norm to divide by.
+    """
+    a, b, c = coefficients
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def orthogonalize_flops(shape: Sequence[int], steps: int = 5) -> int:
+    """Operations of `orthogonalize`.
+
+    >>> orthogonalize_flops((4, 2), 1) == orthogonalize_flops((2, 4), 1) == 4 * 16 + 2 * 8
+    True
+    """
+    m, n = sorted(shape)
+    return steps * (4 * m * m * n + 2 * m**3)
+
+
+class Muon(Optimizer):
+    """Orthogonalised momentum for matrices, AdamW for the rest.
+
+    Args:
+        params: parameters or groups of them. A group with ``"muon": False`` is stepped on by AdamW;
+            without a word of it, a parameter of two dimensions by Muon, any other by AdamW.
+        lr: learning rate of both.
+        weight_decay: times ``lr``, by how much of themselves weights shrink in a step.
+        momentum: weight of the old momentum.
+        nesterov: whether to look one step of momentum ahead.
+        scale: of the update, see the module.
+        ns_steps: Newton-Schulz iterations.
+        ns_dtype: number format of the iteration and of what is sent for it; by default float64 for
+            parameters in float64 and bfloat16 for all others.
+        betas: of AdamW.
+        eps: of AdamW.
+
+    Raises:
+        ConfigError: a number is out of range, or a group for Muon holds what is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        *,
+        nesterov: bool = True,
+        scale: Scale = "rms",
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        problems = at_least(0.0, lr=lr, weight_decay=weight_decay, eps=eps)
+        problems += at_least(1, ns_steps=ns_steps) + below_one(
+            **{"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}
+        )
+        if scale not in get_args(Scale):
+            problems.append(f"scale={scale!r}: must be 'rms' or 'spectral'; nearest valid: 'rms'")
+        raise_if_any(problems)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "scale": scale,
+                "ns_steps": ns_steps,
+                "betas": betas,
+                "eps": eps,
+                "muon": None,
+            },
+        )
+        self._ns_dtype = ns_dtype
+        self._pieces: Mapping[Tensor, Piece] = {}
+        self._ways: dict[tuple[int, torch.dtype], tuple[list[Tensor], Exchange]] = {}
+        raise_if_any(
+            [
+                f"Muon group {index}: muon=True, but a parameter has shape {tuple(p.shape)}; "
+                "nearest valid: muon=False for all that are no matrices, as muon_groups(...) does"
+                for index, group in enumerate(self.param_groups)
+                for p in group["params"]
+                if group["muon"] and p.ndim != 2
+            ]
+        )
+
+    def use_pieces(self, pieces: Mapping[Tensor, Piece]) -> None:
+        """Learn how the parameters are cut (`optim.pieces.KnowsPieces`)."""
+        self._pieces, self._ways = pieces, {}
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters that have gradients; collective over ranks that share them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            matrices: dict[torch.dtype, list[Tensor]] = {}
+            others = []
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if group["muon"] or (group["muon"] is None and p.ndim == 2):
+                    matrices.setdefault(p.dtype, []).append(p)
+                else:
+                    others.append(p)
+            for dtype, members in matrices.items():
+                self._step_matrices(index, dtype, members, group)
+            self._step_others(others, group)
+        return loss
+
+    def _step_matrices(
+        self, index: int, dtype: torch.dtype, members: list[Tensor], group: Mapping[str, Any]
+    ) -> None:
+        """One exchange for all matrices of a group."""
+        lr, momentum = float(group["lr"]), group["momentum"]
+        wide = torch.float64 if dtype == torch.float64 else torch.bfloat16
+        ns_dtype = self._ns_dtype or wide
+        updates = []
+        for p in members:
+            gradient = p.grad
+            assert gradient is not None
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buffer = self.state[p]["momentum_buffer"]
+            buffer.lerp_(gradient, 1 - momentum)
+            update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
+            updates.append(update.to(ns_dtype))
+        way = self._way(index, dtype, members, group["ns_steps"])
+        whole = way.to_owners(updates)
+        results = {i: orthogonalize(m, group["ns_steps"]) for i, m in whole.items()}
+        for p, update in zip(members, way.from_owners(results), strict=True):
+            p.mul_(1 - lr * group["weight_decay"])
+            shape = self._piece(p).full_shape
+            p.add_(update.to(p.dtype), alpha=-lr * update_scale(shape, group["scale"]))
+
+    def _way(self, index: int, dtype: torch.dtype, members: list[Tensor], steps: int) -> Exchange:
+        """Kept from step to step, as long as the same matrices have gradients."""
+        known = self._ways.get((index, dtype))
+        if known is None or [id(p) for p in known[0]] != [id(p) for p in members]:
+            pieces = [self._piece(p) for p in members]
+            costs = [float(orthogonalize_flops(piece.full_shape, steps)) for piece in pieces]
+            known = self._ways[index, dtype] = (members, Exchange(pieces, costs))
+        return known[1]
+
+    def _piece(self, p: Tensor) -> Piece:
+        return self._pieces.get(p) or whole_piece(p)
+
+    def _step_others(self, params: list[Tensor], group: Mapping[str, Any]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["step"] = torch.zeros(())
+                self.state[p]["exp_avg"] = torch.zeros_like(p)
+                self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+        if not params:
+            return
+        states = [self.state[p] for p in params]
+        adamw(
+            params,
+            [p.grad for p in params if p.grad is not None],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            foreach=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def update_scale(shape: Sequence[int], scale: Scale) -> float:
+    """Factor of the orthogonalised update of a matrix.
+
+    >>> update_scale((4, 100), "rms"), update_scale((4, 1), "spectral")
+    (2.0, 2.0)
+    """
+    if scale == "rms":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1.0, shape[0] / shape[1]))

@@ -1,0 +1,140 @@
+"""In one process our optimizers give the numbers of torch's, or those of the formula."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.adafactor import Adafactor
+from lightning_megatron.optim.groups import muon_groups
+from lightning_megatron.optim.lion import Lion
+from lightning_megatron.optim.muon import Muon, orthogonalize
+from lightning_megatron.optim.pieces import Cut, Piece, whole_piece
+from lightning_megatron.optim.whole_step import check_optimizer
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def train(module: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 5) -> nn.Module:
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        module.zero_grad()
+        dtype = next(module.parameters()).dtype
+        module(torch.randn(8, 6, generator=draw).to(dtype)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return module
+
+
+def same(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.1, "weight_decay": 0.3, "d": 2.0}], ids=str)
+def test_adafactor_is_torchs(options: dict[str, Any]) -> None:
+    ours, theirs = net().double(), net().double()
+    same(
+        train(ours, Adafactor(ours.parameters(), **options)),
+        train(theirs, torch.optim.Adafactor(theirs.parameters(), **options)),
+        rtol=1e-12,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("scale", ["rms", "spectral"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon_is_torchs_with_torchs_adamw(scale: str, nesterov: bool) -> None:
+    ours, theirs = net(), net()
+    common = {"lr": 0.05, "weight_decay": 0.2}
+    muon = torch.optim.Muon(
+        [p for p in theirs.parameters() if p.ndim == 2],
+        **common,
+        nesterov=nesterov,
+        adjust_lr_fn="match_rms_adamw" if scale == "rms" else "original",
+    )
+    adamw = torch.optim.AdamW(
+        [p for p in theirs.parameters() if p.ndim == 1], **common, betas=(0.9, 0.95)
+    )
+    same(
+        train(ours, Muon(ours.parameters(), **common, scale=scale, nesterov=nesterov)),
+        train(theirs, muon, adamw),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
+    torch.manual_seed(0)
+    for shape in ((8, 20), (20, 8)):
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(shape, dtype=torch.float64)))
+        assert 0.6 < values.min() < values.max() < 1.3
+
+
+def test_lion_follows_its_formula() -> None:
+    p = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = Lion([p], lr=0.1, betas=(0.5, 0.75), weight_decay=0.1)
+    for gradient in ([1.0, -1.0], [-0.5, -1.0]):
+        p.grad = torch.tensor(gradient)
+        optimizer.step()
+    # m = g / 4 after the first step; then sign(m / 2 + g / 2) = (-, -)
+    expected = torch.tensor([(1.0 * 0.99 - 0.1) * 0.99 + 0.1, (-2.0 * 0.99 + 0.1) * 0.99 + 0.1])
+    torch.testing.assert_close(p.detach(), expected)
+
+
+def test_muon_groups_leave_embeddings_heads_and_vectors_to_adamw() -> None:
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(4, 3), "norm": nn.LayerNorm(3), "up": nn.Linear(3, 4)}
+    )
+    model["head"] = nn.Linear(4, 3, bias=False)
+    matrices, decayed, others = muon_groups(model, 0.1)
+    assert [p is model["up"].weight for p in matrices["params"]] == [True]
+    assert {id(p) for p in decayed["params"]} == {id(model[n].weight) for n in ("table", "head")}
+    assert len(others["params"]) == 3
+    groups = Muon([matrices, decayed, others]).param_groups
+    assert [g["muon"] for g in groups] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: Muon(p, momentum=1.0), r"momentum=1.0: must lie in \[0, 1\)"),
+        (lambda p: Muon(p, scale="big"), "scale='big'"),
+        (lambda p: Muon([{"params": p, "muon": True}]), r"a parameter has shape \(2,\)"),
+        (lambda p: Lion(p, lr=-1), "lr=-1: must be at least"),
+        (lambda p: Adafactor(p, d=0.5), "d=0.5: must be at least 1"),
+    ],
+)
+def test_wrong_options(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make([nn.Parameter(torch.ones(2))])
+
+
+def half(p: torch.Tensor) -> dict[torch.Tensor, Piece]:
+    group: Any = None
+    cut = Cut(axis="tp", group=group, size=2, rank=0, dim=0)
+    return {p: Piece(name="p", full_shape=(2 * p.shape[0], *p.shape[1:]), cuts=(cut,))}
+
+
+class Mine(torch.optim.SGD):
+    """May do anything."""
+
+
+class MineByElements(torch.optim.SGD):
+    elementwise = True
+
+
+def test_what_an_unknown_optimizer_costs_is_said() -> None:
+    p = nn.Parameter(torch.ones(2, 2))
+    for optimizer in (Muon([p]), Adafactor([p]), Lion([p]), MineByElements([p])):
+        assert check_optimizer(optimizer, half(p)) is None
+    assert check_optimizer(Mine([p]), {p: whole_piece(p)}) is None
+    assert "elementwise = True" in str(check_optimizer(Mine([p]), half(p)))
+    assert "optim.muon.Muon is the same" in str(check_optimizer(torch.optim.Muon([p]), half(p)))
+    with pytest.raises(ConfigError, match="nearest valid: AdamW"):
+        check_optimizer(torch.optim.LBFGS([p]), half(p))

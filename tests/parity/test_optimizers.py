@@ -1,0 +1,120 @@
+"""Every optimizer trains in every layout what it trains in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.optim.adafactor import Adafactor
+from lightning_megatron.optim.groups import muon_groups
+from lightning_megatron.optim.lion import Lion
+from lightning_megatron.optim.muon import Muon
+from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.testing import WorkerPool
+from tests.parity import reference
+from tests.parity.jobs import Outcome, ParityModule, merge_stages, quiet_trainer, whole_parameters
+from tests.parity.reference import Data
+
+STEPS = 5
+OPTIMIZERS: dict[str, Callable[[L.LightningModule], Optimizer]] = {
+    "lion": lambda m: Lion(m.parameters(), lr=1e-3, weight_decay=0.1),
+    "adafactor": lambda m: Adafactor(m.parameters(), lr=3e-2, weight_decay=0.1),
+    "muon": lambda m: Muon(muon_groups(m, 0.1), lr=1e-2, eps=1e-5),
+    "muon, bfloat16": lambda m: Muon(
+        muon_groups(m, 0.1), lr=1e-2, eps=1e-5, scale="spectral", ns_dtype=torch.bfloat16
+    ),
+    "torch adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=3e-2),
+    "torch sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True),
+}
+SMALL = ShardingConfig(min_numel=1)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp=2": (2, {"tp": 2}),
+    "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp=2": (2, {"pp": 2, "num_microbatches": 2}),
+    "dp=2 zero 0": (2, {"zero": 0}),
+    "dp=2 zero 1": (2, {"zero": 1}),
+    "dp=2 zero 3": (2, {"zero": 3}),
+    "dp=4 hybrid zero 2": (4, {"zero": 2, "dp_replicate": 2, "sharding": SMALL}),
+    "tp=2 dp=2 zero 3": (4, {"tp": 2, "zero": 3}),
+}
+
+
+class Chosen(ParityModule):
+    """The parity module with one of the optimizers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("llama", Data(steps=STEPS))
+        self.name = name
+
+    def configure_optimizers(self) -> Optimizer:
+        return OPTIMIZERS[self.name](self)
+
+
+class Interruption(L.Callback):
+    """Saves in the middle of the run, or leaves it alone."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if self.path and trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+
+
+def run_once(
+    strategy_options: dict[str, Any], name: str, load: str = "", save: str = ""
+) -> Outcome:
+    L.seed_everything(1, verbose=False)
+    strategy = MegatronStrategy(**strategy_options)
+    module = Chosen(name)
+    if load:  # loaders without a batch size start anew, and Lightning counts the batches on
+        module.batches = [*module.batches[3:], *module.batches[:3]]
+    callback = Interruption(f"{save}/{name}" if save else "")
+    trainer = quiet_trainer(strategy, gradient_clip_val=reference.CLIP, callbacks=[callback])
+    trainer.fit(module, ckpt_path=f"{load}/{name}" if load else None)
+    assert trainer.global_step == STEPS
+    return Outcome(weights=whole_parameters(module.model, strategy.topology))
+
+
+def job(strategy_options: dict[str, Any], **options: Any) -> dict[str, Outcome]:
+    return {name: run_once(strategy_options, name, **options) for name in OPTIMIZERS}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> dict[str, Outcome]:
+    """The runs of one process."""
+    found: dict[str, Outcome] = pool.run(1, job, {})[0]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_as_in_one_process(pool: WorkerPool, alone: dict[str, Outcome], layout: str) -> None:
+    world, options = LAYOUTS[layout]
+    check(pool.run(world, job, options), alone)
+
+
+def test_state_is_loaded_under_other_layouts(
+    pool: WorkerPool, alone: dict[str, Outcome], tmp_path: Path
+) -> None:
+    check(pool.run(4, job, {"tp": 2, "zero": 1}, save=str(tmp_path)), alone)
+    for layout in ("tp=2 sequence parallel", "pp=2", "dp=2 zero 1"):
+        world, options = LAYOUTS[layout]
+        check(pool.run(world, job, options, load=str(tmp_path)), alone)
+
+
+def check(by_rank: list[dict[str, Outcome]], alone: dict[str, Outcome]) -> None:
+    for name, expected in alone.items():
+        weights = merge_stages([found[name] for found in by_rank])
+        for key, weight in expected.weights.items():
+            error = relative(weights[key], weight)
+            assert error <= 1e-10, f"{name}, {key}: relative error {error:.1e}"
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
