@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_megatron.checkpoint.commit import remove
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.host_copy import HostCopy
@@ -352,7 +350,8 @@ class Saver:
         self._increments.note(target, manifest)
         if peers.is_first:
             own, linked = manifest.own_size, manifest.size - manifest.own_size
-            rank_zero_info(f"{target}: {own:,} bytes written, {linked:,} shared with earlier ones")
+            message = "%s: %s bytes written, %s shared with earlier ones"
+            logger.info(message, target, f"{own:,}", f"{linked:,}")
 
     def _rotate(self, job: _Job, manifest: Manifest, peers: Peers) -> None:
         """Delete the oldest, if there are too many; the save has succeeded, whatever happens."""

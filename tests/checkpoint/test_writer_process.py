@@ -164,6 +164,22 @@ def test_what_a_process_writes_is_what_a_thread_writes(tmp_path):
     }
 
 
+def test_incremental_checkpoints_are_whole(tmp_path):
+    module = Mixed()
+    copies = []
+    with saver(incremental=True) as background:
+        for i in range(4):
+            background.check()
+            with torch.no_grad():
+                module.scalar.fill_(i)
+            copies.append(Mixed())
+            copies[-1].load_state_dict(module.state_dict())
+            background.save(tmp_path / f"{i}.ckpt", model_chunks(module), {})
+        background.drain()
+    for i, expected in enumerate(copies):
+        assert_same(tmp_path / f"{i}.ckpt", expected)
+
+
 def test_a_killed_process_fails_one_save(tmp_path, caplog):
     with saver() as background, caplog.at_level(logging.WARNING):
         pid = started(background, tmp_path / "1.ckpt")
