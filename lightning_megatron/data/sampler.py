@@ -7,7 +7,7 @@ every ``n``-th sample of it, ``batch[r::n]``: the ranks' batches together are th
 process would read, so a run may stop under one layout and go on under another.
 
 Cost. An epoch of ``N`` samples is one ``torch.randperm(N)``; to skip is to slice it. Nothing is
-iterated and no data is read: a million samples take milliseconds (``benchmarks/resume.py``).
+iterated and no data is read: a million samples take 0.1 to 0.3 s (``benchmarks/resume.py``).
 
 Remainders. When ``B`` does not divide what is left, the last batch has the ``m`` samples that
 remain, ``m // n`` or one more for each rank; every sample is read once. Only if there are fewer
