@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
@@ -43,7 +45,8 @@ def generate(
 ) -> Tensor:
     """Continue prompts.
 
-    Under a strategy all ranks call it together; those of one tp group with the same arguments.
+    Under a strategy all ranks call it together; those of one tp group with the same arguments. With
+    ZeRO 1 to 3 the call belongs in a step (``validation_step``), where the parameters are there.
 
     Args:
         model: a `Transformer` or `LanguageModel`, or a module with their ``trunk`` and ``config``.
@@ -135,6 +138,11 @@ class _Network:
                 "pp > 1: every token would go through all stages in turn; nearest valid: pp=1, or "
                 "load_from_checkpoint in one process"
             )
+        if self._is_sharded():
+            problems.append(
+                "zero=1 to 3: outside of a step the parameters are sharded; nearest valid: a call "
+                "in validation_step or predict_step, or load_transformer in one process"
+            )
         topology = self._topology
         if topology is not None and topology.tp.size > 1 and topology.sequence_parallel:
             problems.append(
@@ -142,6 +150,17 @@ class _Network:
                 "sequence_parallel=False"
             )
         return problems
+
+    def _is_sharded(self) -> bool:
+        """Whether parameters are in parts that no call of the trunk puts together."""
+        return any(
+            isinstance(parameter, DTensor)
+            for run in self.trunk.stage_items
+            if not isinstance(run, FSDPModule)
+            for item in run.items
+            if not isinstance(item, FSDPModule)
+            for parameter in item.parameters()
+        )
 
     def next_logits(self, fresh: Tensor, seen: Tensor, cache: KeyValueCache) -> Tensor:
         """Logits ``[b, v]`` after the last token.

@@ -325,13 +325,27 @@ def _train_from(path, labels):
     ):
         module = LanguageModel(str(path), lr=1e-2)
         losses = []
+        texts = []
+
+        def look(batch, batch_idx, module=module, texts=texts):
+            texts.append(generate(module, batch[0][:, :3], 6))
+
+        module.validation_step = look
         module.on_train_batch_end = lambda out, *_, losses=losses: losses.append(out["loss"].item())
         strategy = MegatronStrategy(**options)
-        trainer = quiet_trainer(strategy, max_steps=2, max_epochs=None)
+        trainer = quiet_trainer(
+            strategy,
+            max_steps=2,
+            max_epochs=None,
+            val_check_interval=1,
+            limit_val_batches=1,
+            num_sanity_val_steps=0,
+        )
         data = DataLoader([(labels, labels.roll(1, 0))] * 4, batch_size=None)
-        trainer.fit(module, data, ckpt_path=str(path))
+        looked_at = None if "pp" in options else data
+        trainer.fit(module, data, looked_at, ckpt_path=str(path))
         trainer.save_checkpoint(f"{path.parent}/{len(found)}.ckpt")
-        found.append((losses, trainer.global_step))
+        found.append((losses, trainer.global_step, texts))
     return found
 
 
@@ -342,11 +356,13 @@ def test_training_starts_from_the_weights_under_any_layout(pool, saved, tmp_path
     logits = logits_of(hub_model("qwen3, tied"), tokens)
     expected = cross_entropy(logits.flatten(0, 1), tokens.roll(1, 0).flatten()).item()
     for by_layout in pool.run(4, _train_from, path, tokens):
-        (first, steps), (second, again) = by_layout
+        (first, steps, _), (second, again, texts) = by_layout
         assert first[0] == pytest.approx(expected, rel=1e-10)
         assert first == pytest.approx(second, rel=1e-10)
         assert first[1] < first[0]
         assert steps == again == 2
+        trained = load_transformer(tmp_path / "1.ckpt")
+        assert torch.equal(texts[1], generate(trained, tokens[:, :3], 6))
     assert stored_config(tmp_path / "0.ckpt").vocab_padding == 3
     export_hugging_face(tmp_path / "0.ckpt", tmp_path / "tp and pp", model_type="qwen3")
     export_hugging_face(tmp_path / "1.ckpt", tmp_path / "zero", model_type="qwen3")
