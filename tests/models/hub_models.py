@@ -30,7 +30,7 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 32,  # some frequencies are kept, some mixed, some slowed
     "rope_theta": 10_000.0,
 }
 MODELS = {
