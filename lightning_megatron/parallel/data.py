@@ -38,7 +38,7 @@ from lightning_megatron.topology.mesh import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """What ZeRO gathers and frees as one unit."""
+    """What ZeRO gathers and frees as one unit, and over how many ranks its shards are spread."""
 
     wrap: list[str] | None = None
     """Class names of the modules to treat as units. None: the items of a PipelineSequential and of
@@ -47,6 +47,8 @@ class ShardingConfig:
     min_numel: int = 1_000_000
     """Below ZeRO 3, units with fewer parameters are joined with the rest of the module, so that a
     collective is worth its latency."""
+    dp_replicate: int = 1
+    """With ``zero`` 1 to 3, number of copies of the shards (hybrid sharding)."""
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of naming its classes."""

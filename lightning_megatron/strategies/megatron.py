@@ -70,7 +70,6 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         pp: pipeline stages, each on ranks of its own.
         zero: 0 replicates; 1 shards optimizer state and reduces gradients once per step; 2 reduces
             them every microbatch; 3 shards parameters too (see `parallel.data`).
-        dp_replicate: with zero 1 to 3, number of copies of the shards (hybrid sharding).
         sequence_parallel: split activations between parallel layers over tp along the sequence.
         microbatch_size: samples per microbatch.
         num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
@@ -80,7 +79,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             ``"zb-h2"``, ``"zbv"``, ``"v-half"``, ``"v-min"``, ``"dualpipev"``, ``"custom"`` or
             ``"auto"`` (the fastest, by the times of the first steps).
         pipeline: how the trunk is cut into stages, and how many a rank holds.
-        sharding: what ZeRO treats as a unit.
+        sharding: what ZeRO treats as a unit, and how many copies of its shards there are.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
 
@@ -97,7 +96,6 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         tp: int = 1,
         pp: int = 1,
         zero: Literal[0, 1, 2, 3] = 1,
-        dp_replicate: int = 1,
         sequence_parallel: bool = False,
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
@@ -112,7 +110,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             tp=tp,
             pp=pp,
             zero=zero,
-            dp_replicate=dp_replicate,
+            dp_replicate=sharding.dp_replicate,
             sequence_parallel=sequence_parallel,
             microbatch_size=microbatch_size,
             num_microbatches=num_microbatches,

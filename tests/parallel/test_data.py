@@ -78,7 +78,8 @@ def count_job(
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """Collectives of each batch as (all-reduces, reduce-scatters, all-gathers)."""
     strategy = MegatronStrategy(
-        num_microbatches=MICROBATCHES, sharding=ShardingConfig(min_numel=1), **options
+        num_microbatches=MICROBATCHES,
+        **{"sharding": ShardingConfig(min_numel=1), **options},
     )
     counter = Counter()
     trainer = quiet_trainer(
@@ -133,9 +134,12 @@ def test_stages_of_a_pipeline_communicate_alike(pool: WorkerPool, zero: int) -> 
         assert set(batches) == {tuple(n // 2 for n in expected)}
 
 
+HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
+
+
 def test_hybrid_sharding_reduces_twice(pool: WorkerPool) -> None:
     """Over the shards, then over the copies."""
-    for batches, held in pool.run(4, count_job, {"zero": 1, "dp_replicate": 2}):
+    for batches, held in pool.run(4, count_job, {"zero": 1, "sharding": HYBRID}):
         assert set(batches) == {(UNITS, UNITS, UNITS)}
         assert set(held) == {UNITS * (WIDTH + 1) * WIDTH // 2}
 

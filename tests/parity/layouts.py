@@ -51,7 +51,8 @@ class Layout:
         given = asdict(self)
         del given["dp"], given["architecture"]
         smallest = 1 if given.pop("small_units") else 10**6
-        return {**given, "sharding": ShardingConfig(min_numel=smallest)}
+        copies = given.pop("dp_replicate")
+        return {**given, "sharding": ShardingConfig(min_numel=smallest, dp_replicate=copies)}
 
     def pairs(self) -> set[frozenset[tuple[str, Any]]]:
         """The pairs of values that this layout puts to the test."""

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.models.transformer import Transformer
+from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.strategies.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
@@ -91,7 +92,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (3, {"pp": 3}),
     (4, {"pp": 2, "schedule": "zbv", "zero": 1}),
     (2, {"zero": 0}),
-    (4, {"zero": 3, "dp_replicate": 2}),
+    (4, {"zero": 3, "sharding": ShardingConfig(dp_replicate=2)}),
     (8, {"tp": 2, "pp": 2, "zero": 2, "sequence_parallel": True}),
 ]
 

@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[L.LightningModule], Optimizer]] = {
     "torch adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=3e-2),
     "torch sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=True),
 }
-SMALL = ShardingConfig(min_numel=1)
+HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2": (2, {"tp": 2}),
     "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp=2 zero 0": (2, {"zero": 0}),
     "dp=2 zero 1": (2, {"zero": 1}),
     "dp=2 zero 3": (2, {"zero": 3}),
-    "dp=4 hybrid zero 2": (4, {"zero": 2, "dp_replicate": 2, "sharding": SMALL}),
+    "dp=4 hybrid zero 2": (4, {"zero": 2, "sharding": HYBRID}),
     "tp=2 dp=2 zero 3": (4, {"tp": 2, "zero": 3}),
 }
 

@@ -99,9 +99,10 @@ def rows() -> tuple[Row, ...]:
     return tuple(chosen)
 
 
+HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
 EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
-    "hybrid sharding, zbv": (8, {"schedule": "zbv", "zero": 3, "dp_replicate": 2}),
-    "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "dp_replicate": 2}),
+    "hybrid sharding, zbv": (8, {"schedule": "zbv", "zero": 3, "sharding": HYBRID}),
+    "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "sharding": HYBRID}),
     "zero 2, zb-h1": (4, {"schedule": "zb-h1", "zero": 2}),
     "zero 2, dualpipev": (4, {"schedule": "dualpipev", "zero": 2}),
     "sequence parallel, v-half": (

@@ -140,10 +140,12 @@ CASES = {
     "no such ZeRO stage": Case(layout={"zero": 4}, says=("zero=4", "0, 1, 2 or 3", "zero=3")),
     "negative ZeRO stage": Case(layout={"zero": -1}, says=("zero=-1", "zero=0")),
     "dp_replicate does not divide dp": Case(
-        layout={"dp_replicate": 3}, says=("dp_replicate=3", "dp=4", "dp_replicate=2 or 4")
+        layout={"sharding": ShardingConfig(dp_replicate=3)},
+        says=("dp_replicate=3", "dp=4", "dp_replicate=2 or 4"),
     ),
     "dp_replicate under ZeRO 0": Case(
-        layout={"zero": 0, "dp_replicate": 2}, says=("dp_replicate=2", "zero=0", "zero=1")
+        layout={"zero": 0, "sharding": ShardingConfig(dp_replicate=2)},
+        says=("dp_replicate=2", "zero=0", "zero=1"),
     ),
     "sequence parallelism without tp": Case(
         layout={"sequence_parallel": True}, says=("sequence_parallel=True, tp=1", "tp=2")

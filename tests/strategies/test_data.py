@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
+from lightning_megatron import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import (
     GLOBAL_BATCH,
@@ -109,7 +110,8 @@ def test_trap_03_a_loader_that_does_not_shuffle_keeps_its_order(
 
 
 def test_trap_04_the_sampler_follows_the_batch_coordinate(pool: WorkerPool) -> None:
-    for layout in ({"tp": 2}, {"pp": 2}, {"pp": 2, "dp_replicate": 2}):
+    hybrid = ShardingConfig(dp_replicate=2)
+    for layout in ({"tp": 2}, {"pp": 2}, {"pp": 2, "sharding": hybrid}):
         ranks = pool.run(4, readings, layout, 4)
         # tp peers are neighbours, pipeline stages are world / pp apart.
         peers = [(0, 1), (2, 3)] if "tp" in layout else [(0, 2), (1, 3)]

@@ -38,7 +38,7 @@ def test_lightning_cli_parses_every_option() -> None:
         "tp": "1",
         "pp": "1",
         "zero": "3",
-        "dp_replicate": "1",
+        "sharding.dp_replicate": "1",
         "sequence_parallel": "false",
         "num_microbatches": "2",
         "schedule": "gpipe",

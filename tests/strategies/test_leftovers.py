@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from lightning_megatron import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import Small, dp_of, loader, make_trainer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 0": (2, {"zero": 0}),
     "zero 3 x tp": (4, {"zero": 3, "tp": 2}),
-    "hybrid zero 2": (4, {"zero": 2, "dp_replicate": 2}),
+    "hybrid zero 2": (4, {"zero": 2, "sharding": ShardingConfig(dp_replicate=2)}),
 }
 
 
