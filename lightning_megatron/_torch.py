@@ -201,19 +201,54 @@ def reduce_gradients(root: FSDPModule) -> None:
     Its hooks run when the gradients of a unit's inputs are there; weight gradients that come later
     would never be reduced.
     """
+    accumulate_gradients(root)
     state = root._get_fsdp_state()
     for inner in state._state_ctx.all_states:
-        groups = getattr(inner, "_fsdp_param_groups", None)
-        if groups is None:  # 2.11 has one group per module
-            groups = [inner._fsdp_param_group] if inner._fsdp_param_group else []
-        for group in reversed(groups):
+        for group in reversed(_parameter_groups(inner)):
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def accumulate_gradients(root: FSDPModule) -> None:
+    """Add the latest gradients to those that wait to be reduced, in their format (2.11-2.13).
+
+    FSDP2 does so at the end of a backward. Weight gradients that come later would be added up in
+    the format of the parameters until the next one.
+    """
+    for inner in root._get_fsdp_state()._state_ctx.all_states:
+        for group in _parameter_groups(inner):
             for parameter in group.fsdp_params:
-                # All in the format of the reduction, as those of the input part already are.
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
-            group.post_backward()
-    state._root_post_backward_final_callback()
+
+
+def keep_reduced_gradients_in(module: FSDPModule, dtype: torch.dtype) -> None:
+    """Have FSDP2 leave the gradients of narrower parameters in ``dtype`` (2.11-2.13).
+
+    It casts what it has reduced to the format of the parameters and adds the microbatches up in
+    that. The parameters' ``grad_dtype`` must be the same.
+    """
+    for group in _parameter_groups(module._get_fsdp_state()):
+        _keep_group_in(group, dtype)
+
+
+def _keep_group_in(group: Any, dtype: torch.dtype) -> None:
+    read_formats = group._init_mp_dtypes
+
+    def read_formats_and_adjust() -> None:
+        read_formats()
+        group._orig_dtype = dtype
+
+    # FSDP2 reads the formats when a module runs first, and when its parameters have changed.
+    group._init_mp_dtypes = read_formats_and_adjust
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # 2.11 has one group per module
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)
 
 
 StorageInfo = _StorageInfo

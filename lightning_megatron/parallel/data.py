@@ -30,7 +30,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_megatron._torch import reduce_gradients, replicate
+from lightning_megatron._torch import (
+    accumulate_gradients,
+    keep_reduced_gradients_in,
+    reduce_gradients,
+    replicate,
+)
 from lightning_megatron.parallel.reduce import MeanReducer
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.topology.mesh import Topology
@@ -110,6 +115,8 @@ class DataParallel:
         self._policy = MixedPrecisionPolicy(
             param_dtype=types.parameters, reduce_dtype=types.reduction, cast_forward_inputs=False
         )
+        # Between microbatches gradients stay in the format of the reduction (`GradientSet.begin`).
+        self._keep_in = types.reduction if types.parameters is None else None
         self._follow_freezing = follow_freezing
         # Without shards and casts FSDP2 would only reduce, see `parallel.reduce`.
         self.replicates = zero == 0 and types.parameters is None
@@ -155,6 +162,8 @@ class DataParallel:
         if self._zero and self._topology.device.type == "cpu":
             exchange: Any = _ExchangedReduceScatter()  # torch keeps the interface's name private
             module.set_custom_reduce_scatter(exchange)
+        if self._keep_in is not None:
+            keep_reduced_gradients_in(module, self._keep_in)
         if works_in_place(module):
             module.register_forward_pre_hook(_enter)  # runs after FSDP2's
         if self._follow_freezing:
@@ -237,6 +246,9 @@ class DataParallel:
             held.set(sync=True, last=last, reshard=done or self._zero == 3)
             for root in held.roots:
                 reduce_gradients(root)
+        else:
+            for root in held.roots:
+                accumulate_gradients(root)
 
     def finish(self) -> None:
         """The backwards of the batch have ended: wait for what was started."""

@@ -54,6 +54,10 @@ class ParameterRole:
     """Group of those ranks."""
 
 
+NARROW = (torch.bfloat16, torch.float16)
+"""Formats in which a sum over many microbatches would stall."""
+
+
 class GradientSet:
     """The gradients of one rank's parameters.
 
@@ -76,6 +80,7 @@ class GradientSet:
             for r in self.roles
             if topology.tp.size > 1 and r.shard is not None and r.shard.sum_gradients
         ]
+        self._narrow = [r.parameter for r in self.roles if r.parameter.dtype in NARROW]
         self._outside = [r.parameter for r in self.roles if r.outside]
         self._unmanaged = [r.parameter for r in self.roles if r.unmanaged]
         self._tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
@@ -101,8 +106,21 @@ class GradientSet:
         """Of this process."""
         return self._topology.device
 
+    def begin(self) -> None:
+        """Add up gradients in float32 from now on, those of narrower parameters too."""
+        for parameter in self._narrow:
+            _hold_gradient_in(parameter, torch.float32)
+
     def finish(self) -> None:
-        """Complete the gradients; collective over the ranks of each group."""
+        """Complete the gradients; collective over the ranks of each group.
+
+        They are in the format of their parameters then, as optimizers expect them.
+        """
+        self._complete()
+        for parameter in self._narrow:
+            _hold_gradient_in(parameter, parameter.dtype)
+
+    def _complete(self) -> None:
         if self._unmanaged:
             _sum_gradients(self._unmanaged, self._topology.batch.group, mean=True)
         if self._outside:
@@ -225,8 +243,20 @@ def _sum_gradients(
             offset += size
 
 
+def _hold_gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """From now on ``.grad`` is in ``dtype``, and autograd adds to it in that."""
+    gradient = parameter.grad
+    if not parameter.requires_grad or parameter.grad_dtype == dtype:
+        return
+    parameter.grad = None
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
+
+
 def _set_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        held_in = parameter.grad_dtype or parameter.dtype
+        parameter.grad = torch.zeros_like(parameter, dtype=held_in)
     target = local(parameter.grad)
     target.copy_(flat.view(target.shape))

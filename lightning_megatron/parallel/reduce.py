@@ -134,7 +134,8 @@ class MeanReducer:
         for parameter, piece, holders in zip(started.members, pieces, held, strict=True):
             if holders:
                 # Of the same format: a view of the bucket, which saves a copy of all gradients.
-                parameter.grad = piece.view(parameter.shape).to(parameter.dtype)
+                held_in = parameter.grad_dtype or parameter.dtype
+                parameter.grad = piece.view(parameter.shape).to(held_in)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class StepHooks(ParallelStrategy):
         if self._steps().interleaved:
             self._steps().release_gradients()
         else:
+            self.parallel.gradients.begin()
             self.parallel.data.begin(blocked=self._blocked)
             self.parallel.data.before_backward()
             scaled = self._precision().scale_loss(loss)

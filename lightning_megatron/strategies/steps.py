@@ -124,6 +124,7 @@ class StepEngine:
             weight = float(index < pieces.counted) if self.by_token else pieces.weights[index]
             return scaled(loss * (weight / divisor))
 
+        self._parallel.gradients.begin()
         data.begin(blocked=defer)
         if self.auto is not None:
             self.auto.before_step()

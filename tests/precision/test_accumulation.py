@@ -1,0 +1,83 @@
+"""Gradients of many microbatches are added up in float32, whatever the precision."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.parallel.gradients import local
+from lightning_megatron.testing import WorkerPool
+from tests.strategies import small
+
+MICROBATCHES = 64
+
+
+class Counter(small.Small):
+    """A weight whose gradient is 1 in the first microbatch and 2**-9 in each later one.
+
+    One in bfloat16 has its next neighbour at 1 + 2**-7: added one by one, the others are lost.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small.PipelineSequential(
+            layers=[nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)]
+        )
+        self.seen: list[Tensor] = []
+
+    def configure_model(self) -> None:
+        for parameter in self.parameters():
+            if not hasattr(self, "built"):
+                nn.init.ones_(parameter)
+        self.built = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0].to(torch.bfloat16)).float().sum()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen += [local(p.grad).double().sum() for p in self.parameters() if p.numel()]
+        self.kinds = {str(p.grad.dtype) for p in self.parameters() if p.numel()}
+
+
+def gradient_job(
+    precision: str, options: dict[str, Any], devices: int, accumulate: int
+) -> tuple[float, set[str]]:
+    values = torch.full((devices, MICROBATCHES, 1), 2.0**-9)
+    values[:, 0] = 1.0
+    batches = [[piece] for piece in values.flatten(0, 1).chunk(accumulate * devices)]
+    trainer = small.make_trainer(
+        options, devices, precision=precision, accumulate_grad_batches=accumulate
+    )
+    module = Counter()
+    data = torch.utils.data.DataLoader(batches, batch_size=None, shuffle=False)  # type: ignore[arg-type]
+    trainer.fit(module, data)
+    # Every microbatch weighs the same; undo their mean.
+    (total, *_), kinds = module.seen, module.kinds
+    return float(total) * MICROBATCHES, kinds
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
+    "one process": (1, {"num_microbatches": MICROBATCHES}, 1),
+    "one process, accumulated batches": (1, {"num_microbatches": MICROBATCHES // 8}, 8),
+    "pp=2": (2, {"pp": 2, "num_microbatches": MICROBATCHES}, 1),
+    "pp=2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1", "num_microbatches": MICROBATCHES}, 1),
+    **{
+        f"dp=2 zero {zero}": (2, {"zero": zero, "num_microbatches": MICROBATCHES}, 1)
+        for zero in range(4)
+    },
+}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_small_gradients_count(pool: WorkerPool, name: str, precision: str) -> None:
+    devices, options, accumulate = LAYOUTS[name]
+    expected = 1 + (MICROBATCHES - 1) * 2.0**-9
+    found = pool.run(devices, gradient_job, precision, options, devices, accumulate)
+    kept = "torch.bfloat16" if precision == "bf16-true" else "torch.float32"
+    totals = [total for total, _ in found if total]
+    assert totals
+    for total in totals:
+        assert total == pytest.approx(expected, rel=2.0**-8)
+    assert all(kinds == {kept} for _, kinds in found)
