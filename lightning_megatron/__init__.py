@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
     from lightning_megatron.checkpoint.config import CheckpointConfig
     from lightning_megatron.checkpoint.export import (
@@ -37,6 +38,7 @@ _HOMES = {
     "ConnectionConfig": "strategies.connection",
     "Fp16Precision": "precision.plugin",
     "Fp8Precision": "precision.fp8",
+    "GradientMonitor": "callbacks.gradients",
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
     "PipelineConfig": "parallel.plan",
@@ -59,6 +61,7 @@ __all__ = [
     "ConnectionConfig",
     "Fp16Precision",
     "Fp8Precision",
+    "GradientMonitor",
     "LanguageModel",
     "MegatronStrategy",
     "PipelineConfig",

@@ -67,6 +67,14 @@ def shards_of(tensors: Sequence[DTensor]) -> list[Tensor]:
     return [tensor._local_tensor for tensor in tensors]
 
 
+def stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Something that differs when one of ``tensors`` is another or has changed (2.11-2.13)."""
+    return [
+        (id(tensor), (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version)
+        for tensor in tensors
+    ]
+
+
 def lend_gradients(parameters: Sequence[DTensor], shards: Sequence[Tensor]) -> None:
     """Give every shard the local part of its parameter's gradient (2.11-2.13)."""
     for parameter, shard in zip(parameters, shards, strict=True):

@@ -5,11 +5,13 @@
 """
 
 import math
+from collections.abc import Callable
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.options import at_least
 
 
 class WarmupCosine:
@@ -62,6 +64,102 @@ def warmup_cosine(
         ConfigError: a number is out of range.
     """
     return LambdaLR(optimizer, WarmupCosine(warmup_steps, total_steps, min_lr_ratio))
+
+
+class WarmupStableDecay:
+    """Factor of the peak: a linear rise, a plateau, a fall (arXiv 2404.06395, 2405.18392).
+
+    A run can be gone on from the plateau with another ``total_steps``; the fall of the last tenth
+    or fifth brings what a cosine brings over the whole run.
+
+    Args:
+        warmup_steps: steps of the rise; 0 starts at the peak.
+        decay_steps: steps of the fall.
+        total_steps: all steps together.
+        min_lr_ratio: the end of the fall, as a part of the peak.
+        shape: of the fall: ``"linear"``, or ``"sqrt"`` for ``1 - sqrt(progress)``, which falls
+            faster at first.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    Example:
+        >>> rule = WarmupStableDecay(2, 2, 8)
+        >>> [rule(step) for step in (0, 1, 2, 6, 7, 8, 9)]
+        [0.5, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    def __init__(
+        self,
+        warmup_steps: int,
+        decay_steps: int,
+        total_steps: int,
+        min_lr_ratio: float = 0.0,
+        shape: str = "linear",
+    ) -> None:
+        problems = _problems(warmup_steps, total_steps, min_lr_ratio)
+        if not 0 <= decay_steps <= max(total_steps - warmup_steps, 0):
+            problems.append(
+                f"warmup_steps={warmup_steps}, decay_steps={decay_steps}, total_steps="
+                f"{total_steps}: rise and fall must fit; nearest valid: decay_steps="
+                f"{max(min(decay_steps, total_steps - warmup_steps), 0)}"
+            )
+        if shape not in ("linear", "sqrt"):
+            problems.append(f"shape={shape!r}: must be 'linear' or 'sqrt'; nearest valid: 'linear'")
+        raise_if_any(problems)
+        self.warmup_steps = warmup_steps
+        self.decay_steps = decay_steps
+        self.total_steps = total_steps
+        self.min_lr_ratio = min_lr_ratio
+        self.shape = shape
+
+    def __call__(self, step: int) -> float:
+        """Factor at ``step``, the number of optimizer steps taken."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        left = self.total_steps - step
+        if left >= self.decay_steps and left > 0:
+            return 1.0
+        progress = min(1.0 - left / self.decay_steps, 1.0) if self.decay_steps else 1.0
+        fallen = math.sqrt(progress) if self.shape == "sqrt" else progress
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 - fallen)
+
+
+class WarmupInverseSqrt:
+    """Factor of the peak: a linear rise, then ``sqrt(warmup_steps / step)`` (arXiv 1706.03762).
+
+    Has no end: for runs whose length is not known.
+
+    Args:
+        warmup_steps: steps of the rise, and the scale of the fall; at least 1.
+
+    Raises:
+        ConfigError: there is no warmup.
+
+    Example:
+        >>> [WarmupInverseSqrt(4)(step) for step in (0, 3, 4, 16)]
+        [0.25, 1.0, 1.0, 0.5]
+    """
+
+    def __init__(self, warmup_steps: int) -> None:
+        raise_if_any(at_least(1, warmup_steps=warmup_steps))
+        self.warmup_steps = warmup_steps
+
+    def __call__(self, step: int) -> float:
+        """Factor at ``step``, the number of optimizer steps taken."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return math.sqrt(self.warmup_steps / step)
+
+
+def scheduler(optimizer: Optimizer, rule: Callable[[int], float]) -> LambdaLR:
+    """Scheduler that multiplies the learning rate of every group by one of the rules above.
+
+    Args:
+        optimizer: its groups' learning rates are the peaks.
+        rule: an object whose attributes are its state, as numbers.
+    """
+    return LambdaLR(optimizer, rule)
 
 
 def _problems(warmup_steps: int, total_steps: int, min_lr_ratio: float) -> list[str]:

@@ -21,6 +21,7 @@ Each kind costs one coalesced all-reduce per group, in float32 for narrower grad
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 import torch
@@ -28,9 +29,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_megatron._torch import stamps
 from lightning_megatron.layers.base import TensorShard
-from lightning_megatron.optim.clip import clip_coefficient, clip_value_, global_norm, scale_
-from lightning_megatron.optim.pieces import Cut, Piece
+from lightning_megatron.optim.clip import (
+    EPSILON,
+    clip_coefficient,
+    clip_value_,
+    global_norm,
+    scale_,
+)
+from lightning_megatron.optim.clip_rules import UnitClip
+from lightning_megatron.optim.pieces import Cut, Piece, Sum, sum_over_cuts
 from lightning_megatron.topology.mesh import Axis, Topology
 
 
@@ -66,13 +75,14 @@ class GradientSet:
         topology: the layout.
 
     Attributes:
-        last_norm: global norm found by the latest `clip_norm`, before clipping.
+        last_norm: global norm as found the last time that it was computed, so before clipping.
     """
 
     def __init__(self, roles: Sequence[ParameterRole], topology: Topology) -> None:
         self.roles = tuple(roles)
         self._topology = topology
         self.last_norm: Tensor | None = None
+        self._known: tuple[list[tuple[int, int]], Tensor] | None = None
         world = topology.world_size > 1
         self._world_group = dist.group.WORLD if world else None
         self._partial = [
@@ -116,6 +126,7 @@ class GradientSet:
 
         They are in the format of their parameters then, as optimizers expect them.
         """
+        self._known = None
         self._complete()
         for parameter in self._narrow:
             _hold_gradient_in(parameter, parameter.dtype)
@@ -131,17 +142,53 @@ class GradientSet:
             _sum_gradients(self._partial, self._topology.tp.group)
 
     def norm(self) -> Tensor:
-        """Global Euclidean norm of all gradients; the same on every rank."""
+        """Global Euclidean norm of all gradients; the same on every rank.
+
+        Computed once for all who ask (clipping, logging, checks) while no gradient changes.
+        """
+        stamp = self._stamps()
+        if self._known is not None and self._known[0] == stamp:
+            return self._known[1]
         counted = [
             local(p.grad) for p in self.parameters if p.grad is not None and self._counted[id(p)]
         ]
-        return global_norm(counted, self._topology.device, self._world_group)
+        self.last_norm = global_norm(counted, self._topology.device, self._world_group)
+        self._known = stamp, self.last_norm
+        return self.last_norm
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        return stamps([p.grad for p in self.parameters if p.grad is not None])
 
     def clip_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a global norm of at most ``max_norm``; returns the norm."""
-        self.last_norm = norm = self.norm()
-        scale_(self.local_gradients(), clip_coefficient(norm, max_norm))
+        norm = self.norm()
+        factor = clip_coefficient(norm, max_norm)
+        scale_(self.local_gradients(), factor)
+        self._known = self._stamps(), norm * factor
         return norm
+
+    def clip_units(self, rule: UnitClip) -> None:
+        """Scale down the gradient of every output unit that is large beside its weights.
+
+        A unit is what one index of dimension 0 belongs to; of a vector all of it. Norms run over
+        whole units: two all-reduces for each axis along which any is cut.
+        """
+        members = [
+            (role.parameter, local(role.parameter.grad), self.pieces[role.parameter])
+            for role in self.roles
+            if role.parameter.grad is not None
+            and not any(fnmatchcase(role.name, pattern) for pattern in rule.exclude)
+        ]
+        sums = []
+        for parameter, gradient, piece in members:
+            dims = tuple(range(min(1, max(gradient.ndim - 1, 0)), gradient.ndim))
+            for tensor in (local(parameter).detach(), gradient):
+                squares = tensor.square().sum(dims, keepdim=True) if dims else tensor.square()
+                sums.append(Sum(value=squares.contiguous(), piece=piece, dims=dims))
+        sum_over_cuts(sums)
+        for (_, gradient, _), weights, own in zip(members, sums[::2], sums[1::2], strict=True):
+            most = weights.value.sqrt().clamp(min=rule.eps) * rule.ratio
+            gradient.mul_((most / own.value.sqrt().clamp(min=EPSILON)).clamp(max=1.0))
 
     def clip_value(self, value: float) -> None:
         """Clamp every gradient element to ``[-value, value]``."""

@@ -57,6 +57,7 @@ class ShardedPrecision(Precision):
     """
 
     skipped = False
+    _skip = False
     gradients: GradientSet | None = None
     _local_steps: dict[Optimizer, LocalStep | WholeStep] | None = None
 
@@ -78,10 +79,15 @@ class ShardedPrecision(Precision):
         if not steps_on_shards(optimizer) and not steps_on_whole(optimizer, pieces):
             # All is here; this one may call the closure as often as it wants.
             return super().optimizer_step(optimizer, model, closure, **kwargs)
+        self.skipped = False
         result = closure()
         self._after_closure(model, optimizer)
         self.step(optimizer, **kwargs)
         return result
+
+    def skip_step(self) -> None:
+        """Leave the step out that is about to be taken; on all ranks or on none."""
+        self._skip = True
 
     def prepare(self, parallel: ParallelModule) -> None:
         """Fit the layers of a module that was put on its layout; called before it runs."""
@@ -91,6 +97,9 @@ class ShardedPrecision(Precision):
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step on this rank's part of the parameters, with the gradients that are there."""
+        if self._skip:
+            self._skip, self.skipped = False, True
+            return
         if self._local_steps is None:
             self._local_steps = {}
         pieces = self._gradients().pieces

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.precision.plugin import ShardedPrecision
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.held_schedules import HeldSchedules
@@ -38,6 +39,11 @@ class StepHooks(ParallelStrategy):
     def __init__(self) -> None:
         super().__init__()
         self._schedules = HeldSchedules()
+
+    @property
+    def parallel_gradients(self) -> GradientSet:
+        """This rank's part of the gradients, with their global norm; for callbacks."""
+        return self.parallel.gradients
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

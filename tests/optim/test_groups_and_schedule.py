@@ -5,8 +5,16 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.depth import layerwise_groups
 from lightning_megatron.optim.groups import decay_groups
-from lightning_megatron.optim.schedule import WarmupCosine, warmup_cosine
+from lightning_megatron.optim.schedule import (
+    WarmupCosine,
+    WarmupInverseSqrt,
+    WarmupStableDecay,
+    scheduler,
+    warmup_cosine,
+)
+from lightning_megatron.pipeline.sequential import PipelineSequential
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -24,13 +32,13 @@ def test_both_groups_exist_even_when_empty():
 
 
 def test_state_is_plain_numbers_and_resumes():
-    def scheduler(total):
+    def make(total):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
         return optimizer, warmup_cosine(
             optimizer, warmup_steps=2, total_steps=total, min_lr_ratio=0.1
         )
 
-    optimizer, schedule = scheduler(10)
+    optimizer, schedule = make(10)
     rates = []
     for _ in range(11):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -39,7 +47,7 @@ def test_state_is_plain_numbers_and_resumes():
     assert rates[:3] == [1.0, 2.0, 2.0]
     assert rates[10] == pytest.approx(0.2)
     assert rates[2:] == sorted(rates[2:], reverse=True)
-    other, resumed = scheduler(99)
+    other, resumed = make(99)
     resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
     assert resumed.get_last_lr() == schedule.get_last_lr()
     other.step()
@@ -51,3 +59,60 @@ def test_wrong_numbers():
     with pytest.raises(ConfigError) as error:
         WarmupCosine(-1, 0, 2.0)
     assert len(error.value.problems) == 3
+
+
+def test_the_plateau_is_gone_on_from_with_another_end():
+    def make(rule):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+        return optimizer, scheduler(optimizer, rule)
+
+    optimizer, schedule = make(WarmupStableDecay(2, 4, 10, 0.1, "sqrt"))
+    for _ in range(8):
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == [pytest.approx(2.0 * (0.1 + 0.9 * (1 - 0.5**0.5)))]
+    other, resumed = make(WarmupStableDecay(1, 1, 99))
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
+    other.step()
+    resumed.step()
+    assert resumed.get_last_lr() == [pytest.approx(2.0 * (0.1 + 0.9 * (1 - 0.75**0.5)))]
+
+
+def test_wrong_schedules():
+    with pytest.raises(ConfigError, match="nearest valid: decay_steps=8"):
+        WarmupStableDecay(2, 9, 10)
+    with pytest.raises(ConfigError, match="shape='cubic'"):
+        WarmupStableDecay(2, 1, 10, shape="cubic")
+    with pytest.raises(ConfigError, match="warmup_steps=0: must be at least 1"):
+        WarmupInverseSqrt(0)
+
+
+def test_depth_is_counted_in_the_whole_network():
+    def rates(kept):
+        torch.manual_seed(0)
+        layers = [nn.Linear(2, 2) for _ in range(3)]
+        trunk = PipelineSequential(
+            embedding=nn.Embedding(4, 2), layers=layers, head=nn.Linear(2, 4, bias=False)
+        )
+        module = nn.ModuleDict({"trunk": trunk})
+        if kept is not None:
+            trunk.keep([range(2), range(2, 5)], [kept])
+        groups = layerwise_groups(
+            module, trunk.get_submodule("layers"), lr=1.0, decay=0.5, weight_decay=0.1
+        )
+        names = {p: name for name, p in module.named_parameters()}
+        found = {names[p]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+        assert len(found) == len(names)
+        return [(g["lr"], g["weight_decay"]) for g in groups], found
+
+    groups, whole = rates(None)
+    assert whole["trunk.embedding.weight"] == (1 / 16, 0.1)
+    assert whole["trunk.layers.0.weight"] == (1 / 8, 0.1)
+    assert whole["trunk.layers.2.bias"] == (1 / 2, 0.0)
+    assert whole["trunk.head.weight"] == (1.0, 0.1)
+    (first_groups, first), (second_groups, second) = rates(0), rates(1)
+    assert first_groups == second_groups == groups
+    assert {**first, **second} == whole
+    assert not first.keys() & second.keys()
+    with pytest.raises(ConfigError, match="decay=0.0: must lie in"):
+        layerwise_groups(nn.Linear(1, 1), [], lr=1.0, decay=0.0)

@@ -1,0 +1,101 @@
+"""The norm of the gradients: logged, watched, and clipped by rules that follow it.
+
+The norm is computed once a step, over all shards of all axes: whoever asks for it again, the
+clipping of ``gradient_clip_val`` included, gets the same number while no gradient changes.
+"""
+
+import math
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
+
+Nonfinite = Literal["keep", "skip", "raise"]
+
+
+class GradientMonitor(pl.Callback):
+    """Logs ``optim/grad_norm``, clips by a rule, and catches gradients that are not finite.
+
+    Works under `MegatronStrategy`, with automatic optimization. A constant limit is the Trainer's
+    ``gradient_clip_val``; it applies after the rule, if both are given.
+
+    Args:
+        clip: how far to clip; None to leave the gradients alone.
+        nonfinite: what follows a norm that is infinite or no number: the step is taken as it is
+            (``"keep"``), left out, on all ranks and with the schedule standing still (``"skip"``,
+            counted in ``optim/skipped_steps``), or training ends (``"raise"``). Looking at it waits
+            for the device once a step, as ``clip`` does.
+
+    Attributes:
+        skipped: steps left out so far.
+
+    Raises:
+        ConfigError: ``nonfinite`` is none of these.
+    """
+
+    def __init__(
+        self,
+        clip: PercentileClip | ZScoreClip | UnitClip | None = None,
+        nonfinite: Nonfinite = "keep",
+    ) -> None:
+        if nonfinite not in get_args(Nonfinite):
+            raise ConfigError(
+                f"nonfinite={nonfinite!r}: must be 'keep', 'skip' or 'raise'; nearest valid: 'keep'"
+            )
+        self._clip, self._nonfinite = clip, nonfinite
+        self.skipped = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not hasattr(type(trainer.strategy), "parallel_gradients"):
+            raise ConfigError(
+                f"GradientMonitor under {type(trainer.strategy).__name__}: it needs the gradients "
+                "of a MegatronStrategy; nearest valid: strategy=MegatronStrategy()"
+            )
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        strategy: Any = trainer.strategy
+        gradients = strategy.parallel_gradients
+        norm = gradients.norm()
+        values: dict[str, Any] = {"optim/grad_norm": norm}
+        watched = self._nonfinite != "keep" or isinstance(self._clip, PercentileClip | ZScoreClip)
+        if watched and not math.isfinite(float(norm)):
+            self._meet_nonfinite(trainer, float(norm))
+        elif isinstance(self._clip, UnitClip):
+            gradients.clip_units(self._clip)
+        elif self._clip is not None:
+            limit = self._clip.limit(float(norm))
+            values["optim/grad_clip"] = min(limit, float(norm))
+            gradients.clip_norm(limit)
+        if self._nonfinite == "skip":
+            values["optim/skipped_steps"] = float(self.skipped)
+        pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    def _meet_nonfinite(self, trainer: pl.Trainer, norm: float) -> None:
+        if self._nonfinite == "raise":
+            raise FloatingPointError(
+                f"step {trainer.global_step}: the norm of the gradients is {norm}"
+            )
+        if self._nonfinite == "skip":
+            strategy: Any = trainer.strategy
+            strategy.precision_plugin.skip_step()
+            self.skipped += 1
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        clip = self._clip
+        rule = clip.state_dict() if isinstance(clip, PercentileClip | ZScoreClip) else {}
+        return {"skipped": self.skipped, "rule": rule}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.skipped = int(state_dict["skipped"])
+        if state_dict["rule"] and isinstance(self._clip, PercentileClip | ZScoreClip):
+            self._clip.load_state_dict(state_dict["rule"])

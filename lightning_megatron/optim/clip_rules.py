@@ -1,0 +1,133 @@
+"""How far to clip, when it is not a constant.
+
+A constant threshold that is right late in training is wrong early on, when gradients are larger.
+Two rules follow the global norm, and see one number a step, equal on all ranks, so that all decide
+alike; their state is numbers:
+
+* `PercentileClip` (AutoClip: Seetharaman et al., arXiv 2007.14469) clips to a percentile of the
+  norms so far;
+* `ZScoreClip` (ZClip: Kumar et al., arXiv 2504.02507) leaves norms alone that are usual by a
+  running mean and deviation, and brings the others down towards the mean.
+
+`UnitClip` (adaptive gradient clipping: Brock et al., arXiv 2102.06171) looks at each output unit by
+itself: the gradient of a row may be at most a part of the row's own norm. Its norms run over whole
+rows, however they are cut.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.options import at_least, below_one
+
+
+class PercentileClip:
+    """Clips to a percentile of the latest norms.
+
+    Args:
+        percentile: part of the norms, in percent, that would not have been clipped.
+        window: how many norms are remembered.
+
+    Raises:
+        ConfigError: a number is out of range.
+
+    Example:
+        >>> rule = PercentileClip(50, window=4)
+        >>> [rule.limit(norm) for norm in (1.0, 3.0, 2.0)]
+        [1.0, 2.0, 2.0]
+    """
+
+    def __init__(self, percentile: float = 10.0, window: int = 1000) -> None:
+        problems = at_least(1, window=window)
+        if not 0.0 <= percentile <= 100.0:
+            problems.append(
+                f"percentile={percentile}: must lie in [0, 100]; "
+                f"nearest valid: percentile={min(max(percentile, 0.0), 100.0)}"
+            )
+        raise_if_any(problems)
+        self._percentile = percentile
+        self._norms: deque[float] = deque(maxlen=window)
+
+    def limit(self, norm: float) -> float:
+        """Largest norm to leave alone, after ``norm`` (finite) was seen."""
+        self._norms.append(norm)
+        ordered = sorted(self._norms)
+        place = (len(ordered) - 1) * self._percentile / 100
+        low = math.floor(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The norms."""
+        return {"norms": list(self._norms)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._norms.clear()
+        self._norms.extend(state["norms"])
+
+
+class ZScoreClip:
+    """Clips norms that lie further above the running mean than usual.
+
+    A norm with the score ``z > limit`` is brought down to ``mean + deviation * limit**2 / z``: the
+    further out, the closer to the mean; it enters the statistics as clipped.
+
+    Args:
+        z: score up to which a norm is left alone.
+        beta: of the running mean and variance.
+        warmup: steps at first that only feed them.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __init__(self, z: float = 2.5, beta: float = 0.97, warmup: int = 25) -> None:
+        raise_if_any(at_least(0.0, z=z) + below_one(beta=beta) + at_least(1, warmup=warmup))
+        self._z, self._beta, self._warmup = z, beta, warmup
+        self._count = 0
+        self._mean = self._variance = 0.0
+
+    def limit(self, norm: float) -> float:
+        """Largest norm to leave alone, after ``norm`` (finite) was seen."""
+        if self._count < self._warmup:  # the plain mean and variance
+            self._count += 1
+            step = norm - self._mean
+            self._mean += step / self._count
+            self._variance += (step * (norm - self._mean) - self._variance) / self._count
+            return math.inf
+        deviation = math.sqrt(self._variance)
+        excess = norm - self._mean
+        clipped = norm
+        if deviation and excess > self._z * deviation:
+            clipped = self._mean + self._z**2 * deviation**2 / excess
+        elif excess > 0 and not deviation:
+            clipped = self._mean
+        self._variance = (
+            self._beta * self._variance + (1 - self._beta) * (clipped - self._mean) ** 2
+        )
+        self._mean = self._beta * self._mean + (1 - self._beta) * clipped
+        return clipped if clipped < norm else math.inf
+
+    def state_dict(self) -> dict[str, Any]:
+        """Mean, variance and count."""
+        return {"count": self._count, "mean": self._mean, "variance": self._variance}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._count = int(state["count"])
+        self._mean, self._variance = float(state["mean"]), float(state["variance"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitClip:
+    """Clips the gradient of every output unit to a part of the unit's own norm."""
+
+    ratio: float = 0.01
+    """Largest norm of a gradient, as a part of the norm of the weights."""
+    eps: float = 1e-3
+    """Least norm of weights to go by, so that units which start at zero can learn."""
+    exclude: tuple[str, ...] = ("*head*",)
+    """Patterns of names of parameters that are left alone; in the paper the last layer."""
