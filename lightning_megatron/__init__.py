@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     )
     from lightning_megatron.checkpoint.hf_export import export_hugging_face
     from lightning_megatron.checkpoint.hf_import import import_hugging_face
+    from lightning_megatron.checkpoint.lightning_import import import_lightning
     from lightning_megatron.checkpoint.transformer import load_transformer
+    from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.models.generate import generate
     from lightning_megatron.module import LanguageModel
@@ -51,6 +53,7 @@ _HOMES = {
     "export_safetensors": "checkpoint.export",
     "generate": "models.generate",
     "import_hugging_face": "checkpoint.hf_import",
+    "import_lightning": "checkpoint.lightning_import",
     "load_from_checkpoint": "checkpoint.export",
     "load_transformer": "checkpoint.transformer",
 }
@@ -74,6 +77,7 @@ __all__ = [
     "export_safetensors",
     "generate",
     "import_hugging_face",
+    "import_lightning",
     "load_from_checkpoint",
     "load_transformer",
 ]

@@ -275,6 +275,8 @@ DCP_METADATA_GLOBALS = frozenset(
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
+        # Where the writer of torch wrote; `pathlib._local` since Python 3.13.
+        *((home, "PosixPath") for home in ("pathlib", "pathlib._local")),
     }
 )
 """All that the pickled index of a distributed checkpoint refers to, beside dtypes (2.11-2.13).

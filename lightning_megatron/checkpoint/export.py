@@ -138,7 +138,7 @@ def convert_to_lightning(path: str | os.PathLike[str], file: str | os.PathLike[s
     checkpoint = {key: reader.state[key] for key in _LIGHTNING_KEYS if key in reader.state}
     checkpoint.setdefault("pytorch-lightning_version", version("lightning"))
     checkpoint["state_dict"] = _full_state(reader, torch.device("cpu"), True)
-    checkpoint[pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY] = _plain_hyper_parameters(
+    checkpoint[pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY] = plain_hyper_parameters(
         reader.state.get(pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
     )
     _replace_file(local_path(file), lambda new: torch.save(checkpoint, new))
@@ -168,7 +168,8 @@ def _replace_file(file: Path, write: Callable[[Path], None]) -> None:
         new.unlink(missing_ok=True)
 
 
-def _plain_hyper_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain_hyper_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyper-parameters in the form that ``torch.load(weights_only=True)`` reads."""
     plain = {}
     for key, value in values.items():
         candidate = _plain(value)

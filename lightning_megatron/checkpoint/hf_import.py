@@ -10,14 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.hf_directory import HuggingFaceDirectory
-from lightning_megatron.checkpoint.in_parts import Part, write_in_parts
-from lightning_megatron.checkpoint.manifest import is_checkpoint, local_path
+from lightning_megatron.checkpoint.in_parts import Part, target_problems, write_in_parts
+from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.reader import PRETRAINED
 from lightning_megatron.checkpoint.state import Chunk, whole
 from lightning_megatron.errors import raise_if_any
@@ -60,7 +59,7 @@ def import_hugging_face(
         CheckpointError: reading or writing failed; ``path`` is what it was before.
     """
     source, target = HuggingFaceDirectory(directory), local_path(path)
-    problems = _target_problems(target, overwrite)
+    problems = target_problems(target, overwrite)
     config = config_from_hugging_face(source.config, pad_vocab_to_multiple=pad_vocab_to_multiple)
     kind = source.config["model_type"]
     weights = weights_of(config, kind)
@@ -130,16 +129,6 @@ class _Reading:
         if self._tied and EMBEDDING in chunks:
             chunks[EMBEDDING] = replace(chunks[EMBEDDING], aliases=(HEAD,))
         return chunks
-
-
-def _target_problems(target: Path, overwrite: bool) -> list[str]:
-    if not os.path.lexists(target):
-        return []
-    if not overwrite:
-        return [f"{target} exists; nearest valid: another path, or --overwrite"]
-    if not is_checkpoint(target):
-        return [f"{target} exists and is no checkpoint: it is not overwritten"]
-    return []
 
 
 def _tensor_problems(

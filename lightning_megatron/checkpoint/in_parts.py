@@ -5,6 +5,7 @@ alone, then loaded, written to a file of its own, and forgotten. What comes of i
 that many ranks had saved, and is read by any number of them in parallel.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from lightning_megatron.checkpoint.commit import Staging
 from lightning_megatron.checkpoint.document import compose, contribution
-from lightning_megatron.checkpoint.manifest import Manifest
+from lightning_megatron.checkpoint.manifest import Manifest, is_checkpoint
 from lightning_megatron.checkpoint.prepared import PreparedSave, all_chunks
 from lightning_megatron.checkpoint.shards import Written, offer, plan_in_turn, write_shards
 from lightning_megatron.checkpoint.state import Chunk
@@ -69,3 +70,14 @@ def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]
         raise write_error(error, staging.directory, size) from error
     finally:
         staging.discard()
+
+
+def target_problems(target: Path, overwrite: bool) -> list[str]:
+    """Say why a checkpoint cannot be made at ``target``."""
+    if not os.path.lexists(target):
+        return []
+    if not overwrite:
+        return [f"{target} exists; nearest valid: another path, or --overwrite"]
+    if not is_checkpoint(target):
+        return [f"{target} exists and is no checkpoint: it is not overwritten"]
+    return []

@@ -12,10 +12,20 @@ A mistake in the configuration ends the command with exit code 2 and the message
 our own calls would hide it.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from lightning_megatron.errors import ConfigError
+
+
+_SUBCOMMANDS = ("ckpt", "convert", "generate", "schedule")
+"""Each is a function of its name in a file of its name; the others are those of LightningCLI."""
+
+_READER_GONE = 128 + signal.SIGPIPE
+"""Exit code of a program whose output nobody reads any more, as a shell reports it."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -28,22 +38,8 @@ def main(args: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 for a mistake in the configuration (`ckpt verify` has its own).
     """
     given = sys.argv[1:] if args is None else list(args)
-    if given[:1] == ["convert"]:
-        from lightning_megatron.cli.convert import convert
-
-        return convert(given[1:])
-    if given[:1] == ["ckpt"]:
-        from lightning_megatron.cli.ckpt import ckpt
-
-        return ckpt(given[1:])
-    if given[:1] == ["generate"]:
-        from lightning_megatron.cli.generate import generate
-
-        return generate(given[1:])
-    if given[:1] == ["schedule"]:
-        from lightning_megatron.cli.schedule import schedule
-
-        return schedule(given[1:])
+    if given and given[0] in _SUBCOMMANDS:
+        return _run(given[0], given[1:])
     # Late, so that `--help` of a broken installation and tests of this file do not pay for torch.
     from lightning_megatron.cli.train import MegatronCLI, is_main_process
 
@@ -57,6 +53,17 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"lightning-megatron: {mistake}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run(name: str, args: Sequence[str]) -> int:
+    command = getattr(import_module(f"lightning_megatron.cli.{name}"), name)
+    try:
+        code: int = command(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `... | head`; what is left to be flushed at exit goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
+    return code
 
 
 def config_error_in(error: BaseException) -> ConfigError | None:

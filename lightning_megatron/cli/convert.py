@@ -2,7 +2,8 @@
 
 `convert CKPT FILE` writes one file from a checkpoint directory of any layout and gathers the whole
 model in memory. `--to hf` writes a Hugging Face model directory and `--from-hf` makes a checkpoint
-of one; both hold a few tensors at a time. No process group is needed.
+of one; `--from-lightning` makes one of what Lightning's other strategies saved. These hold a few
+tensors at a time. No process group is needed.
 """
 
 import argparse
@@ -25,7 +26,12 @@ def convert(args: Sequence[str]) -> int:
         The exit code: 0, or 2 for a mistake of the user or a damaged checkpoint.
     """
     options = _parser().parse_args(list(args))
-    actions = {None: _to_file, "hf": _to_hugging_face, "from-hf": _from_hugging_face}
+    actions = {
+        None: _to_file,
+        "hf": _to_hugging_face,
+        "from-hf": _from_hugging_face,
+        "from-lightning": _from_lightning,
+    }
     try:
         _refuse_idle_options(options)
         written = actions[options.to](options)
@@ -43,18 +49,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "source",
-        help="checkpoint directory, of any layout; with --from-hf a Hugging Face model directory",
+        help="checkpoint directory, of any layout; with --from-hf a Hugging Face model directory, "
+        "with --from-lightning a file or sharded directory of another Lightning strategy",
     )
     parser.add_argument(
         "target",
         type=Path,
         help="OUT.safetensors for a plain state_dict, OUT.ckpt for a file that "
         "LightningModule.load_from_checkpoint reads; with --to hf the model directory to make, "
-        "with --from-hf the checkpoint directory",
+        "with --from-hf and --from-lightning the checkpoint directory",
     )
     way = parser.add_mutually_exclusive_group()
     way.add_argument(
-        "--to", choices=("hf", "from-hf"), help="hf: write a Hugging Face model directory"
+        "--to",
+        choices=("hf", "from-hf", "from-lightning"),
+        help="hf: write a Hugging Face model directory",
     )
     way.add_argument(
         "--from-hf",
@@ -63,11 +72,24 @@ def _parser() -> argparse.ArgumentParser:
         const="from-hf",
         help="make a checkpoint of a Hugging Face model directory, for training to start from",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="with --to, --from-hf: of the weights")
+    way.add_argument(
+        "--from-lightning",
+        dest="to",
+        action="store_const",
+        const="from-lightning",
+        help="make a checkpoint of weights that another Lightning strategy saved",
+    )
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="with --from-lightning: run whatever code the source holds; only for files of people "
+        "you trust",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; not for a single file")
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="with --to, --from-hf: replace what is there, if it is of the same kind",
+        help="replace what is there, if it is of the same kind; not for a single file",
     )
     parser.add_argument(
         "--like",
@@ -94,15 +116,20 @@ def _refuse_idle_options(options: argparse.Namespace) -> None:
     """Refuse what would be ignored."""
     of_both = ("dtype", "overwrite")
     of_export = ("like", "model_type", "max_shard_size")
-    of_import = ("pad_vocab_to_multiple",)
-    fitting = {None: (), "hf": (*of_both, *of_export), "from-hf": (*of_both, *of_import)}
+    of_import, of_lightning = ("pad_vocab_to_multiple",), ("trust_pickle",)
+    fitting = {
+        None: (),
+        "hf": (*of_both, *of_export),
+        "from-hf": (*of_both, *of_import),
+        "from-lightning": (*of_both, *of_lightning),
+    }
     idle = [
         f"--{name.replace('_', '-')}"
-        for name in (*of_both, *of_export, *of_import)
+        for name in (*of_both, *of_export, *of_import, *of_lightning)
         if getattr(options, name) and name not in fitting[options.to]
     ]
     if idle:
-        way = {None: "a single file", "hf": "--to hf", "from-hf": "--from-hf"}[options.to]
+        way = {None: "a single file", "hf": "--to hf"}.get(options.to, f"--{options.to}")
         raise ConfigError(f"{', '.join(idle)}: has no meaning for {way}; nearest valid: without")
 
 
@@ -148,6 +175,21 @@ def _from_hugging_face(options: argparse.Namespace) -> Path:
         options.source,
         options.target,
         pad_vocab_to_multiple=options.pad_vocab_to_multiple or 1,
+        dtype=None if options.dtype is None else getattr(torch, options.dtype),
+        overwrite=options.overwrite,
+    )
+    return Path(options.target)
+
+
+def _from_lightning(options: argparse.Namespace) -> Path:
+    import torch
+
+    from lightning_megatron.checkpoint.lightning_import import import_lightning
+
+    import_lightning(
+        options.source,
+        options.target,
+        trust_pickle=options.trust_pickle,
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
         overwrite=options.overwrite,
     )

@@ -15,9 +15,9 @@ precision       at rest     compute     reduction
 ==============  ==========  ==========  ============
 
 Under ``bf16-mixed`` and ``16-mixed`` parameters are gathered in the narrow format and the step runs
-under autocast, so that softmax, losses and norms stay in float32. Gradients are added up over microbatches in the format of
-the reduction, and are in that of the parameters when the optimizer sees them. float16 needs a loss scale, which
-is that of `precision.loss_scale`.
+under autocast, so that softmax, losses and norms stay in float32. Gradients are added up over
+microbatches in the format of the reduction, and are in that of the parameters when the optimizer
+sees them. float16 needs a loss scale, which is that of `precision.loss_scale`.
 """
 
 from collections.abc import Callable

@@ -203,8 +203,8 @@ class CheckpointHooks:
         if os.path.isfile(checkpoint_path) and checkpoint_path != AUTO:
             raise ConfigError(
                 f"ckpt_path={os.fspath(checkpoint_path)}: MegatronStrategy loads the checkpoint "
-                "directories that it writes, this is a file; nearest valid: load the weights into "
-                "the module before giving it to the Trainer, with Module.load_from_checkpoint(...)"
+                "directories that it writes, this is a file; nearest valid: make a directory of it "
+                "with `lightning-megatron convert --from-lightning FILE DIRECTORY`"
             )
         if self._saver is not None:
             self._saver.drain()

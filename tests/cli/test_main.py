@@ -1,5 +1,7 @@
 """The command itself, in this process; `test_quickstart` starts it as a user does."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  its log handler keeps the stderr that it was imported under
@@ -71,3 +73,13 @@ def test_the_mistake_is_found_below_wrappers() -> None:
     assert config_error_in(outer) is inner
     assert config_error_in(middle) is inner
     assert config_error_in(ValueError("alone")) is None
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "lightning_megatron", "schedule", "--pp", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
