@@ -28,13 +28,19 @@ if TYPE_CHECKING:
     from lightning_megatron.parallel.plan import PipelineConfig
     from lightning_megatron.pipeline.sequential import PipelineSequential
     from lightning_megatron.precision.fp8 import Fp8Precision
-    from lightning_megatron.precision.plugin import Fp16Precision
+    from lightning_megatron.precision.plugin import (
+        Bf16MixedPrecision,
+        Bf16TruePrecision,
+        Fp16Precision,
+    )
     from lightning_megatron.strategies.connection import ConnectionConfig
     from lightning_megatron.strategies.megatron import MegatronStrategy
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Bf16MixedPrecision": "precision.plugin",
+    "Bf16TruePrecision": "precision.plugin",
     "CheckpointConfig": "checkpoint.config",
     "ConfigError": "errors",
     "ConnectionConfig": "strategies.connection",
@@ -59,6 +65,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "Bf16MixedPrecision",
+    "Bf16TruePrecision",
     "CheckpointConfig",
     "ConfigError",
     "ConnectionConfig",

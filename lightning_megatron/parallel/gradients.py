@@ -116,6 +116,24 @@ class GradientSet:
         """Of this process."""
         return self._topology.device
 
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return self._topology.seed
+
+    def place(self, role: ParameterRole) -> tuple[str, int, int]:
+        """What ranks have in common that hold the same values: the name, and ranks that shard."""
+        topology = self._topology
+        on_tp = role.shard is not None and role.shard.dim is not None
+        sharded = isinstance(role.parameter, DTensor) and any(
+            isinstance(placement, Shard) for placement in role.parameter.placements
+        )
+        return (
+            role.name,
+            topology.tp.rank if on_tp else 0,
+            topology.dp_shard.rank if sharded else 0,
+        )
+
     def begin(self) -> None:
         """Add up gradients in float32 from now on, those of narrower parameters too."""
         for parameter in self._narrow:
