@@ -39,6 +39,8 @@ def schedule(args: Sequence[str]) -> int:
         if options.trace is not None:
             write_trace(timeline, options.trace)
             print(f"wrote {options.trace}")
+    except BrokenPipeError:  # of our output, no mistake
+        raise
     except (ValueError, OSError) as error:  # ValueError: also ConfigError and DeadlockError
         print(f"lightning-megatron: {error}", file=sys.stderr)
         return 2
