@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import LanguageModel, MegatronStrategy
+from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy
 from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.precision.recipe import RECIPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +27,7 @@ def _fit(precision: Any, ckpt_path: str | None = None, **options: Any) -> tuple[
         accelerator="gpu",
         devices=1,
         strategy=MegatronStrategy(**options),
-        precision=precision,
+        **({"precision": precision} if isinstance(precision, str) else {"plugins": [precision]}),
         max_epochs=1 if ckpt_path is None else 2,
         gradient_clip_val=1.0,
         logger=False,
@@ -46,6 +47,16 @@ def _fit(precision: Any, ckpt_path: str | None = None, **options: Any) -> tuple[
 def test_one_sentence_is_learnt(precision: str, options: dict[str, Any]) -> None:
     _, loss = _fit(precision, **options)
     assert loss < 1.0  # log(64) = 4.2 at the start
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs FP8 units",
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_sentence_is_learnt_in_fp8(recipe: Any) -> None:
+    _, loss = _fit(Fp8Precision(recipe, keep_first=0, keep_last=0))
+    assert loss < 1.0
 
 
 def test_checkpoint_continues(tmp_path: Path) -> None:
