@@ -1,0 +1,115 @@
+"""Narrow state: small, right on average, and as good to train with."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint.io import load_directory
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.adamw import AdamW
+from lightning_megatron.optim.narrow import StateFormat, generator_for, narrow, table
+from tests.checkpoint.test_optimizer import save
+
+FORMATS: list[StateFormat] = ["float32", "bfloat16", "int8"]
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
+    )
+    inputs = torch.randn(256, 16)
+    return net, inputs, torch.stack([inputs[:, :4].prod(1), *inputs[:, :3].sin().T], 1)
+
+
+def train(
+    net: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor, steps: int
+) -> float:
+    for step in range(steps):
+        rows = slice(32 * (step % 8), 32 * (step % 8) + 32)
+        optimizer.zero_grad()
+        (net(inputs[rows]) - targets[rows]).square().mean().backward()
+        optimizer.step()
+    return float((net(inputs) - targets).square().mean().detach())
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_trains_to_torchs_loss(kind: StateFormat) -> None:
+    net, inputs, targets = problem()
+    expected = train(net, torch.optim.AdamW(net.parameters(), lr=3e-3), inputs, targets, 160)
+    net, inputs, targets = problem()
+    found = train(net, AdamW(net.parameters(), lr=3e-3, state_dtype=kind), inputs, targets, 160)
+    assert found == pytest.approx(expected, rel=1e-3 if kind == "float32" else 0.1)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("float32", 8), ("bfloat16", 4), ("int8", 2 + 8 / 256)])
+def test_bytes_per_parameter(kind: StateFormat, size: float) -> None:
+    p = nn.Parameter(torch.randn(256, 64))
+    optimizer = AdamW([p], state_dtype=kind)
+    p.grad = torch.randn_like(p)
+    optimizer.step()
+    held = sum(v.numel() * v.element_size() for k, v in optimizer.state[p].items() if k != "step")
+    assert held / p.numel() == size
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_stored_values_are_near_and_right_on_average(signed: bool) -> None:
+    assert len(table(torch.device("cpu"), signed=signed)) <= 256
+    torch.manual_seed(0)
+    values = torch.randn(4096) if signed else torch.randn(4096).abs()
+    nearest = narrow(values, "int8", signed=signed).wide()
+    assert float(((nearest - values).abs() / values.abs().amax()).max()) < 0.03
+    again = narrow(nearest, "int8", signed=signed).wide()
+    assert torch.equal(again, nearest)
+    for kind in ("int8", "bfloat16"):
+        draws = [
+            narrow(
+                values, kind, signed=signed, generator=generator_for("w", i, values.device)
+            ).wide()
+            for i in range(200)
+        ]
+        error = (torch.stack(draws).mean(0) - values).abs()
+        spread = torch.stack(draws).std(0) / 200**0.5
+        # An element close to what can be stored may never have been drawn the other way.
+        rare = 0.03 * (0.06 * values.abs().amax() if kind == "int8" else values.abs() / 128)
+        assert float((error > 5 * spread + rare).float().mean()) < 0.001
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_a_moment_that_shrinks_slowly_does_shrink(kind: StateFormat) -> None:
+    p = nn.Parameter(torch.zeros(4096))
+    optimizer = AdamW([p], lr=0.0, betas=(0.9, 0.999), state_dtype=kind)
+    p.grad = torch.ones(4096)
+    optimizer.step()
+    before = optimizer.wide_state(optimizer.state[p])["exp_avg_sq"].mean()
+    p.grad = torch.zeros(4096)
+    p.grad[::256] = 1.0  # keeps the scales
+    for _ in range(100):
+        optimizer.step()
+    after = optimizer.wide_state(optimizer.state[p])["exp_avg_sq"][1::256].mean()
+    assert float(after / before) == pytest.approx(0.999**100, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_run_goes_on_bit_for_bit_and_in_any_format(tmp_path: Path, kind: StateFormat) -> None:
+    net, inputs, targets = problem()
+    optimizer = AdamW(net.parameters(), lr=3e-3, state_dtype=kind)
+    train(net, optimizer, inputs, targets, 8)
+    save(tmp_path / "c.ckpt", net, optimizer)
+    expected = train(net, optimizer, inputs, targets, 8)
+    for other in (AdamW, torch.optim.AdamW):
+        resumed_net = problem()[0]
+        options = {"state_dtype": kind} if other is AdamW else {}
+        resumed = other(resumed_net.parameters(), lr=3e-3, **options)
+        load_directory(tmp_path / "c.ckpt", resumed_net, [resumed])
+        found = train(resumed_net, resumed, inputs, targets, 8)
+        assert found == (expected if other is AdamW else pytest.approx(expected, rel=0.05))
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ConfigError, match="state_dtype='int4'"):
+        AdamW([nn.Parameter(torch.ones(1))], state_dtype="int4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="parameters are in float64"):
+        AdamW([nn.Parameter(torch.ones(1, dtype=torch.float64))])
