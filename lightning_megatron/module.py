@@ -22,6 +22,7 @@ from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.checkpoint.transformer import stored_config
 from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
@@ -49,6 +50,8 @@ class LanguageModel(pl.LightningModule):
         betas: of AdamW.
         label_smoothing: probability mass spread over the vocabulary.
         z_loss: weight of the squared log-partition that keeps logits from drifting.
+        chunked_loss: compute head and loss together, 1024 tokens at a time, so that the logits of a
+            batch are never in memory (`layers.linear_loss`).
 
     Raises:
         ConfigError: an option is out of range.
@@ -67,6 +70,7 @@ class LanguageModel(pl.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        chunked_loss: bool = False,
     ) -> None:
         super().__init__()
         raise_if_any(_option_problems(lr, warmup_steps, min_lr_ratio, weight_decay))
@@ -81,6 +85,7 @@ class LanguageModel(pl.LightningModule):
         self.min_lr_ratio = min_lr_ratio
         self.weight_decay = weight_decay
         self.betas = (betas[0], betas[1])
+        self.chunked_loss = chunked_loss
         # Plain values only: they are stored in the checkpoint and read by `load_from_checkpoint`.
         self.save_hyperparameters(
             {
@@ -92,6 +97,7 @@ class LanguageModel(pl.LightningModule):
                 "betas": list(self.betas),
                 "label_smoothing": label_smoothing,
                 "z_loss": z_loss,
+                "chunked_loss": chunked_loss,
             }
         )
         self.loss = VocabParallelCrossEntropy(
@@ -102,7 +108,19 @@ class LanguageModel(pl.LightningModule):
     def configure_model(self) -> None:
         """Build the trunk; under the strategy this runs on the meta device."""
         if not hasattr(self, "trunk"):
-            self.trunk = build_trunk(self.config)
+            self.trunk = build_trunk(
+                self.config, self._chunked_head() if self.chunked_loss else None
+            )
+
+    def _chunked_head(self) -> LinearCrossEntropy:
+        return LinearCrossEntropy(
+            self.config.hidden_size,
+            self.config.vocab_size,
+            num_tokens=self.config.num_tokens,
+            label_smoothing=self.loss.label_smoothing,
+            z_loss=self.loss.z_loss,
+            init_std=self.config.init_std,
+        )
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -178,7 +196,11 @@ class LanguageModel(pl.LightningModule):
 
     def _batch_loss(self, batch: Any) -> Tensor:
         tokens, labels = _tokens_and_labels(batch)
-        loss: Tensor = self.loss(self(tokens), labels)
+        loss: Tensor
+        if self.chunked_loss:
+            loss = self.trunk(tokens, targets=labels)
+        else:
+            loss = self.loss(self(tokens), labels)
         return loss
 
     def _log_perplexity(self, split: str) -> None:

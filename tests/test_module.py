@@ -171,3 +171,25 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 def test_a_foreign_batch_is_explained(batch: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make().training_step(batch, 0)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_chunked_loss_is_the_same_loss(padding: int) -> None:
+    tokens = torch.randint(29, (3, 12), generator=torch.Generator().manual_seed(1))
+    losses, gradients = [], []
+    for chunked in (False, True):
+        torch.manual_seed(0)
+        model = LanguageModel(
+            SIZES | {"vocab_padding": padding}, chunked_loss=chunked, z_loss=0.01
+        ).double()
+        model.configure_model()
+        model.double()
+        loss = model._batch_loss((tokens, tokens))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+        assert model(tokens).shape == (3, 12, 32)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, grad in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], grad, rtol=1e-10, atol=1e-12, msg=name)

@@ -65,7 +65,7 @@ class VocabParallelCrossEntropy(ParallelLayer):
         vocab_size: int | None = None,
     ) -> None:
         super().__init__()
-        raise_if_any(_loss_problems(label_smoothing, z_loss, reduction))
+        raise_if_any(loss_problems(label_smoothing, z_loss, reduction))
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
@@ -91,15 +91,11 @@ class VocabParallelCrossEntropy(ParallelLayer):
             loss_n = _apply_cross_entropy(
                 logits_nv, targets_n, axis, self.ignore_index, self.label_smoothing, self.z_loss
             )
-        if self.reduction == "none":
-            return loss_n.view(targets.shape)
-        if self.reduction == "sum":
-            return loss_n.sum()
-        return loss_n.sum() / (targets_n != self.ignore_index).sum()
+        return reduced(loss_n, targets, self.ignore_index, self.reduction)
 
     def _cross_entropy(self, logits_nv: Tensor, targets_n: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(
-            _at_least_float32(logits_nv),
+            at_least_float32(logits_nv),
             targets_n,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
@@ -108,7 +104,7 @@ class VocabParallelCrossEntropy(ParallelLayer):
 
     def _whole_loss(self, logits_nv: Tensor, targets_n: Tensor) -> Tensor:
         loss_n = self._cross_entropy(logits_nv, targets_n, "none")
-        penalty_n = self.z_loss * _at_least_float32(logits_nv).logsumexp(-1).square()
+        penalty_n = self.z_loss * at_least_float32(logits_nv).logsumexp(-1).square()
         return loss_n + penalty_n.masked_fill(targets_n == self.ignore_index, 0)
 
     def _split_axis(self, logits_nv: Tensor) -> Axis | None:
@@ -149,25 +145,11 @@ class _VocabParallelCrossEntropy(Function):
         z: float,
     ) -> Tensor:
         size = logits_nv.shape[-1]
-        x_nv = _at_least_float32(logits_nv)
         ignored_n = targets_n == ignore_index
-        _check_targets(targets_n, ignored_n, size * axis.size)
-        index_n = targets_n - size * axis.rank
-        foreign_n = (index_n < 0) | (index_n >= size) | ignored_n
-        index_n = index_n.masked_fill(foreign_n, 0)
-        own = [x_nv.logsumexp(-1), x_nv.gather(-1, index_n.unsqueeze(-1)).squeeze(-1)]
-        own[1] = own[1].masked_fill(foreign_n, 0)
-        if smoothing:
-            own.append(x_nv.sum(-1))
-        of_all = start_gather(torch.stack(own).unsqueeze(0), axis, 0).wait()
-        lse_n = of_all[:, 0].logsumexp(0)
-        target_n = of_all[:, 1].sum(0)
-        loss_n = lse_n - target_n
-        if smoothing:
-            mean_n = of_all[:, 2].sum(0) / (size * axis.size)
-            loss_n = torch.lerp(loss_n, lse_n - mean_n, smoothing)
-        if z:
-            loss_n = loss_n + z * lse_n.square()
+        check_targets(targets_n, ignored_n, size * axis.size)
+        index_n, foreign_n = own_targets(targets_n, ignored_n, size, axis)
+        terms_tn = position_terms(logits_nv, index_n, foreign_n, smoothing)
+        loss_n, lse_n = loss_of_terms(terms_tn, axis, size * axis.size, smoothing, z)
         ctx.options = (smoothing, z, size * axis.size)
         ctx.save_for_backward(logits_nv, lse_n, index_n, foreign_n, ignored_n)
         return loss_n.masked_fill(ignored_n, 0)
@@ -178,25 +160,89 @@ class _VocabParallelCrossEntropy(Function):
         logits_nv, lse_n, index_n, foreign_n, ignored_n = ctx.saved_tensors
         smoothing, z, vocabulary = ctx.options
         grad_n = grad_n.masked_fill(ignored_n, 0)
-        grad_nv = (_at_least_float32(logits_nv) - lse_n.unsqueeze(-1)).exp_()
-        if z:
-            grad_nv.mul_((1 + 2 * z * lse_n).unsqueeze(-1))
-        if smoothing:
-            grad_nv.sub_(smoothing / vocabulary)
-        grad_nv.mul_(grad_n.unsqueeze(-1))
-        at_target_n = (-(1 - smoothing) * grad_n).masked_fill(foreign_n, 0)
-        grad_nv.scatter_add_(-1, index_n.unsqueeze(-1), at_target_n.unsqueeze(-1))
+        grad_nv = logits_gradient(
+            logits_nv, lse_n, index_n, foreign_n, grad_n, vocabulary, smoothing, z
+        )
         return grad_nv.to(logits_nv.dtype), None, None, None, None, None
 
 
 _apply_cross_entropy: Callable[..., Tensor] = _VocabParallelCrossEntropy.apply
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def own_targets(
+    targets_n: Tensor, ignored_n: Tensor, size: int, axis: Axis | None
+) -> tuple[Tensor, Tensor]:
+    """Where in this rank's ``size`` logits each target is, and whether it is not there at all."""
+    index_n = targets_n if axis is None else targets_n - size * axis.rank
+    foreign_n = (index_n < 0) | (index_n >= size) | ignored_n
+    return index_n.masked_fill(foreign_n, 0), foreign_n
+
+
+def position_terms(
+    logits_nv: Tensor, index_n: Tensor, foreign_n: Tensor, smoothing: float
+) -> Tensor:
+    """What the loss needs of this rank's logits, ``[2 or 3, n]`` (see the module's text)."""
+    x_nv = at_least_float32(logits_nv)
+    target_n = x_nv.gather(-1, index_n.unsqueeze(-1)).squeeze(-1)
+    own = [x_nv.logsumexp(-1), target_n.masked_fill(foreign_n, 0)]
+    if smoothing:
+        own.append(x_nv.sum(-1))
+    return torch.stack(own)
+
+
+def loss_of_terms(
+    terms_tn: Tensor, axis: Axis | None, vocabulary: int, smoothing: float, z: float
+) -> tuple[Tensor, Tensor]:
+    """The loss and the log-sum-exp of every position, from all ranks' `position_terms`."""
+    of_all = terms_tn.unsqueeze(0)
+    if axis is not None:
+        of_all = start_gather(of_all, axis, 0).wait()
+    lse_n = of_all[:, 0].logsumexp(0)
+    loss_n = lse_n - of_all[:, 1].sum(0)
+    if smoothing:
+        mean_n = of_all[:, 2].sum(0) / vocabulary
+        loss_n = torch.lerp(loss_n, lse_n - mean_n, smoothing)
+    if z:
+        loss_n = loss_n + z * lse_n.square()
+    return loss_n, lse_n
+
+
+def logits_gradient(
+    logits_nv: Tensor,
+    lse_n: Tensor,
+    index_n: Tensor,
+    foreign_n: Tensor,
+    grad_n: Tensor,
+    vocabulary: int,
+    smoothing: float,
+    z: float,
+) -> Tensor:
+    """The gradient ``[n, v]`` of this rank's logits, for a gradient ``grad_n`` of the losses."""
+    grad_nv = (at_least_float32(logits_nv) - lse_n.unsqueeze(-1)).exp_()
+    if z:
+        grad_nv.mul_((1 + 2 * z * lse_n).unsqueeze(-1))
+    if smoothing:
+        grad_nv.sub_(smoothing / vocabulary)
+    grad_nv.mul_(grad_n.unsqueeze(-1))
+    at_target_n = (-(1 - smoothing) * grad_n).masked_fill(foreign_n, 0)
+    return grad_nv.scatter_add_(-1, index_n.unsqueeze(-1), at_target_n.unsqueeze(-1))
+
+
+def reduced(loss_n: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
+    """The losses of all positions, in which those that do not count are 0, as one number or not."""
+    if reduction == "none":
+        return loss_n.view(targets.shape)
+    if reduction == "sum":
+        return loss_n.sum()
+    return loss_n.sum() / (targets != ignore_index).sum()
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in the format of the loss."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
-def _check_targets(targets_n: Tensor, ignored_n: Tensor, vocabulary: int) -> None:
+def check_targets(targets_n: Tensor, ignored_n: Tensor, vocabulary: int) -> None:
     """On CPU refuse what ``F.cross_entropy`` refuses; elsewhere looking would stall the device."""
     if targets_n.device.type != "cpu":
         return
@@ -205,7 +251,8 @@ def _check_targets(targets_n: Tensor, ignored_n: Tensor, vocabulary: int) -> Non
         raise IndexError(f"Target {int(targets_n[outside][0])} is out of bounds for {vocabulary}")
 
 
-def _loss_problems(label_smoothing: float, z_loss: float, reduction: str) -> list[str]:
+def loss_problems(label_smoothing: float, z_loss: float, reduction: str) -> list[str]:
+    """What is wrong with the options of a loss."""
     problems = []
     if not 0.0 <= label_smoothing <= 1.0:
         problems.append(

@@ -166,16 +166,19 @@ class Transformer(nn.Module):
         return logits
 
 
-def build_trunk(config: TransformerConfig) -> PipelineSequential:
-    """The items of `Transformer`, ready to be cut into pipeline stages."""
+def build_trunk(
+    config: TransformerConfig, head: ColumnParallelLinear | None = None
+) -> PipelineSequential:
+    """The items of `Transformer`, ready to be cut into pipeline stages.
+
+    Args:
+        config: sizes of the model.
+        head: in place of the usual output projection; its weight is tied if the config says so.
+    """
     rotary = _rotary(config) if config.positions == "rotary" else None
     embedding = InputEmbedding(config)
-    if config.vocab_padding:
-        head: ColumnParallelLinear = PaddedHead(config)
-    else:
-        head = ColumnParallelLinear(
-            config.hidden_size, config.vocab_size, bias=False, init_std=config.init_std
-        )
+    if head is None:
+        head = _head(config)
     if config.tied_embeddings:
         head.weight = embedding.tokens.weight
     return PipelineSequential(
@@ -183,6 +186,14 @@ def build_trunk(config: TransformerConfig) -> PipelineSequential:
         layers=[TransformerBlock(config, rotary) for _ in range(config.num_layers)],
         norm=_norm(config),
         head=head,
+    )
+
+
+def _head(config: TransformerConfig) -> ColumnParallelLinear:
+    if config.vocab_padding:
+        return PaddedHead(config)
+    return ColumnParallelLinear(
+        config.hidden_size, config.vocab_size, bias=False, init_std=config.init_std
     )
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron._torch import tree_map
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
@@ -96,22 +97,45 @@ class ParityModule(GlobalBatches):
         architecture: of the reference model.
         data: the global batches.
         by_token: return the sum of the losses and the number of tokens instead of a mean.
+        chunked_loss: never hold the logits of more than five positions.
     """
 
-    def __init__(self, architecture: Architecture, data: Data, by_token: bool = False) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        data: Data,
+        by_token: bool = False,
+        chunked_loss: bool = False,
+    ) -> None:
         super().__init__(data.batches())
         weights = reference.initial_weights(architecture)
         self.model = Transformer(transformer_config(architecture)).double()
         state = {our_name(name): value for name, value in weights.items()}
         self.model.load_state_dict({**state, "trunk.head.weight": weights["tokens.weight"]})
-        self.by_token = by_token
+        self.by_token, self.chunked_loss = by_token, chunked_loss
+        if chunked_loss:
+            self._chunk_loss()
         self.loss = VocabParallelCrossEntropy(
             ignore_index=reference.IGNORED, reduction="sum" if by_token else "mean"
         )
 
+    def _chunk_loss(self) -> None:
+        trunk = self.model.trunk
+        trunk.head = LinearCrossEntropy(
+            reference.HIDDEN,
+            reference.VOCABULARY,
+            chunk_size=5,
+            ignore_index=reference.IGNORED,
+            reduction="sum" if self.by_token else "mean",
+        )
+        trunk.head.weight = trunk.embedding.tokens.weight
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, targets = batch
-        loss = self.loss(self.model(tokens), targets)
+        if self.chunked_loss:
+            loss = self.model.trunk(tokens, targets=targets)
+        else:
+            loss = self.loss(self.model(tokens), targets)
         if not self.by_token:
             return loss
         return {"loss": loss, "num_tokens": (targets != reference.IGNORED).sum()}
@@ -203,6 +227,7 @@ def train_job(
     by_token: bool = False,
     accumulate: int = 1,
     recompute: bool = False,
+    chunked_loss: bool = False,
 ) -> Outcome:
     """Train the parity module under one layout; ``recompute`` forgets activations in layers."""
     L.seed_everything(1, verbose=False)
@@ -214,7 +239,7 @@ def train_job(
         gradient_clip_val=reference.CLIP,
         accumulate_grad_batches=accumulate,
     )
-    module = ParityModule(architecture, data, by_token)
+    module = ParityModule(architecture, data, by_token, chunked_loss)
     if recompute:
         for layer in module.model.trunk.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -64,6 +64,26 @@ def test_norms_of_heads_train_as_in_a_plain_loop(pool: WorkerPool, layout: Layou
     check(outcomes, reference_curve("qwen", data))
 
 
+@pytest.mark.parametrize(
+    ("layout", "by_token"),
+    [
+        (Layout(tp=2, pp=2, num_microbatches=2, schedule="zb-h1"), False),
+        (Layout(tp=2, dp=2, zero=3, sequence_parallel=True, architecture="gpt"), False),
+        (Layout(pp=2, dp=2, zero=1, num_microbatches=2), True),
+    ],
+    ids=str,
+)
+def test_chunked_loss_trains_as_whole_logits_do(
+    pool: WorkerPool, layout: Layout, by_token: bool
+) -> None:
+    data, architecture = Data(steps=5, ignored=by_token), layout.architecture
+    options = layout.strategy_options()
+    outcomes = pool.run(
+        layout.world_size, train_job, options, architecture, data, by_token, chunked_loss=True
+    )
+    check(outcomes, reference_curve(architecture, data))
+
+
 def test_layouts_cover_all_pairs() -> None:
     possible = set().union(*(layout.pairs() for layout in legal_layouts()))
     covered = set().union(*(layout.pairs() for layout in LAYOUTS))

@@ -1,0 +1,309 @@
+"""The output projection and the cross entropy as one layer, which never makes the whole logits.
+
+For ``n`` tokens and a vocabulary of ``v`` the logits, their float32 copy and their gradient are
+``n v`` numbers each: at 8192 tokens and 128256 words 10 GB, more than the rest of a small model.
+Yet they are only on the way from the hidden states ``[n, h]`` to one loss per token. So the layer
+takes some tokens at a time (as Liger Kernel, arXiv 2410.10989, and Cut Cross-Entropy, arXiv
+2411.09009, do):
+
+    forward    for each chunk: logits = x W^T; keep of them lse, logit[target] (and sum): n numbers
+    backward   for each chunk: logits again; d = softmax - target; dx = d W; dW += d^T x
+
+That is four products in place of three, a third more time in the head, for which live logits fall
+from ``n v`` to ``chunk v``. The gradients are made in the backward (as in Cut Cross-Entropy), not
+stored from the forward on: a pipeline has many microbatches between the two, and each would hold a
+gradient of the weight. With several chunks the weight's gradient is added up in float32.
+
+Over tp each rank has a part of the vocabulary. The numbers of all chunks are gathered by one
+collective, as small as that of `layers.loss`, whose formulas these are, and ``dx`` is summed once.
+In a backward of two parts everything is computed in the input part: the weight part would have to
+make the logits a third time.
+
+Legend: n positions, v this rank's part of the vocabulary, h hidden size.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
+from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.layers.deferral import compute_dtype, rows
+from lightning_megatron.layers.linear import SEQUENCE_DIM, ColumnParallelLinear, regathers
+from lightning_megatron.layers.loss import (
+    check_targets,
+    logits_gradient,
+    loss_of_terms,
+    loss_problems,
+    own_targets,
+    position_terms,
+    reduced,
+)
+from lightning_megatron.topology.mesh import Axis
+
+
+class LinearCrossEntropy(ColumnParallelLinear):
+    """A head that returns the loss, and never holds the logits of more than a few tokens.
+
+    Called with hidden states ``[..., in_features]`` (``[b, s / tp, in_features]`` under sequence
+    parallelism) and ``targets`` ``[...]``, it returns the cross entropy; without targets the
+    logits, as the column-parallel layer that it is. As the last item of a `PipelineSequential` it
+    gets its targets from the call: ``loss = self.trunk(tokens, targets=labels)``. Parameters have
+    the names of a plain head's, and may be tied to an embedding.
+
+    Args:
+        in_features: size of the hidden states.
+        vocab_size: of the whole vocabulary.
+        bias: whether logits have a learned bias.
+        chunk_size: tokens whose logits are held at a time.
+        num_tokens: size of the vocabulary without padding at its end, which is never predicted.
+        ignore_index: target of positions that do not count.
+        label_smoothing: probability mass spread over the vocabulary.
+        z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
+        reduction: ``mean`` over the positions that count, their ``sum``, or ``none``.
+        init_std: standard deviation of a normal initialisation with zero bias; that of
+            ``nn.Linear`` when None.
+
+    Raises:
+        ConfigError: an option lies outside its range.
+
+    Example:
+        >>> head = LinearCrossEntropy(8, 100, chunk_size=4)
+        >>> head(torch.zeros(2, 5, 8), torch.zeros(2, 5, dtype=torch.long)).shape
+        torch.Size([])
+        >>> head(torch.zeros(2, 5, 8)).shape
+        torch.Size([2, 5, 100])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        vocab_size: int,
+        bias: bool = False,
+        *,
+        chunk_size: int = 1024,
+        num_tokens: int | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        init_std: float | None = None,
+    ) -> None:
+        super().__init__(in_features, vocab_size, bias, init_std=init_std)
+        self.num_tokens = vocab_size if num_tokens is None else num_tokens
+        problems = loss_problems(label_smoothing, z_loss, reduction)
+        if chunk_size < 1:
+            problems.append(f"chunk_size={chunk_size}: must be at least 1; nearest valid: 1")
+        if not 0 < self.num_tokens <= vocab_size:
+            problems.append(
+                f"num_tokens={num_tokens}, vocab_size={vocab_size}: must lie in [1, vocab_size]; "
+                f"nearest valid: num_tokens={min(max(self.num_tokens, 1), vocab_size)}"
+            )
+        elif self.num_tokens < vocab_size and label_smoothing:
+            problems.append(
+                f"label_smoothing={label_smoothing}, num_tokens={num_tokens}: smoothing would "
+                "predict padding; nearest valid: label_smoothing=0.0"
+            )
+        raise_if_any(problems)
+        self.chunk_size = chunk_size
+        self.ignore_index = ignore_index
+        self.label_smoothing, self.z_loss, self.reduction = label_smoothing, z_loss, reduction
+
+    @override
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The loss, or without targets the logits of this rank's part of the vocabulary.
+
+        Raises:
+            IndexError: on CPU, a target lies outside the vocabulary.
+            ConfigError: the layer was chosen for FP8.
+        """
+        padding = self._padding_starts()
+        if targets is None:
+            logits: Tensor = super().forward(x)
+            return _without_padding(logits, padding)
+        if self.products is not None:
+            raise ConfigError(
+                "The head is to run in FP8 and is a LinearCrossEntropy, whose scales would depend "
+                "on its chunks: exclude it (Fp8Precision(exclude=['*head'])), or use chunked_loss="
+                "False"
+            )
+        topology = self.topology
+        plan = _Plan(
+            axis=topology.tp if topology is not None and topology.tp.size > 1 else None,
+            sequence=topology is not None and topology.tp.size > 1 and topology.sequence_parallel,
+            vocabulary=self.out_features,
+            chunk=self.chunk_size,
+            padding=padding,
+            smoothing=self.label_smoothing,
+            z=self.z_loss,
+        )
+        targets_n = targets.reshape(-1)
+        ignored_n = targets_n == self.ignore_index
+        check_targets(targets_n, ignored_n, self.num_tokens)
+        loss_n = _apply(x, self.weight, self.bias, targets_n, ignored_n, plan)
+        return reduced(loss_n, targets, self.ignore_index, self.reduction)
+
+    def _padding_starts(self) -> int | None:
+        """The first of this rank's columns that stands for no token."""
+        if self.num_tokens == self.out_features:
+            return None
+        width = self.out_features // self.tp_size
+        first = 0 if self.topology is None else width * self.topology.tp.rank
+        return max(self.num_tokens - first, 0) if self.num_tokens < first + width else None
+
+    @override
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, chunk_size={self.chunk_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    axis: Axis | None
+    sequence: bool
+    vocabulary: int
+    chunk: int
+    padding: int | None
+    smoothing: float
+    z: float
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The hidden states of the whole sequence."""
+        if self.axis is None or not self.sequence:
+            return x
+        return start_gather(x, self.axis, SEQUENCE_DIM).wait()
+
+    def chunks(self, count: int) -> Iterator[slice]:
+        """The positions of every chunk."""
+        return (slice(i, min(i + self.chunk, count)) for i in range(0, count, self.chunk))
+
+    def logits(self, x_nh: Tensor, weight_vh: Tensor, bias_v: Tensor | None) -> Tensor:
+        """Logits of one chunk."""
+        return _without_padding(F.linear(x_nh, weight_vh, bias_v), self.padding)
+
+
+def _without_padding(logits: Tensor, padding: int | None) -> Tensor:
+    if padding is None:
+        return logits
+    column = torch.arange(logits.shape[-1], device=logits.device)
+    return logits.masked_fill(column >= padding, torch.finfo(logits.dtype).min)
+
+
+class _LinearCrossEntropy(Function):
+    """``x, weight, bias, targets, ignored -> loss`` of every position (see the module's text)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets_n: Tensor,
+        ignored_n: Tensor,
+        plan: _Plan,
+    ) -> Tensor:
+        ctx.plan, ctx.dtype = plan, compute_dtype(x)
+        ctx.regather = plan.sequence and regathers(x)
+        whole = plan.whole(x.to(ctx.dtype))
+        x_nh, weight_vh = rows(whole), weight.to(ctx.dtype)
+        bias_v = None if bias is None else bias.to(ctx.dtype)
+        index_n, foreign_n = own_targets(targets_n, ignored_n, weight.shape[0], plan.axis)
+        terms = [
+            position_terms(
+                plan.logits(x_nh[i], weight_vh, bias_v), index_n[i], foreign_n[i], plan.smoothing
+            )
+            for i in plan.chunks(len(x_nh))
+        ]
+        loss_n, lse_n = loss_of_terms(
+            torch.cat(terms, 1), plan.axis, plan.vocabulary, plan.smoothing, plan.z
+        )
+        kept = x if ctx.regather else whole
+        ctx.save_for_backward(kept, weight, bias, lse_n, index_n, foreign_n, ignored_n)
+        ctx.input_dtype = x.dtype
+        return loss_n.masked_fill(ignored_n, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, lse_n, index_n, foreign_n, ignored_n = ctx.saved_tensors
+        plan, needs = ctx.plan, ctx.needs_input_grad
+        whole = plan.whole(x.to(ctx.dtype)) if ctx.regather else x
+        x_nh, weight_vh = rows(whole), weight.to(ctx.dtype)
+        bias_v = None if bias is None else bias.to(ctx.dtype)
+        grad_n = grad_n.masked_fill(ignored_n, 0)
+        sums = _Sums(weight, bias, needs[1:3])
+        grad_x = torch.empty_like(x_nh) if needs[0] else None
+        for i in plan.chunks(len(x_nh)):
+            d_nv = logits_gradient(
+                plan.logits(x_nh[i], weight_vh, bias_v),
+                lse_n[i],
+                index_n[i],
+                foreign_n[i],
+                grad_n[i],
+                plan.vocabulary,
+                plan.smoothing,
+                plan.z,
+            )
+            d_nv = d_nv.to(ctx.dtype)
+            if grad_x is not None:
+                torch.mm(d_nv, weight_vh, out=grad_x[i])
+            sums.add(d_nv, x_nh[i])
+        if grad_x is not None:
+            grad_x = _summed(grad_x.view(whole.shape), plan).to(ctx.input_dtype)
+        return grad_x, *sums.finished(), None, None, None
+
+
+_apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
+
+
+def _summed(grad_x: Tensor, plan: _Plan) -> Tensor:
+    """Each rank knows its part of the vocabulary's share of ``dx``."""
+    if plan.axis is None:
+        return grad_x
+    if plan.sequence:
+        return start_sum_scatter(grad_x, plan.axis, SEQUENCE_DIM).wait()
+    return start_sum(grad_x, plan.axis).wait()
+
+
+class _Sums:
+    """Gradients of weight and bias, added up over the chunks, in at least float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]) -> None:
+        self._like = (weight, bias)
+        self._needs = needs
+        self._found: list[Tensor | None] = [None, None]
+
+    def add(self, d_nv: Tensor, x_nh: Tensor) -> None:
+        """Take in a chunk."""
+        if self._needs[0]:
+            total = self._found[0]
+            if total is not None and total.dtype == d_nv.dtype:
+                total.addmm_(d_nv.t(), x_nh)
+            else:
+                self._take(0, d_nv.t().mm(x_nh))
+        if self._needs[1]:
+            self._take(1, d_nv.sum(0, dtype=_sum_dtype(d_nv)))
+
+    def _take(self, which: int, part: Tensor) -> None:
+        total = self._found[which]
+        if total is None:
+            self._found[which] = part.to(_sum_dtype(part))
+        else:
+            total.add_(part)
+
+    def finished(self) -> tuple[Tensor | None, ...]:
+        """In the formats of the parameters."""
+        return tuple(
+            None if total is None or like is None else total.to(like.dtype)
+            for total, like in zip(self._found, self._like, strict=True)
+        )
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
