@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.parallel.data import ShardingConfig
     from lightning_megatron.parallel.plan import PipelineConfig
+    from lightning_megatron.parallel.recompute import MemoryConfig
     from lightning_megatron.pipeline.sequential import PipelineSequential
     from lightning_megatron.precision.fp8 import Fp8Precision
     from lightning_megatron.precision.plugin import (
@@ -49,6 +50,7 @@ _HOMES = {
     "GradientMonitor": "callbacks.gradients",
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
+    "MemoryConfig": "parallel.recompute",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "callbacks.pipeline_monitor",
     "PipelineSequential": "pipeline.sequential",
@@ -75,6 +77,7 @@ __all__ = [
     "GradientMonitor",
     "LanguageModel",
     "MegatronStrategy",
+    "MemoryConfig",
     "PipelineConfig",
     "PipelineMonitor",
     "PipelineSequential",

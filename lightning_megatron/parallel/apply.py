@@ -6,7 +6,8 @@ The order of the transforms is fixed here and nowhere else:
 2. copy rank 0's weights to all ranks, if the module was built with real ones;
 3. drop the items of other pipeline stages;
 4. slice the parallel layers, and tie again what slicing separated;
-5. unit by unit: initialise what is on the meta device, move it to the device, hand it to ZeRO, so
+5. have blocks forget their activations (`parallel.recompute`), inside of what ZeRO hooks on them;
+6. unit by unit: initialise what is on the meta device, move it to the device, hand it to ZeRO, so
    that no rank ever holds more than one whole unit beside its shards.
 """
 
@@ -30,6 +31,7 @@ from lightning_megatron.parallel.data import (
 )
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
+from lightning_megatron.parallel.recompute import MemoryConfig, blocks_to_recompute, recompute
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
@@ -47,6 +49,8 @@ class Transforms:
     """How the trunk is cut."""
     sharding: ShardingConfig
     """What ZeRO treats as a unit."""
+    memory: MemoryConfig = MemoryConfig()
+    """Which activations are forgotten."""
     stage_ranks: tuple[int, ...] | None = None
     """Pipeline rank of every stage; one stage per rank by default."""
     manual_optimization: bool = False
@@ -172,13 +176,15 @@ def _spread(
     *,
     new: nn.Module | None = None,
 ) -> ParallelModule:
-    """Steps 3 to 5; ``new`` is the part that is not on the layout yet."""
+    """Steps 3 to 6; ``new`` is the part that is not on the layout yet."""
     tied_groups = _tied_groups(plan, topology)
+    forgetful = blocks_to_recompute(module, transforms.memory)
     if topology.pp.size > 1:
         assert plan.trunk is not None
         plan.trunk.keep(plan.stages, plan.stages_of_rank(topology.pp.rank))
         _avoid_empty_stage(plan.trunk)
     _distribute(module if new is None else new, topology)
+    recompute(module, forgetful)
     data = DataParallel(
         topology,
         transforms.zero,

@@ -38,6 +38,7 @@ from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
+from lightning_megatron.parallel.recompute import MemoryConfig, blocks_to_recompute, recompute
 from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
@@ -80,6 +81,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             ``"auto"`` (the fastest, by the times of the first steps).
         pipeline: how the trunk is cut into stages, and how many a rank holds.
         sharding: what ZeRO treats as a unit, and how many copies of its shards there are.
+        memory: which activations are computed again in the backward instead of kept.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
 
@@ -102,6 +104,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         schedule: str = "1f1b",
         pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008 (frozen)
         sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
+        memory: MemoryConfig = MemoryConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     ) -> None:
@@ -117,7 +120,8 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             schedule=schedule,
             pipeline=pipeline,
         )
-        self._sharding, self._connection, self._checkpoint = sharding, connection, checkpoint
+        self._sharding, self._memory = sharding, memory
+        self._connection, self._checkpoint = connection, checkpoint
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
         self._defer_init = False
@@ -155,7 +159,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         module = self._module()
-        findings = examine(module.trainer, module, self.options, self._sharding, self.world_size)
+        findings = examine(
+            module.trainer, module, self.options, self._sharding, self._memory, self.world_size
+        )
         problems = (*self._connection.problems(), *self._checkpoint.problems())
         raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.defer_init
@@ -166,7 +172,8 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
                 f"{', '.join(findings.real_because)}"
             )
         assert self.cluster_environment is not None
-        settings = (self.options, self._sharding, self._checkpoint, env.global_seed())
+        configs = (self._sharding, self._memory, self._checkpoint)
+        settings = (self.options, *configs, env.global_seed())
         connect(self._connection, self.cluster_environment, self.root_device, settings)
         self._topology = self._make_topology(module)
         module._device_mesh = self.topology.mesh
@@ -277,7 +284,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
         if earlier is not None:
             earlier.data.reshard()
-            return earlier
+            recompute(module, blocks_to_recompute(module, self._memory))
+            transforms = replace(earlier.transforms, memory=self._memory)
+            return replace(earlier, transforms=transforms)
         precision = self.precision_plugin
         assert isinstance(precision, ShardedPrecision)
         if self._layer_sync is not None:
@@ -287,6 +296,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             types=precision.types,
             pipeline=self.options.pipeline,
             sharding=self._sharding,
+            memory=self._memory,
             stage_ranks=self.options.stage_ranks,
             manual_optimization=not module.automatic_optimization,
         )

@@ -24,6 +24,7 @@ from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.init import uninitialisable
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig
+from lightning_megatron.parallel.recompute import MemoryConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
 from lightning_megatron.pipeline.schedule import (
     CUSTOM,
@@ -175,12 +176,13 @@ def examine(
     module: LightningModule,
     options: LayoutOptions,
     sharding: ShardingConfig,
+    memory: MemoryConfig,
     world_size: int,
 ) -> Findings:
     """Examine a run; touches nothing."""
     problems = options.problems(world_size)
     layout_is_legal = not problems
-    problems += sharding.problems(None)
+    problems += sharding.problems(None) + memory.problems(None)
     problems += _loop_problems(module, options)
     problems += _data_problems(trainer, options)
     degrees = options.degrees(world_size) if layout_is_legal else None
@@ -194,7 +196,7 @@ def examine(
         else:
             built = True
             real_because = uninitialisable(module)
-            problems += sharding.problems(module)
+            problems += sharding.problems(module) + memory.problems(module)
             if degrees is not None:
                 plan = ModulePlan(module, degrees, options.pipeline, options.stage_ranks)
                 problems += plan.problems(sequence_parallel=options.sequence_parallel)

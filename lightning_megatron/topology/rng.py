@@ -2,10 +2,15 @@
 
 Dropout on an activation that every tp rank holds whole must drop the *same* elements on all of
 them, or the replicas drift apart; dropout on a shard (attention heads, the sequence-parallel part
-of the residual stream) must drop *different* ones, or the shards are correlated. So a process has
-PyTorch's default generator, seeded alike on all tp peers, and a *sharded* stream, seeded per tp
-rank, which `RandomStreams.sharded` swaps in (Megatron-LM, arXiv 1909.08053, section 3, does the
-same). A third one, *step*, keeps computation from disturbing the order of the data.
+of the residual stream) must drop *different* ones, or the shards are correlated (Megatron-LM, arXiv
+1909.08053, section 3). PyTorch's default generator is seeded alike on all tp peers; within
+`RandomStreams.sharded` it draws from a place that the tp rank and the generator's own position
+decide, and afterwards goes on as if a single number had been drawn. So everything random is a
+function of the default generator alone, and what saves and restores that (the recomputation of
+activations by ``torch.utils.checkpoint``, wherever it is called) gets the same masks again.
+Megatron-LM keeps a second stream beside it, of which only its own recomputation knows.
+
+A stream of its own, *step*, keeps computation from disturbing the order of the data.
 
 `HostRandomness` is the position of the generators that every process has: torch's, Python's and
 numpy's.
@@ -48,24 +53,13 @@ class RandomStream:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within the block PyTorch's default generator draws from this stream."""
-        default = self._default_state()
-        self._set_default_state(self.state)
+        default = _default_state(self.device)
+        _set_default_state(self.device, self.state)
         try:
             yield
         finally:
-            self.state = self._default_state()
-            self._set_default_state(default)
-
-    def _default_state(self) -> Tensor:
-        if self.device.type == "cuda":
-            return torch.cuda.get_rng_state(self.device)
-        return torch.get_rng_state()
-
-    def _set_default_state(self, state: Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
+            self.state = _default_state(self.device)
+            _set_default_state(self.device, default)
 
 
 class RandomStreams:
@@ -81,15 +75,21 @@ class RandomStreams:
     def __init__(
         self, seed: int, tp_rank: int, position: tuple[int, ...], device: torch.device
     ) -> None:
-        self._seeds = {
-            "sharded": derive_seed(seed, "sharded", tp_rank, *position),
-            "step": derive_seed(seed, "step", *position),
-        }
+        self._seeds = {"step": derive_seed(seed, "step", *position)}
         self._streams = {name: RandomStream(s, device) for name, s in self._seeds.items()}
+        self._sharded_seed = derive_seed(seed, "sharded", tp_rank)
+        self._device = device
 
-    def sharded(self) -> AbstractContextManager[None]:
-        """Draw from a stream that differs between tp peers, within the block."""
-        return self._streams["sharded"].active()
+    @contextmanager
+    def sharded(self) -> Iterator[None]:
+        """Draw what differs between tp peers, within the block."""
+        seed = self._sharded_seed ^ _advance(self._device)
+        default = _default_state(self._device)
+        _seed_default(self._device, seed)
+        try:
+            yield
+        finally:
+            _set_default_state(self._device, default)
 
     def step(self) -> AbstractContextManager[None]:
         """Draw from a stream for computation, within the block.
@@ -114,6 +114,41 @@ class RandomStreams:
             self._streams[name] = RandomStream(
                 derive_seed(self._seeds[name], *names), stream.device
             )
+
+
+def _default_state(device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
+
+
+def _set_default_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def _seed_default(device: torch.device, seed: int) -> None:
+    if device.type == "cuda":
+        state = torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8)
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _advance(device: torch.device) -> int:
+    """Go one draw on in the default generator; a 63-bit number that its position decides.
+
+    On a GPU nothing is drawn, as reading it would wait for the device: the state of its Philox
+    generator is a seed and an offset, a multiple of four.
+    """
+    if device.type != "cuda":
+        return int(torch.empty((), dtype=torch.int64).random_())
+    seed, offset = torch.cuda.get_rng_state(device).view(torch.int64).tolist()
+    moved = torch.tensor([seed, offset + 4], dtype=torch.int64).view(torch.uint8)
+    torch.cuda.set_rng_state(moved, device)
+    return derive_seed(seed, offset)
 
 
 @dataclass(frozen=True)

@@ -226,10 +226,10 @@ def train_job(
     data: Data,
     by_token: bool = False,
     accumulate: int = 1,
-    recompute: bool = False,
+    checkpointed: bool = False,
     chunked_loss: bool = False,
 ) -> Outcome:
-    """Train the parity module under one layout; ``recompute`` forgets activations in layers."""
+    """Train the parity module under one layout; the user may have ``checkpointed`` blocks."""
     L.seed_everything(1, verbose=False)
     strategy = MegatronStrategy(**strategy_options)
     recorder = Recorder(accumulate)
@@ -240,7 +240,7 @@ def train_job(
         accumulate_grad_batches=accumulate,
     )
     module = ParityModule(architecture, data, by_token, chunked_loss)
-    if recompute:
+    if checkpointed:
         for layer in module.model.trunk.layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     trainer.fit(module)

@@ -14,6 +14,7 @@ import pytest
 
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.parallel.recompute import MemoryConfig
 from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule, schedule_problems
 from lightning_megatron.pipeline.schedules.table import dump_schedule
 from lightning_megatron.testing import WorkerPool
@@ -60,6 +61,7 @@ class Row:
             "num_microbatches": self.num_microbatches,
             "pipeline": PipelineConfig(stages_per_rank=self.stages_per_rank),
             "sharding": ShardingConfig(min_numel=1),
+            "memory": MemoryConfig(recompute="full" if self.recompute else "none"),
         }
 
     def pairs(self) -> set[tuple[str, str]]:
@@ -105,6 +107,7 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "sharding": HYBRID}),
     "zero 2, zb-h1": (4, {"schedule": "zb-h1", "zero": 2}),
     "zero 2, dualpipev": (4, {"schedule": "dualpipev", "zero": 2}),
+    "the user's checkpointed blocks, zbv": (4, {"schedule": "zbv", "tp": 2}),
     "sequence parallel, v-half": (
         4,
         {"schedule": "v-half", "tp": 2, "sequence_parallel": True},
@@ -113,15 +116,16 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
 """Processes and options of what the rows leave out."""
 
 
-def extra_job(options: dict[str, Any]) -> Outcome:
+def extra_job(options: dict[str, Any], checkpointed: bool) -> Outcome:
     shared = {"pp": 2, "num_microbatches": 2, "sharding": ShardingConfig(min_numel=1)}
-    return train_job({**shared, **options}, "deep", DATA)
+    return train_job({**shared, **options}, "deep", DATA, checkpointed=checkpointed)
 
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_other_layouts(pool: WorkerPool, name: str) -> None:
     world, options = EXTRAS[name]
-    check(pool.run(world, extra_job, options), reference_curve("deep", DATA))
+    checkpointed = name.startswith("the user's")
+    check(pool.run(world, extra_job, options, checkpointed), reference_curve("deep", DATA))
 
 
 @pytest.mark.parametrize("source", ["zb-h1", "v-min"])
@@ -138,7 +142,7 @@ def test_a_schedule_from_a_file(pool: WorkerPool, tmp_path: Path, source: str) -
 
 
 def schedule_job(row: Row) -> Outcome:
-    return train_job(row.options(), "deep", DATA, recompute=row.recompute)
+    return train_job(row.options(), "deep", DATA)
 
 
 @pytest.mark.parametrize("row", rows(), ids=str)

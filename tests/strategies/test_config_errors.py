@@ -16,6 +16,7 @@ from lightning_megatron import (
     ConfigError,
     ConnectionConfig,
     LanguageModel,
+    MemoryConfig,
     PipelineConfig,
     PipelineSequential,
     ShardingConfig,
@@ -167,6 +168,21 @@ CASES = {
     "unknown schedule": Case(layout={"pp": 2, "schedule": "fast"}, says=("fast", "gpipe")),
     "more stages than items": Case(
         layout={"pp": 4}, module=TwoItems, says=("=4", "items=2", "at least one", "=2")
+    ),
+    "unknown recomputation": Case(
+        layout={"memory": MemoryConfig(recompute="ful")},  # type: ignore[arg-type]
+        says=("memory.recompute='ful'", "none, full", "'full'"),
+    ),
+    "recomputing each 0th block": Case(
+        layout={"memory": MemoryConfig(recompute="full", every=0)}, says=("every=0", "every=1")
+    ),
+    "blocks of a recomputation that is off": Case(
+        layout={"memory": MemoryConfig(blocks=["Sequential"])},
+        says=("recompute='none'", "nearest valid: recompute='full'"),
+    ),
+    "recomputing what there is not": Case(
+        layout={"memory": MemoryConfig(recompute="full", blocks=["Sequental"])},
+        says=("blocks='Sequental'", "'Sequential'"),
     ),
     "partition with too few stages": Case(
         layout={"pp": 4, "pipeline": PipelineConfig(partition=[2, 2])},

@@ -45,6 +45,7 @@ def test_lightning_cli_parses_every_option() -> None:
         "pipeline.partition": "[2, 2]",
         "sharding.min_numel": "10",
         "sharding.wrap": "[Linear]",
+        "memory.recompute": "full",
         "connection.timeout_s": "20",
     }
     args = ["--trainer.strategy=MegatronStrategy", "--trainer.accelerator=cpu"]

@@ -1,0 +1,204 @@
+"""Recomputing activations in the backward instead of keeping them.
+
+What autograd keeps of a block from its forward to its backward (for a transformer block of hidden
+size ``h`` about ``34 s b h`` bytes in 16 bits, and ``5 s^2 b n`` for attention that is not fused)
+is usually most of the memory of a training step. A block that is *recomputed* keeps its input
+only, ``2 s b h``, and runs forward once more when its backward begins: a third more computation
+if all blocks do it (Chen et al., arXiv 1604.06174). With ``every=n`` each n-th block does.
+
+Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the instance. So
+
+- names of parameters and the class of the block stay; hooks of the block, those of ZeRO among them,
+  lie outside and run once: parameters that ZeRO 3 gathers for the block's backward serve the
+  recomputation too, which needs no gathering of its own;
+- collectives of tp are repeated, in the same order on every rank;
+- dropout draws the same masks again, those of tensors that tp shards included, as all of them
+  follow from the default generator (`topology.rng`), and autocast is what it was;
+- running statistics (batch norm) count every batch once;
+- the input part of a split backward recomputes, and the weight part uses the factors that it left.
+
+Without gradients (evaluation, generation) blocks run as they are.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
+
+Mode = Literal["none", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What is done to train with less memory."""
+
+    recompute: Mode = "none"
+    """Activations that are computed again in the backward: none, or all inside a block (full)."""
+    blocks: list[str] | None = None
+    """Class names of the modules to recompute. None: the composite modules in the lists of the
+    network (every ``nn.ModuleList`` and ``nn.Sequential``, ``layers=[...]`` of a
+    PipelineSequential), outermost."""
+    every: int = 1
+    """Recompute each n-th block, beginning with the first."""
+
+    def problems(self, module: nn.Module | None) -> list[str]:
+        """Faults of the options, and if ``module`` is given, of applying them to it."""
+        if self.recompute not in get_args(Mode):
+            close = difflib.get_close_matches(str(self.recompute), get_args(Mode), n=1, cutoff=0.0)
+            return [
+                f"memory.recompute={self.recompute!r}: no such mode; valid: "
+                f"{', '.join(get_args(Mode))}; nearest valid: {close[0]!r}"
+            ]
+        problems = []
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            problems.append(
+                f"memory.every={self.every!r}: must be a whole number of at least 1; "
+                "nearest valid: every=1"
+            )
+        if self.recompute == "none":
+            if (self.blocks, self.every) != (None, 1):
+                problems.append(
+                    f"memory.recompute='none', blocks={self.blocks}, every={self.every}: they "
+                    "say which blocks to recompute, and none is; nearest valid: recompute='full'"
+                )
+            return problems
+        if module is None or any(isinstance(child, RemoteItem) for child in module.modules()):
+            return problems  # an earlier run, whose problems were told, has left some stages here
+        return problems + self._block_problems(module)
+
+    def _block_problems(self, module: nn.Module) -> list[str]:
+        classes = sorted({_class_name(child) for child in module.modules()})
+        problems = []
+        for name in self.blocks or ():
+            if name not in classes:
+                close = difflib.get_close_matches(str(name), classes, n=1, cutoff=0.0)
+                problems.append(
+                    f"memory.blocks={name!r}: the module holds no {name}, so nothing would be "
+                    f"recomputed; nearest valid: {close[0]!r}, or blocks=None"
+                )
+        if not problems and not find_blocks(module, self.blocks):
+            problems.append(
+                f"memory.recompute={self.recompute!r}, blocks={self.blocks}: the module has no "
+                "lists of composite modules, so there is nothing to recompute; nearest valid: "
+                "blocks=[<class names>], or recompute='none'"
+            )
+        return problems
+
+
+def find_blocks(module: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
+    """The modules that can be recomputed one by one, outermost only, in their order.
+
+    Args:
+        module: where to look.
+        classes: class names; None for the members of lists, and of a PipelineSequential that holds
+            no list, that are made of other modules: a single layer keeps little but its input.
+    """
+    return list(dict.fromkeys(_find(module, classes)))
+
+
+def _find(module: nn.Module, classes: Sequence[str] | None) -> Iterator[nn.Module]:
+    children = list(module.children())
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    if isinstance(module, PipelineSequential):
+        is_list = not any(isinstance(child, nn.ModuleList) for child in children)
+    for child in children:
+        if classes is not None:
+            chosen = _class_name(child) in classes
+        else:
+            container = isinstance(child, nn.ModuleList | nn.ModuleDict | PipelineSequential)
+            composite = isinstance(child, RemoteItem) or any(True for _ in child.children())
+            chosen = is_list and not container and composite
+        if chosen:
+            yield child
+        else:
+            yield from _find(child, classes)
+
+
+def _class_name(module: nn.Module) -> str:
+    kind = type(module)
+    if isinstance(module, FSDPModule):  # FSDP2 derives a class, from itself and the original
+        kind = kind.__mro__[2]
+    return kind.__name__
+
+
+def blocks_to_recompute(module: nn.Module, config: MemoryConfig) -> list[nn.Module]:
+    """The blocks that ``config`` chooses of a whole module, that of all pipeline stages."""
+    if config.recompute == "none":
+        return []
+    return find_blocks(module, config.blocks)[:: config.every]
+
+
+def recompute(module: nn.Module, chosen: Collection[nn.Module]) -> None:
+    """Let ``chosen`` blocks inside ``module``, and no others, forget their activations."""
+    wanted = set(chosen)
+    for child in module.modules():
+        held = child.__dict__.get("forward")
+        if isinstance(held, _Forgetful):
+            held.remove()
+        if child in wanted:
+            # On the instance, so that its class, and what looks at it, stay as they are.
+            object.__setattr__(child, "forward", _Forgetful(child))
+
+
+class _Forgetful:
+    """Stands in for the ``forward`` of a block.
+
+    A class, not a closure: a deep copy of the block then runs its own weights.
+
+    Args:
+        block: whose activations are forgotten.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block, self._forward = block, block.forward
+        self._own: Callable[..., Any] | None = block.__dict__.get("forward")
+        self.__signature__ = inspect.signature(block.forward)
+        counting = [m for m in block.modules() if getattr(m, "track_running_stats", False)]
+        # torch's default where nothing else is needed: it asks less of compilation.
+        self._options: dict[str, Any] = (
+            {"context_fn": partial(_contexts, counting)} if counting else {}
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **self._options, **kwargs)
+
+    def remove(self) -> None:
+        """Give the block its own forward back."""
+        if self._own is None:
+            del self._block.__dict__["forward"]
+        else:
+            object.__setattr__(self._block, "forward", self._own)
+
+
+def _contexts(
+    counting: Sequence[nn.Module],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _without_counting(counting)
+
+
+@contextmanager
+def _without_counting(counting: Sequence[nn.Module]) -> Iterator[None]:
+    """Within the block, running statistics change in copies only.
+
+    Copies, because autograd would notice a change of the tensors themselves.
+    """
+    kept = [(m, name, value) for m in counting for name, value in m._buffers.items()]
+    for m, name, value in kept:
+        m._buffers[name] = None if value is None else value.clone()
+    try:
+        yield
+    finally:
+        for m, name, value in kept:
+            m._buffers[name] = value

@@ -1,0 +1,184 @@
+"""Blocks that forget their activations: the same numbers, fewer bytes."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron import MegatronStrategy, MemoryConfig, PipelineSequential, ShardingConfig
+from lightning_megatron.layers.attention import CausalSelfAttention
+from lightning_megatron.layers.dropout import Dropout
+from lightning_megatron.parallel.recompute import blocks_to_recompute, find_blocks, recompute
+from lightning_megatron.pipeline.measure import saved_bytes
+from lightning_megatron.testing import WorkerPool
+from tests.parity import reference
+from tests.parity.jobs import Outcome, ParityModule, Recorder, quiet_trainer, whole_parameters
+from tests.parity.reference import Data
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Counts its forwards; random, and with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.runs = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.runs += 1
+        y = nn.functional.dropout(torch.tanh(self.norm(self.linear(x))), 0.3, self.training)
+        return x + scale * torch.sin(y)
+
+
+def network() -> PipelineSequential:
+    torch.manual_seed(0)
+    return PipelineSequential(
+        embedding=nn.Sequential(nn.Linear(WIDTH, WIDTH)),
+        layers=[Block() for _ in range(4)],
+        head=nn.Linear(WIDTH, WIDTH),
+    ).double()
+
+
+def gradients(net: PipelineSequential) -> tuple[list[Tensor], int]:
+    """Gradients and input gradient of a step, and what autograd kept for it."""
+    torch.manual_seed(1)
+    x = torch.randn(16, WIDTH, dtype=torch.float64, requires_grad=True)
+    with saved_bytes() as kept:
+        loss = net(x, scale=0.5).square().sum()
+    torch.rand(3)  # the recomputation must not depend on where the generator is by then
+    loss.backward()
+    found = [x.grad, *(p.grad for p in net.parameters())]
+    return [g.clone() for g in found if g is not None], kept[0]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_the_same_numbers_from_fewer_bytes(every: int) -> None:
+    plain, net = network(), network()
+    expected, all_bytes = gradients(plain)
+    recompute(net, blocks_to_recompute(net, MemoryConfig(recompute="full", every=every)))
+    found, few_bytes = gradients(net)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(net.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs), "running statistics count the batch once"
+    assert [b.runs for b in net.layers] == [2 if i % every == 0 else 1 for i in range(4)]
+    assert few_bytes < all_bytes * (0.5 if every == 1 else 0.9)
+    assert [n for n, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+def test_evaluation_runs_once_and_a_copy_runs_its_own_weights() -> None:
+    net = network()
+    recompute(net, find_blocks(net, None))
+    with torch.no_grad():
+        net(torch.ones(4, WIDTH, dtype=torch.float64))
+    assert [b.runs for b in net.layers] == [1] * 4
+    other = copy.deepcopy(net).eval()
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    before = other(x)
+    nn.init.zeros_(net.layers[0].linear.weight)
+    assert torch.equal(other(x), before)
+    nn.init.zeros_(other.layers[0].linear.weight)
+    assert not torch.equal(other(x), before)
+
+
+def test_can_be_taken_back() -> None:
+    net = network()
+    recompute(net, find_blocks(net, None))
+    recompute(net, [net.layers[1]])
+    gradients(net)
+    assert [b.runs for b in net.layers] == [1, 2, 1, 1]
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(2, 2), nn.ModuleList([Block(), nn.ReLU(), Block()])
+
+
+FINDABLE: dict[str, tuple[Callable[[], nn.Module], Sequence[str] | None, list[str]]] = {
+    "members of the trunk's list": (network, None, [f"layers.{i}" for i in range(4)]),
+    "items where there is no list": (
+        lambda: PipelineSequential(nn.Linear(2, 2), Block(), Block()),
+        None,
+        ["1", "2"],
+    ),
+    "lists of any module": (Listed, None, ["blocks.0", "blocks.2"]),
+    "outermost": (
+        lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.ReLU()),
+        None,
+        ["0"],
+    ),
+    "by class": (Listed, ["Linear"], ["stem", "blocks.0.linear", "blocks.2.linear"]),
+    "single layers gain nothing": (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()), None, []),
+}
+
+
+@pytest.mark.parametrize("name", FINDABLE)
+def test_blocks_are_found(name: str) -> None:
+    make, classes, expected = FINDABLE[name]
+    module = make()
+    names = {child: n for n, child in module.named_modules()}
+    assert [names[b] for b in find_blocks(module, classes)] == expected
+
+
+def train(options: dict[str, Any], memory: MemoryConfig, precision: str) -> Outcome:
+    """Three steps with dropout everywhere."""
+    L.seed_everything(1, verbose=False)
+    sharding = ShardingConfig(min_numel=1)
+    strategy = MegatronStrategy(**options, sharding=sharding, memory=memory)
+    recorder = Recorder(1)
+    module = ParityModule("llama", Data(steps=3))
+    for child in module.modules():
+        if isinstance(child, Dropout):
+            child.p = 0.2
+        elif isinstance(child, CausalSelfAttention):
+            child.dropout = 0.2
+    if precision != "64-true":
+        module.float()
+    trainer = quiet_trainer(
+        strategy,
+        callbacks=[recorder],
+        gradient_clip_val=reference.CLIP,
+        precision=precision,
+    )
+    trainer.fit(module)
+    losses = [float(strategy.reduce(loss)) for loss in recorder.losses]
+    return Outcome(losses, recorder.norms, whole_parameters(module.model, strategy.topology))
+
+
+def compare_job(options: dict[str, Any], precision: str) -> None:
+    modes = (MemoryConfig(), MemoryConfig(recompute="full"))
+    plain, *others = (train(options, memory, precision) for memory in modes)
+    for other in others:
+        assert other.losses == plain.losses
+        assert other.norms == plain.norms
+        for name, value in plain.weights.items():
+            assert torch.equal(other.weights[name], value), name
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {"num_microbatches": 2}),
+    "tp=2": (2, {"tp": 2}),
+    "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp=2": (2, {"pp": 2, "num_microbatches": 4}),
+    "pp=2 zbv tp=2": (4, {"pp": 2, "schedule": "zbv", "tp": 2, "num_microbatches": 4}),
+    "dp=2 zero 3": (2, {"zero": 3, "num_microbatches": 2}),
+    "dp=2 zero 2": (2, {"zero": 2, "num_microbatches": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dropout_and_all_are_the_same_to_the_bit(pool: WorkerPool, name: str) -> None:
+    world, options = LAYOUTS[name]
+    pool.run(world, compare_job, options, "64-true")
+
+
+def test_the_same_under_bfloat16(pool: WorkerPool) -> None:
+    options = {"tp": 2, "sequence_parallel": True, "zero": 3}
+    pool.run(4, compare_job, options, "bf16-mixed")
