@@ -108,9 +108,7 @@ class LanguageModel(pl.LightningModule):
     def configure_model(self) -> None:
         """Build the trunk; under the strategy this runs on the meta device."""
         if not hasattr(self, "trunk"):
-            self.trunk = build_trunk(
-                self.config, self._chunked_head() if self.chunked_loss else None
-            )
+            self.trunk = build_trunk(self.config, self._chunked_head if self.chunked_loss else None)
 
     def _chunked_head(self) -> LinearCrossEntropy:
         return LinearCrossEntropy(

@@ -9,6 +9,7 @@ so on in every layout.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -167,18 +168,17 @@ class Transformer(nn.Module):
 
 
 def build_trunk(
-    config: TransformerConfig, head: ColumnParallelLinear | None = None
+    config: TransformerConfig, make_head: Callable[[], ColumnParallelLinear] | None = None
 ) -> PipelineSequential:
     """The items of `Transformer`, ready to be cut into pipeline stages.
 
     Args:
         config: sizes of the model.
-        head: in place of the usual output projection; its weight is tied if the config says so.
+        make_head: makes another output projection than the usual one, with the same parameters.
     """
     rotary = _rotary(config) if config.positions == "rotary" else None
     embedding = InputEmbedding(config)
-    if head is None:
-        head = _head(config)
+    head = _head(config) if make_head is None else make_head()
     if config.tied_embeddings:
         head.weight = embedding.tokens.weight
     return PipelineSequential(
