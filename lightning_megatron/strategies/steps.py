@@ -192,12 +192,11 @@ class StepEngine:
         """
         if not self._parallel.data.communicates_every_microbatch:
             return 1
+        if self._rule.size is None:
+            return self._rule.count(None)
         count = self._rule.count(batch_size_of(batch))
-        group = self._topology.batch.group
-        if group is None or self._rule.single:
-            return count
         highest = torch.tensor(count, device=self._topology.device)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._topology.batch.group)
         return int(highest)
 
     def _random(self) -> AbstractContextManager[None]:
