@@ -14,17 +14,16 @@ With a norm of queries and keys (Qwen3) every head is divided by its root mean s
 turned. With a sliding window (Mistral, arXiv 2310.06825) a position sees itself and the
 ``window - 1`` before it.
 
-The attention itself is ``scaled_dot_product_attention``, which picks the fastest kernel there is.
+The attention itself is computed by one of `layers.attention_backends`.
 
 Legend: b batch, s sequence, h hidden size, n heads, d head dim.
 """
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.layers.attention_backends import Call, attend, missing
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import random_stream
 from lightning_megatron.layers.kv_cache import KeyValueCache
@@ -35,7 +34,7 @@ from lightning_megatron.layers.linear import (
 )
 from lightning_megatron.layers.norm import HeadNorm
 from lightning_megatron.layers.rotary import Rotary
-from lightning_megatron.layers.rules import head_problems, tp_head_problems
+from lightning_megatron.layers.rules import AttentionBackend, head_problems, tp_head_problems
 from lightning_megatron.topology.degrees import Degrees
 
 
@@ -59,6 +58,10 @@ class CausalSelfAttention(ParallelLayer):
         dropout: probability of an attention weight to be zeroed.
         init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
         out_init_std: the same for ``wo``; ``init_std`` when None.
+
+    Attributes:
+        backend: what computes the attention (`layers.attention_backends`); with a cache it is
+            always ``"sdpa"``. May be changed at any time.
 
     Raises:
         ConfigError: the numbers of heads do not fit each other or the hidden size.
@@ -88,6 +91,7 @@ class CausalSelfAttention(ParallelLayer):
         self.rotary = rotary
         self.window = window
         self.dropout = dropout
+        self.backend: AttentionBackend = "sdpa"
         q_size, kv_size = num_heads * self.head_dim, kv_heads * self.head_dim
         self.wq = ColumnParallelLinear(hidden_size, q_size, qkv_bias, init_std=init_std)
         self.wk, self.wv = (
@@ -103,7 +107,13 @@ class CausalSelfAttention(ParallelLayer):
 
     @override
     def problems(self, degrees: Degrees) -> list[str]:
-        return tp_head_problems(self.num_heads, self.num_kv_heads, degrees.tp)
+        problems = tp_head_problems(self.num_heads, self.num_kv_heads, degrees.tp)
+        not_installed = missing(self.backend)
+        if not_installed:
+            problems.append(
+                f"attention_backend={self.backend}: {not_installed}; nearest valid: sdpa"
+            )
+        return problems
 
     @override
     def forward(
@@ -132,36 +142,21 @@ class CausalSelfAttention(ParallelLayer):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             q, k = self.rotary(q, k, positions)
+        backend = self.backend
         if cache is not None:
             k, v = cache.extend(self, k, v)
-        elif mask is None and self.window is not None and self.window < k.shape[1]:
-            mask = window_mask(k.shape[1], self.window, k.device)
-        y_bnsd = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        out: Tensor = self.wo(y_bnsd.transpose(1, 2).flatten(2))
+            backend = "sdpa"
+        p = self.dropout if self.training else 0.0
+        y_bsnd = self._attend(backend, Call(q, k, v, mask, self.window, p))
+        out: Tensor = self.wo(y_bsnd.flatten(2))
         return out
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        p = self.dropout if self.training else 0.0
-        grouped = q.shape[1] != k.shape[1]
-        if p == 0.0:
-            return _sdpa(q, k, v, mask, p, grouped)
+    def _attend(self, backend: AttentionBackend, call: Call) -> Tensor:
+        if call.dropout == 0.0:
+            return attend(backend, call)
         with random_stream(self.topology, sharded=True):
-            return _sdpa(q, k, v, mask, p, grouped)
+            return attend(backend, call)
 
     @override
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {super().extra_repr()}"
-
-
-def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """What each of ``length`` positions sees: ``[s, s]``, True within the window before it."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen if window is None else seen.triu(1 - window)
-
-
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, grouped: bool
-) -> torch.Tensor:
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None, enable_gqa=grouped
-    )

@@ -10,6 +10,19 @@ Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 GATED: tuple[Activation, ...] = ("swiglu", "geglu")
 """Activations with a gate."""
 
+AttentionBackend = Literal["auto", "sdpa", "flash", "flex", "te", "reference"]
+"""What computes attention (`layers.attention_backends`)."""
+
+ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = (
+    "auto",
+    "sdpa",
+    "flash",
+    "flex",
+    "te",
+    "reference",
+)
+"""All of them."""
+
 
 def head_problems(
     hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None

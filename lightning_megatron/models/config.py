@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.rules import GATED, Activation, head_problems, tp_head_problems
+from lightning_megatron.layers.rules import (
+    ATTENTION_BACKENDS,
+    GATED,
+    Activation,
+    AttentionBackend,
+    head_problems,
+    tp_head_problems,
+)
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -16,6 +23,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "norm": ("rmsnorm", "layernorm"),
     "positions": ("rotary", "learned"),
     "rope_scaling": ("none", "linear", "llama3"),
+    "attention_backend": ATTENTION_BACKENDS,
 }
 
 
@@ -85,6 +93,8 @@ class TransformerConfig:
     """Dropout on the embeddings and on what each half of a block adds to the residual stream."""
     attention_dropout: float = 0.0
     """Dropout on the attention weights."""
+    attention_backend: AttentionBackend = "sdpa"
+    """What computes attention (`layers.attention_backends`); results differ by rounding only."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; those that write to the residual stream get
     ``init_std / sqrt(2 * num_layers)`` (GPT-2)."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.attention import window_mask
+from lightning_megatron.layers.attention_backends import window_mask
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.models.config import TransformerConfig

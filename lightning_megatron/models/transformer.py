@@ -81,6 +81,7 @@ class TransformerBlock(nn.Module):
             init_std=std,
             out_init_std=out_std,
         )
+        self.attention.backend = config.attention_backend
         self.mlp_norm = _norm(config)
         self.mlp = MLP(
             config.hidden_size,

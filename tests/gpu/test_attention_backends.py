@@ -1,0 +1,37 @@
+"""The kernels against the formula, in bfloat16, forward and backward."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.layers.attention_backends import Call, attend, missing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+CASES: dict[str, dict[str, Any]] = {"grouped": {}, "window": {"window": 100}}
+
+
+def _run(name: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dy = (
+        torch.randn(2, 384, heads, 64, generator=generator, device="cuda").bfloat16().to(dtype)
+        for heads in (8, 2, 2, 8)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    y = attend(name, Call(q, k, v, **options))
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["sdpa", "flash", "flex", "te", "auto"])
+def test_kernel_is_the_reference(name: Any, case: str) -> None:
+    if missing(name):
+        pytest.skip(str(missing(name)))
+    expected = _run("reference", torch.float32, CASES[case])
+    for one, other in zip(_run(name, torch.bfloat16, CASES[case]), expected, strict=True):
+        error = (one.float() - other).norm() / other.norm()
+        assert error < 0.01
