@@ -1,5 +1,6 @@
 """What README.md says, held against the package; `tests/launched` runs its commands."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -21,6 +22,20 @@ def test_options_table_is_the_strategys_signature() -> None:
         plain = isinstance(default, int | str | None)
         expected = str(default) if plain else f"{type(default).__name__}()"
         assert documented[parameter.name].strip('"') == expected
+
+
+def test_names_in_python_examples_exist() -> None:
+    """Of those that are no programs, which `tests/launched` runs."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for block in blocks:
+        calls = {
+            node.func.id
+            for node in ast.walk(ast.parse(block))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        if "__main__" not in block:
+            assert calls
+            assert calls <= set(lightning_megatron.__all__), block
 
 
 def test_versions_agree() -> None:

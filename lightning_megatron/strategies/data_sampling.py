@@ -154,7 +154,8 @@ def share_of(
     if has_iterable_dataset(dataloader) or not hasattr(sampler, "__len__"):
         return Share(loader=dataloader, order=None)
     divide = divide and not isinstance(sampler, DistributedSampler)
-    sets = 1 if divide else topology.batch.size
+    # Where an item is a batch, those that the ranks read together are one batch of the job.
+    sets = 1 if divide or dataloader.batch_size is None else topology.batch.size
     division = Division(
         rank=topology.batch.rank if divide else 0,
         ranks=topology.batch.size if divide else 1,

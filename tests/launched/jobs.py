@@ -91,8 +91,8 @@ def python(text: str, folder: Path, *launcher: str) -> Finished:
 def readme_example(folder: Path) -> str:
     """The Python example, word for word."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 1
-    (folder / "example.py").write_text(blocks[0])
+    [program] = [block for block in blocks if "__main__" in block]
+    (folder / "example.py").write_text(program)
     return succeed([sys.executable, "example.py"], folder)
 
 
