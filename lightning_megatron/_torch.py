@@ -19,6 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor import debug as dtensor_debug
 
+# The way to see every operator of a block of code is documented, but lives in a private module.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 # Undocumented in 2.11-2.13, though every distributed module of torch leans on it.
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map

@@ -184,7 +184,7 @@ def _spread(
         plan.trunk.keep(plan.stages, plan.stages_of_rank(topology.pp.rank))
         _avoid_empty_stage(plan.trunk)
     _distribute(module if new is None else new, topology)
-    recompute(module, forgetful)
+    recompute(module, forgetful, transforms.memory)
     data = DataParallel(
         topology,
         transforms.zero,

@@ -4,7 +4,9 @@ What autograd keeps of a block from its forward to its backward (for a transform
 size ``h`` about ``34 s b h`` bytes in 16 bits, and ``5 s^2 b n`` for attention that is not fused)
 is usually most of the memory of a training step. A block that is *recomputed* keeps its input
 only, ``2 s b h``, and runs forward once more when its backward begins: a third more computation
-if all blocks do it (Chen et al., arXiv 1604.06174). With ``every=n`` each n-th block does.
+if all blocks do it (Chen et al., arXiv 1604.06174). With ``every=n`` each n-th block does. If the
+recomputation is *selective*, a block also keeps the results of chosen operations, and repeats only
+the others (`parallel.selective`).
 
 Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the instance. So
 
@@ -23,8 +25,9 @@ Without gradients (evaluation, generation) blocks run as they are.
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -32,10 +35,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
+from lightning_megatron.parallel.selective import (
+    OPERATIONS,
+    Notes,
+    Noting,
+    Operation,
+    Replaying,
+    kept_operations,
+)
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 
-Mode = Literal["none", "full"]
+Mode = Literal["none", "full", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +55,25 @@ class MemoryConfig:
     """What is done to train with less memory."""
 
     recompute: Mode = "none"
-    """Activations that are computed again in the backward: none, or all inside a block (full)."""
+    """Activations that are computed again in the backward: none, all inside a block (full), or all
+    but the results of the operations in ``keep`` (selective)."""
+    keep: list[Operation] | None = None
+    """For selective: ``attention`` (fused, without dropout) and ``matmul``, the products of linear
+    layers. None: both, so that norms, activation functions, dropout and rotary embeddings are
+    computed again. ``["matmul"]`` also recomputes attention."""
     blocks: list[str] | None = None
-    """Class names of the modules to recompute. None: the composite modules in the lists of the
-    network (every ``nn.ModuleList`` and ``nn.Sequential``, ``layers=[...]`` of a
-    PipelineSequential), outermost."""
+    """Modules to recompute, by class name or by a pattern of their names (``"*.mlp"``), outermost.
+    None: the composite modules in the lists of the network (every ``nn.ModuleList`` and
+    ``nn.Sequential``, ``layers=[...]`` of a PipelineSequential)."""
     every: int = 1
     """Recompute each n-th block, beginning with the first."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Operations whose results blocks keep."""
+        if self.recompute != "selective":
+            return ()
+        return OPERATIONS if self.keep is None else tuple(self.keep)
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of applying them to it."""
@@ -65,6 +89,7 @@ class MemoryConfig:
                 f"memory.every={self.every!r}: must be a whole number of at least 1; "
                 "nearest valid: every=1"
             )
+        problems += self._keep_problems()
         if self.recompute == "none":
             if (self.blocks, self.every) != (None, 1):
                 problems.append(
@@ -76,15 +101,31 @@ class MemoryConfig:
             return problems  # an earlier run, whose problems were told, has left some stages here
         return problems + self._block_problems(module)
 
+    def _keep_problems(self) -> list[str]:
+        if self.keep is None:
+            return []
+        if self.recompute != "selective":
+            return [
+                f"memory.recompute={self.recompute!r}, keep={self.keep}: only selective "
+                "recomputation keeps results; nearest valid: recompute='selective'"
+            ]
+        wrong = [name for name in self.keep if name not in OPERATIONS]
+        if wrong or not self.keep:
+            return [
+                f"memory.keep={self.keep}: must name some of {', '.join(OPERATIONS)}; nearest "
+                "valid: keep=['attention', 'matmul'], or recompute='full' to keep nothing"
+            ]
+        return []
+
     def _block_problems(self, module: nn.Module) -> list[str]:
         classes = sorted({_class_name(child) for child in module.modules()})
         problems = []
         for name in self.blocks or ():
-            if name not in classes:
+            if not find_blocks(module, [name]):
                 close = difflib.get_close_matches(str(name), classes, n=1, cutoff=0.0)
                 problems.append(
-                    f"memory.blocks={name!r}: the module holds no {name}, so nothing would be "
-                    f"recomputed; nearest valid: {close[0]!r}, or blocks=None"
+                    f"memory.blocks={name!r}: the module holds nothing of this class or name, so "
+                    f"nothing would be recomputed; nearest valid: {close[0]!r}, or blocks=None"
                 )
         if not problems and not find_blocks(module, self.blocks):
             problems.append(
@@ -95,25 +136,31 @@ class MemoryConfig:
         return problems
 
 
-def find_blocks(module: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
+_FULL = MemoryConfig(recompute="full")
+
+
+def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
     """The modules that can be recomputed one by one, outermost only, in their order.
 
     Args:
         module: where to look.
-        classes: class names; None for the members of lists, and of a PipelineSequential that holds
-            no list, that are made of other modules: a single layer keeps little but its input.
+        wanted: class names, and patterns of names; None for the members of lists, and of a
+            PipelineSequential that holds no list, that are made of other modules: a single layer
+            keeps little but its input.
     """
-    return list(dict.fromkeys(_find(module, classes)))
+    return list(dict.fromkeys(_find(module, wanted, "")))
 
 
-def _find(module: nn.Module, classes: Sequence[str] | None) -> Iterator[nn.Module]:
-    children = list(module.children())
+def _find(module: nn.Module, wanted: Sequence[str] | None, prefix: str) -> Iterator[nn.Module]:
+    children = dict(module.named_children())
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     if isinstance(module, PipelineSequential):
-        is_list = not any(isinstance(child, nn.ModuleList) for child in children)
-    for child in children:
-        if classes is not None:
-            chosen = _class_name(child) in classes
+        is_list = not any(isinstance(child, nn.ModuleList) for child in children.values())
+    for name, child in children.items():
+        path = prefix + name
+        if wanted is not None:
+            kind = _class_name(child)
+            chosen = any(kind == entry or fnmatchcase(path, entry) for entry in wanted)
         else:
             container = isinstance(child, nn.ModuleList | nn.ModuleDict | PipelineSequential)
             composite = isinstance(child, RemoteItem) or any(True for _ in child.children())
@@ -121,7 +168,7 @@ def _find(module: nn.Module, classes: Sequence[str] | None) -> Iterator[nn.Modul
         if chosen:
             yield child
         else:
-            yield from _find(child, classes)
+            yield from _find(child, wanted, f"{path}.")
 
 
 def _class_name(module: nn.Module) -> str:
@@ -138,8 +185,10 @@ def blocks_to_recompute(module: nn.Module, config: MemoryConfig) -> list[nn.Modu
     return find_blocks(module, config.blocks)[:: config.every]
 
 
-def recompute(module: nn.Module, chosen: Collection[nn.Module]) -> None:
-    """Let ``chosen`` blocks inside ``module``, and no others, forget their activations."""
+def recompute(
+    module: nn.Module, chosen: Collection[nn.Module], config: MemoryConfig = _FULL
+) -> None:
+    """Let ``chosen`` blocks inside ``module``, and no others, forget as ``config`` says."""
     wanted = set(chosen)
     for child in module.modules():
         held = child.__dict__.get("forward")
@@ -147,7 +196,7 @@ def recompute(module: nn.Module, chosen: Collection[nn.Module]) -> None:
             held.remove()
         if child in wanted:
             # On the instance, so that its class, and what looks at it, stay as they are.
-            object.__setattr__(child, "forward", _Forgetful(child))
+            object.__setattr__(child, "forward", _Forgetful(child, config.kept))
 
 
 class _Forgetful:
@@ -157,16 +206,17 @@ class _Forgetful:
 
     Args:
         block: whose activations are forgotten.
+        kept: operations whose results are not.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, kept: Sequence[str]) -> None:
         self._block, self._forward = block, block.forward
         self._own: Callable[..., Any] | None = block.__dict__.get("forward")
         self.__signature__ = inspect.signature(block.forward)
         counting = [m for m in block.modules() if getattr(m, "track_running_stats", False)]
         # torch's default where nothing else is needed: it asks less of compilation.
         self._options: dict[str, Any] = (
-            {"context_fn": partial(_contexts, counting)} if counting else {}
+            {"context_fn": partial(_contexts, counting, kept)} if counting or kept else {}
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,9 +233,31 @@ class _Forgetful:
 
 
 def _contexts(
-    counting: Sequence[nn.Module],
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _without_counting(counting)
+    counting: Sequence[nn.Module], kept: Sequence[str]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What a block runs in first, and what it runs in again."""
+    if not kept:
+        return nullcontext(), _Again(counting, None)
+    notes = Notes(kept_operations(kept))
+    return Noting(notes), _Again(counting, notes)
+
+
+class _Again(AbstractContextManager[None]):
+    """Around a recomputation; can be entered once per backward of the same forward."""
+
+    def __init__(self, counting: Sequence[nn.Module], notes: Notes | None) -> None:
+        self._counting, self._notes = counting, notes
+
+    @override
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        self._entered.enter_context(_without_counting(self._counting))
+        if self._notes is not None:
+            self._entered.enter_context(Replaying(self._notes))
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 @contextmanager

@@ -284,7 +284,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
         if earlier is not None:
             earlier.data.reshard()
-            recompute(module, blocks_to_recompute(module, self._memory))
+            recompute(module, blocks_to_recompute(module, self._memory), self._memory)
             transforms = replace(earlier.transforms, memory=self._memory)
             return replace(earlier, transforms=transforms)
         precision = self.precision_plugin

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy, MemoryConfig, PipelineSequential, ShardingConfig
+from lightning_megatron._torch import TorchDispatchMode
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.dropout import Dropout
+from lightning_megatron.models.transformer import TransformerBlock
 from lightning_megatron.parallel.recompute import blocks_to_recompute, find_blocks, recompute
 from lightning_megatron.pipeline.measure import saved_bytes
 from lightning_megatron.testing import WorkerPool
 from tests.parity import reference
-from tests.parity.jobs import Outcome, ParityModule, Recorder, quiet_trainer, whole_parameters
+from tests.parity.jobs import (
+    Outcome,
+    ParityModule,
+    Recorder,
+    quiet_trainer,
+    transformer_config,
+    whole_parameters,
+)
 from tests.parity.reference import Data
 
 WIDTH = 8
@@ -115,6 +124,7 @@ FINDABLE: dict[str, tuple[Callable[[], nn.Module], Sequence[str] | None, list[st
         ["0"],
     ),
     "by class": (Listed, ["Linear"], ["stem", "blocks.0.linear", "blocks.2.linear"]),
+    "by name": (Listed, ["*.2", "*.norm"], ["blocks.0.norm", "blocks.2"]),
     "single layers gain nothing": (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()), None, []),
 }
 
@@ -127,18 +137,78 @@ def test_blocks_are_found(name: str) -> None:
     assert [names[b] for b in find_blocks(module, classes)] == expected
 
 
-def train(options: dict[str, Any], memory: MemoryConfig, precision: str) -> Outcome:
+class Counted(TorchDispatchMode):
+    """Counts how often an operator runs."""
+
+    def __init__(self, func: Any) -> None:
+        super().__init__()
+        self.func, self.count = func, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is self.func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("keep", "products", "attentions"),
+    [(["attention", "matmul"], 0, 0), (["matmul"], 0, 1), (["attention"], 5, 0)],
+)
+def test_what_is_kept_is_not_computed_again(
+    keep: list[Any], products: int, attentions: int
+) -> None:
+    """A block with five products before its last one, whose result no backward needs."""
+    config = transformer_config("gpt")
+    blocks = nn.ModuleList([TransformerBlock(config, None)])
+    x = torch.randn(2, 4, config.hidden_size, requires_grad=True)
+    memory = MemoryConfig(recompute="selective", keep=keep)
+    forward, found = torch.ops.aten, []
+    ran = (forward.addmm.default, forward._scaled_dot_product_flash_attention_for_cpu.default)
+    for mode in (MemoryConfig(), memory):
+        recompute(blocks, blocks_to_recompute(blocks, mode), mode)
+        y = blocks[0](x).sum()
+        counts = []
+        for func in ran:
+            with Counted(func) as counted:
+                y.backward(retain_graph=mode is not memory)
+            counts.append(counted.count)
+            if mode is memory:
+                y = blocks[0](x).sum()
+        found.append(counts)
+    assert found[0] == [0, 0]
+    assert found[1] == [products, attentions]
+
+
+def test_a_second_backward_needs_a_block_that_keeps_nothing() -> None:
+    net = network()
+    recompute(net, find_blocks(net, None))
+    loss = net(torch.randn(4, WIDTH, dtype=torch.float64)).sum()
+    loss.backward(retain_graph=True)
+    once = [p.grad.clone() for p in net.parameters()]
+    loss.backward()
+    for p, gradient in zip(net.parameters(), once, strict=True):
+        torch.testing.assert_close(p.grad, 2 * gradient)
+    config = MemoryConfig(recompute="selective")
+    recompute(net, blocks_to_recompute(net, config), config)
+    loss = net(torch.randn(4, WIDTH, dtype=torch.float64)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="recompute='full' allows"):
+        loss.backward()
+
+
+def train(
+    options: dict[str, Any], architecture: Any, dropout: float, memory: MemoryConfig, precision: str
+) -> Outcome:
     """Three steps with dropout everywhere."""
     L.seed_everything(1, verbose=False)
     sharding = ShardingConfig(min_numel=1)
     strategy = MegatronStrategy(**options, sharding=sharding, memory=memory)
     recorder = Recorder(1)
-    module = ParityModule("llama", Data(steps=3))
+    module = ParityModule(architecture, Data(steps=3))
     for child in module.modules():
         if isinstance(child, Dropout):
-            child.p = 0.2
+            child.p = dropout
         elif isinstance(child, CausalSelfAttention):
-            child.dropout = 0.2
+            child.dropout = dropout
     if precision != "64-true":
         module.float()
     trainer = quiet_trainer(
@@ -152,33 +222,48 @@ def train(options: dict[str, Any], memory: MemoryConfig, precision: str) -> Outc
     return Outcome(losses, recorder.norms, whole_parameters(module.model, strategy.topology))
 
 
-def compare_job(options: dict[str, Any], precision: str) -> None:
-    modes = (MemoryConfig(), MemoryConfig(recompute="full"))
-    plain, *others = (train(options, memory, precision) for memory in modes)
-    for other in others:
+MODES = (
+    MemoryConfig(recompute="full"),
+    MemoryConfig(recompute="selective"),
+    MemoryConfig(recompute="selective", keep=["attention"], blocks=["*.mlp", "*.attention"]),
+)
+
+
+def compare_job(
+    options: dict[str, Any], architecture: str, dropout: float, precision: str = "64-true"
+) -> None:
+    plain = train(options, architecture, dropout, MemoryConfig(), precision)
+    for memory in MODES:
+        other = train(options, architecture, dropout, memory, precision)
         assert other.losses == plain.losses
         assert other.norms == plain.norms
         for name, value in plain.weights.items():
             assert torch.equal(other.weights[name], value), name
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "alone": (1, {"num_microbatches": 2}),
-    "tp=2": (2, {"tp": 2}),
-    "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
-    "pp=2": (2, {"pp": 2, "num_microbatches": 4}),
-    "pp=2 zbv tp=2": (4, {"pp": 2, "schedule": "zbv", "tp": 2, "num_microbatches": 4}),
-    "dp=2 zero 3": (2, {"zero": 3, "num_microbatches": 2}),
-    "dp=2 zero 2": (2, {"zero": 2, "num_microbatches": 2}),
+LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
+    "alone": (1, "gpt", 0.2, {"num_microbatches": 2}),
+    "tp=2": (2, "gpt", 0.2, {"tp": 2}),
+    "tp=2 without dropout": (2, "gpt", 0.0, {"tp": 2}),
+    "tp=2 sequence parallel": (2, "llama", 0.2, {"tp": 2, "sequence_parallel": True}),
+    "pp=2": (2, "llama", 0.2, {"pp": 2, "num_microbatches": 4}),
+    "pp=2 zbv tp=2": (
+        4,
+        "gpt",
+        0.2,
+        {"pp": 2, "schedule": "zbv", "tp": 2, "num_microbatches": 4},
+    ),
+    "dp=2 zero 3": (2, "gpt", 0.2, {"zero": 3, "num_microbatches": 2}),
+    "dp=2 zero 2": (2, "llama", 0.0, {"zero": 2, "num_microbatches": 2}),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_dropout_and_all_are_the_same_to_the_bit(pool: WorkerPool, name: str) -> None:
-    world, options = LAYOUTS[name]
-    pool.run(world, compare_job, options, "64-true")
+    world, architecture, dropout, options = LAYOUTS[name]
+    pool.run(world, compare_job, options, architecture, dropout)
 
 
 def test_the_same_under_bfloat16(pool: WorkerPool) -> None:
     options = {"tp": 2, "sequence_parallel": True, "zero": 3}
-    pool.run(4, compare_job, options, "bf16-mixed")
+    pool.run(4, compare_job, options, "llama", 0.2, "bf16-mixed")

@@ -1,0 +1,105 @@
+"""Keeping the results of some operations of a block that is otherwise recomputed.
+
+Recomputing a whole block repeats its matrix products, where nearly all of its time is, to free
+everything; but what is large beside them, norms, activation functions, dropout and the ``s x s``
+weights of attention that is not fused, takes next to no time to compute again (*selective*
+recomputation: Korthikanti et al., arXiv 2205.05198). So the first run of a block notes the results
+of the operations that are dear, and the recomputation takes those from the notes and runs the rest.
+
+Notes are copies: a tp sum, or the addition of a bias, writes into the very tensor that a product
+has made, and the recomputation does so again. (Which is why this is not
+``create_selective_checkpoint_contexts`` of torch, whose notes are aliases.) Sums over tp are
+repeated. An operation that draws random numbers (attention with dropout) is never noted: what
+draws after it in the block would else find the generator at another place than in the forward.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron._torch import TorchDispatchMode, tree_map
+
+Operation = Literal["attention", "matmul"]
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "attention": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    ),
+    # Not bmm: where attention is not fused, it makes the s x s weights.
+    "matmul": ("mm", "addmm", "_scaled_mm"),
+}
+OPERATIONS: tuple[str, ...] = get_args(Operation)
+
+
+def kept_operations(names: Sequence[str]) -> frozenset[Any]:
+    """The operators of ``names`` of which this version of torch knows."""
+    wanted = [leaf for name in names for leaf in _NAMES[name]]
+    return frozenset(
+        getattr(torch.ops.aten, leaf).default for leaf in wanted if hasattr(torch.ops.aten, leaf)
+    )
+
+
+class Notes:
+    """The results of operations in one run of a block, in order."""
+
+    def __init__(self, operations: frozenset[Any]) -> None:
+        self.operations = operations
+        self.results: dict[Any, deque[Any]] = {op: deque() for op in operations}
+
+    def concern(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether the result of a call is, or was, noted."""
+        if func not in self.operations:
+            return False
+        # Of these operations, only the probability of a dropout is a positional float.
+        return not any(isinstance(arg, float) and arg > 0.0 for arg in args)
+
+
+class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs everything, and notes results."""
+
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._notes = notes
+
+    @override
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._notes.concern(func, args):
+            self._notes.results[func].append(tree_map(_copy, result))
+        return result
+
+
+class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes what was noted from the notes, and runs the rest."""
+
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._notes = notes
+
+    @override
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not self._notes.concern(func, args):
+            return func(*args, **(kwargs or {}))
+        results = self._notes.results[func]
+        if not results:
+            raise RuntimeError(
+                f"A block of which memory.recompute='selective' keeps {func} ran it more often in "
+                "the backward than in the forward. Either it does not compute the same thing "
+                "twice, or the backward runs twice (retain_graph=True); recompute='full' allows "
+                "the latter"
+            )
+        return results.popleft()
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
