@@ -115,11 +115,17 @@ def slowest(by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def arguments(description: str | None, *, rounds: int, steps: int) -> argparse.Namespace:
     """Options that every benchmark has."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=rounds, help="turns of every variant")
-    parser.add_argument("--steps", type=int, default=steps, help="steps per turn")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
-    return parser.parse_args()
+    made = parser(description, steps=steps)
+    made.add_argument("--rounds", type=int, default=rounds, help="turns of every variant")
+    return made.parse_args()
+
+
+def parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:
+    """A parser for a benchmark whose variants do not take turns, or that has more options."""
+    made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    made.add_argument("--steps", type=int, default=steps, help="steps per turn")
+    made.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    return made
 
 
 def report(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Path) -> None:
