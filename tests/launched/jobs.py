@@ -1,8 +1,7 @@
 """Commands as a user starts them, each in fresh interpreters: the longest jobs of the suite.
 
 Most of their time is the import of torch and Lightning in every process. One job therefore serves
-several tests, and two jobs run at a time: while the first process of one imports alone, which is a
-third of its time, the other has the second core.
+several tests.
 """
 
 import os
@@ -22,6 +21,9 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0
+
+RUNNING: "set[subprocess.Popen[str]]" = set()
+"""Commands in sessions of their own that have not ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ def command(arguments: list[str], folder: Path) -> Finished:
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
+        RUNNING.add(process)
         watchdog = threading.Timer(LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
         watchdog.start()
         # The output ends when the last process has closed its end of the pipe.
@@ -64,6 +67,7 @@ def command(arguments: list[str], folder: Path) -> Finished:
                 failed_after = time.monotonic() - begun
         code = process.wait()
         watchdog.cancel()
+        RUNNING.discard(process)
     return Finished(
         code=code, text=text, seconds=time.monotonic() - begun, failed_after=failed_after
     )
