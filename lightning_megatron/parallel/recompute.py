@@ -48,6 +48,7 @@ from lightning_megatron.parallel.selective import (
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 
 Mode = Literal["none", "full", "selective"]
+Compile = Literal["none", "block"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,11 @@ class MemoryConfig:
     ``nn.Sequential``, ``layers=[...]`` of a PipelineSequential)."""
     every: int = 1
     """Recompute each n-th block, beginning with the first."""
+    compile: Compile = "none"
+    """Whether the blocks of the network run through ``torch.compile`` (`parallel.compile`), which
+    saves time and the memory of what it fuses."""
+    compile_backend: str = "inductor"
+    """What makes code of their graphs, as ``torch.compile`` names it."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -89,7 +95,7 @@ class MemoryConfig:
                 f"memory.every={self.every!r}: must be a whole number of at least 1; "
                 "nearest valid: every=1"
             )
-        problems += self._keep_problems()
+        problems += self._keep_problems() + self._compile_problems(module)
         if self.recompute == "none":
             if (self.blocks, self.every) != (None, 1):
                 problems.append(
@@ -100,6 +106,33 @@ class MemoryConfig:
         if module is None or any(isinstance(child, RemoteItem) for child in module.modules()):
             return problems  # an earlier run, whose problems were told, has left some stages here
         return problems + self._block_problems(module)
+
+    def _compile_problems(self, module: nn.Module | None) -> list[str]:
+        if self.compile == "none":
+            return []
+        if self.compile not in get_args(Compile):
+            return [
+                f"memory.compile={self.compile!r}: must be none or block; nearest valid: 'block'"
+            ]
+        problems = []
+        if self.compile_backend not in torch.compiler.list_backends(exclude_tags=()):
+            problems.append(
+                f"memory.compile_backend={self.compile_backend!r}: torch has no such backend; "
+                "nearest valid: 'inductor'"
+            )
+        if self.recompute == "selective" or self.blocks is not None:
+            problems.append(
+                f"memory.compile='block', recompute={self.recompute!r}, blocks={self.blocks}: "
+                "parts of a compiled block cannot be recomputed (the compiler does so where it is "
+                "cheap); nearest valid: compile='none', or recompute='none' or 'full' with "
+                "blocks=None"
+            )
+        if module is not None and not find_blocks(module, None):
+            problems.append(
+                "memory.compile='block': the module has no lists of composite modules, so there "
+                "is nothing to compile; nearest valid: compile='none'"
+            )
+        return problems
 
     def _keep_problems(self) -> list[str]:
         if self.keep is None:

@@ -36,6 +36,7 @@ from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
+from lightning_megatron.parallel.compile import compile_blocks
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.recompute import MemoryConfig, blocks_to_recompute, recompute
@@ -284,6 +285,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
         if earlier is not None:
             earlier.data.reshard()
+            compile_blocks(module, self._memory)
             recompute(module, blocks_to_recompute(module, self._memory), self._memory)
             transforms = replace(earlier.transforms, memory=self._memory)
             return replace(earlier, transforms=transforms)

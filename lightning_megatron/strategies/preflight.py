@@ -184,6 +184,8 @@ def examine(
     layout_is_legal = not problems
     problems += sharding.problems(None) + memory.problems(None)
     problems += _loop_problems(module, options)
+    if layout_is_legal and memory.compile != "none":
+        problems += _compile_problems(options)
     problems += _data_problems(trainer, options)
     degrees = options.degrees(world_size) if layout_is_legal else None
     real_because: list[str] = []
@@ -272,6 +274,24 @@ def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]
             "override, or pp=1 and num_microbatches=1"
         )
     return problems
+
+
+def _compile_problems(options: LayoutOptions) -> list[str]:
+    """What compiled blocks cannot do: communicate, and run their backward in two parts."""
+    if options.tp > 1:
+        return [
+            f"memory.compile='block', tp={options.tp}: blocks that communicate cannot be compiled "
+            "yet; nearest valid: tp=1, or compile='none'"
+        ]
+    if options.pp == 1:
+        return []
+    count = options.num_microbatches or DEFAULT_PER_RANK * options.pp
+    if options.schedule != AUTO and not options.make_schedule(count).splits_backward:
+        return []
+    return [
+        f"memory.compile='block', schedule={options.schedule!r}: the backward of a compiled block "
+        "is one piece and cannot be split; nearest valid: schedule='1f1b', or compile='none'"
+    ]
 
 
 def _is_single(options: LayoutOptions) -> bool:

@@ -9,20 +9,22 @@ from benchmarks import ladder
 from lightning_megatron.models.flops import count_parameters
 
 
+@pytest.mark.slow
 def test_every_rung_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ladder.main(["--model", "tiny", "--steps", "3", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "ladder.json").read_text())["rows"]
     assert [r["rung"] for r in rows] == [
-        "plain Lightning", "eager", "+ compile", "+ selective recompute", "+ chunked loss", "+ FP8",
-    ]  # fmt: skip
+        "plain Lightning",
+        "eager",
+        "+ selective recompute",
+        "+ compile, no recompute",
+        "+ chunked loss",
+        "+ FP8",
+    ]
     first = rows[0]["last loss"]
     for row in rows:
-        if row["last loss"] == "-":
-            assert row["ms/step"].startswith("skipped: ")
-            assert row["rung"] in ("+ compile", "+ selective recompute")
-        else:
-            assert row["last loss"] == pytest.approx(first, rel=0.01)
-            assert row["tokens/s"] > 0
+        assert row["last loss"] == pytest.approx(first, rel=0.01)
+        assert row["tokens/s"] > 0
     assert "plain Lightning" in capsys.readouterr().out
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron.parallel.recompute import MemoryConfig
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, merge_stages, our_name, train_job
 from tests.parity.layouts import LAYOUTS, Layout, legal_layouts
@@ -81,6 +82,24 @@ def test_chunked_loss_trains_as_whole_logits_do(
     outcomes = pool.run(
         layout.world_size, train_job, options, architecture, data, by_token, chunked_loss=True
     )
+    check(outcomes, reference_curve(architecture, data))
+
+
+@pytest.mark.parametrize(
+    ("layout", "memory"),
+    [
+        (Layout(pp=2, num_microbatches=2), {}),
+        (Layout(dp=2, zero=3, num_microbatches=2, architecture="gpt"), {"recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_compiled_blocks_train_as_others_do(
+    pool: WorkerPool, layout: Layout, memory: dict[str, Any]
+) -> None:
+    data, architecture = Data(steps=2, lengths=(8, 12)), layout.architecture
+    compiled = MemoryConfig(compile="block", compile_backend="aot_eager", **memory)
+    options = {**layout.strategy_options(), "memory": compiled}
+    outcomes = pool.run(layout.world_size, train_job, options, architecture, data)
     check(outcomes, reference_curve(architecture, data))
 
 

@@ -173,6 +173,22 @@ CASES = {
         layout={"memory": MemoryConfig(recompute="ful")},  # type: ignore[arg-type]
         says=("memory.recompute='ful'", "none, full", "'full'"),
     ),
+    "compile and a split backward": Case(
+        layout={"pp": 2, "schedule": "zb-h1", "memory": MemoryConfig(compile="block")},
+        says=("memory.compile='block', schedule='zb-h1'", "cannot be split", "'1f1b'"),
+    ),
+    "compile under tp": Case(
+        layout={"tp": 2, "memory": MemoryConfig(compile="block")},
+        says=("memory.compile='block', tp=2", "compile='none'"),
+    ),
+    "compile and recompute selectively": Case(
+        layout={"memory": MemoryConfig(compile="block", recompute="selective")},
+        says=("compile='block', recompute='selective'", "'full'"),
+    ),
+    "compile by an unknown backend": Case(
+        layout={"memory": MemoryConfig(compile="block", compile_backend="inducto")},
+        says=("compile_backend='inducto'", "'inductor'"),
+    ),
     "recomputing each 0th block": Case(
         layout={"memory": MemoryConfig(recompute="full", every=0)}, says=("every=0", "every=1")
     ),

@@ -1,0 +1,80 @@
+"""Blocks of a network through ``torch.compile``.
+
+Between its products a transformer block is a chain of small operations (norms, rotary embedding,
+activation, dropout, residuals), each of which reads and writes whole activations. Compiled, a chain
+becomes one kernel that does so once, and what is cheap to compute again is not kept for the
+backward. Compiling *block by block* makes one graph that serves all blocks of a kind, because
+parameters are its inputs: the time to compile does not grow with depth, as it would for a whole
+model, and ZeRO gathers between blocks as ever.
+
+A block's own ``forward`` is replaced, on the instance: names of parameters stay, and hooks, those
+of ZeRO among them, lie outside. A block that is recomputed runs its compiled forward twice; each
+shape then has a graph of its own, so that the recomputation meets the same one.
+
+Blocks that tp splits communicate inside, and are refused. The backward of a compiled block is one piece, so schedules that split the backward are refused
+(`strategies.preflight`), as is selective recomputation, which looks at operations that are not
+there any more; the compiler decides about them itself.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_megatron.parallel.recompute import MemoryConfig, find_blocks, recompute
+
+
+def compile_blocks(module: nn.Module, config: MemoryConfig) -> None:
+    """Let the blocks inside ``module`` run compiled, or as they are if ``config`` says so.
+
+    What recomputes them is taken away, and has to be put around them again.
+    """
+    recompute(module, [])
+    for child in module.modules():
+        held = child.__dict__.get("forward")
+        if isinstance(held, _Compiled):
+            held.remove()
+    if config.compile == "none":
+        return
+    for block in find_blocks(module, None):
+        # On the instance, so that its class, and what looks at it, stay as they are.
+        object.__setattr__(block, "forward", _Compiled(block, config))
+
+
+class _Compiled:
+    """Stands in for the ``forward`` of a block.
+
+    A class, not a closure: a deep copy of the block then runs its own weights.
+
+    Args:
+        block: what to compile.
+        config: how.
+    """
+
+    def __init__(self, block: nn.Module, config: MemoryConfig) -> None:
+        self._block, self._config, self._forward = block, config, block.forward
+        self._own: Callable[..., Any] | None = block.__dict__.get("forward")
+        self.__signature__ = inspect.signature(block.forward)
+        self._run: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._run is None:
+            self._run = torch.compile(
+                self._forward,
+                backend=self._config.compile_backend,
+                dynamic=None if self._config.recompute == "none" else False,
+            )
+        return self._run(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the compiled code, which belongs to this block alone."""
+        return {**self.__dict__, "_run": None}
+
+    def remove(self) -> None:
+        """Give the block its own forward back."""
+        if self._own is None:
+            del self._block.__dict__["forward"]
+        else:
+            object.__setattr__(self._block, "forward", self._own)
