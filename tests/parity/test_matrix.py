@@ -85,6 +85,7 @@ def test_chunked_loss_trains_as_whole_logits_do(
     check(outcomes, reference_curve(architecture, data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "memory"),
     [
