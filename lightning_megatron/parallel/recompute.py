@@ -24,7 +24,7 @@ Without gradients (evaluation, generation) blocks run as they are.
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,11 +32,14 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_megatron._torch import tree_flatten
 from lightning_megatron.parallel.selective import (
     OPERATIONS,
     Notes,
@@ -47,7 +50,7 @@ from lightning_megatron.parallel.selective import (
 )
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 
-Mode = Literal["none", "full", "selective"]
+Mode = Literal["none", "full", "selective", "adaptive"]
 Compile = Literal["none", "block"]
 
 
@@ -57,7 +60,11 @@ class MemoryConfig:
 
     recompute: Mode = "none"
     """Activations that are computed again in the backward: none, all inside a block (full), or all
-    but the results of the operations in ``keep`` (selective)."""
+    but the results of the operations in ``keep`` (selective); or all inside of as few blocks as
+    ``activation_gib`` allows, by their sizes and times in the second batch (adaptive)."""
+    activation_gib: float | None = None
+    """For adaptive: most that the activations of a rank's blocks may take. What is outside of
+    blocks, parameters, gradients and optimizer state come on top."""
     keep: list[Operation] | None = None
     """For selective: ``attention`` (fused, without dropout) and ``matmul``, the products of linear
     layers. None: both, so that norms, activation functions, dropout and rotary embeddings are
@@ -96,6 +103,7 @@ class MemoryConfig:
                 "nearest valid: every=1"
             )
         problems += self._keep_problems() + self._compile_problems(module)
+        problems += self._limit_problems()
         if self.recompute == "none":
             if (self.blocks, self.every) != (None, 1):
                 problems.append(
@@ -133,6 +141,26 @@ class MemoryConfig:
                 "is nothing to compile; nearest valid: compile='none'"
             )
         return problems
+
+    def _limit_problems(self) -> list[str]:
+        limit, adaptive = self.activation_gib, self.recompute == "adaptive"
+        if adaptive and self.compile != "none":
+            return [
+                f"memory.recompute='adaptive', compile={self.compile!r}: compiled blocks are not "
+                "measured; nearest valid: compile='none', or recompute='full'"
+            ]
+        if adaptive and self.every != 1:
+            return [
+                f"memory.recompute='adaptive', every={self.every}: it chooses the blocks itself; "
+                "nearest valid: every=1, or recompute='full'"
+            ]
+        if (limit is not None) != adaptive or (limit is not None and not limit > 0):
+            return [
+                f"memory.recompute={self.recompute!r}, activation_gib={limit}: a number above 0 "
+                "is what adaptive recomputation, and only that, has to keep to; nearest valid: "
+                + ("activation_gib=1.0" if adaptive else "activation_gib=None")
+            ]
+        return []
 
     def _keep_problems(self) -> list[str]:
         if self.keep is None:
@@ -232,6 +260,29 @@ def recompute(
             object.__setattr__(child, "forward", _Forgetful(child, config.kept))
 
 
+def measure(
+    blocks: Iterable[nn.Module], now: Callable[[], float] | None
+) -> list[tuple[float, int, int]]:
+    """Have recomputed blocks measure themselves in their forwards from now on; with None, no more.
+
+    Returns:
+        Of every block what it has measured so far: seconds of a forward (the least), bytes that
+        autograd keeps of it, bytes of its inputs (the most).
+    """
+    found = []
+    for block in blocks:
+        held = block.__dict__["forward"]
+        seconds, kept, size = zip(*(held.measured or [(0.0, 0, 0)]), strict=True)
+        found.append((min(seconds), max(kept), max(size)))
+        held.now, held.measured = now, []
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
 class _Forgetful:
     """Stands in for the ``forward`` of a block.
 
@@ -246,7 +297,11 @@ class _Forgetful:
         self._block, self._forward = block, block.forward
         self._own: Callable[..., Any] | None = block.__dict__.get("forward")
         self.__signature__ = inspect.signature(block.forward)
-        counting = [m for m in block.modules() if getattr(m, "track_running_stats", False)]
+        self.now: Callable[[], float] | None = None
+        self.measured: list[tuple[float, int, int]] = []
+        self._counting = counting = [
+            m for m in block.modules() if getattr(m, "track_running_stats", False)
+        ]
         # torch's default where nothing else is needed: it asks less of compilation.
         self._options: dict[str, Any] = (
             {"context_fn": partial(_contexts, counting, kept)} if counting or kept else {}
@@ -255,7 +310,33 @@ class _Forgetful:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
+        if self.now is not None:
+            self.measured.append(self._measure(self.now, args, kwargs))
         return checkpoint(self._forward, *args, use_reentrant=False, **self._options, **kwargs)
+
+    def _measure(self, now: Callable[[], float], args: Any, kwargs: Any) -> tuple[float, int, int]:
+        """Run once more for its own sake: seconds, bytes that autograd keeps, bytes of inputs."""
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        devices = {t.device.index or 0 for t in inputs if t.device.type == "cuda"}
+        own = {_address(p) for p in self._block.parameters()}
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if _address(tensor) not in own:
+                sizes[_address(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with (
+            torch.random.fork_rng(devices=list(devices)),
+            _without_counting(self._counting),
+            saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            start = now()
+            result = self._forward(*args, **kwargs)
+            seconds = now() - start
+        del result
+        held = {_address(t): t.untyped_storage().nbytes() for t in inputs}
+        return seconds, sum({**sizes, **held}.values()), sum(held.values())
 
     def remove(self) -> None:
         """Give the block its own forward back."""

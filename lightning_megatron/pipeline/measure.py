@@ -100,7 +100,8 @@ def saved_bytes() -> Iterator[list[int]]:
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in seen:
+        weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if not weight and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total[0] += storage.nbytes()
         return tensor

@@ -43,6 +43,7 @@ from lightning_megatron.parallel.recompute import MemoryConfig, blocks_to_recomp
 from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
+from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.strategies.auto_schedule import AUTO, AutoSchedule
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
@@ -274,6 +275,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         if self.options.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
             self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)
+        self.adaptive_memory = None
+        if self._memory.recompute == "adaptive":
+            self.adaptive_memory = AdaptiveMemory(parallel, self._memory, make, rank_zero_info)
         self._point_metrics_at_batch_group(module)
 
     def let_go(self) -> None:

@@ -183,6 +183,11 @@ def examine(
     problems = options.problems(world_size)
     layout_is_legal = not problems
     problems += sharding.problems(None) + memory.problems(None)
+    if memory.recompute == "adaptive" and options.schedule == AUTO:
+        problems.append(
+            "memory.recompute='adaptive', schedule='auto': how many microbatches are under way, "
+            "and so what fits, would change after it was measured; nearest valid: schedule='1f1b'"
+        )
     problems += _loop_problems(module, options)
     if layout_is_legal and memory.compile != "none":
         problems += _compile_problems(options)

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.precision.plugin import ShardedPrecision
+from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.held_schedules import HeldSchedules
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
@@ -32,6 +33,7 @@ class StepHooks(ParallelStrategy):
     _random_state: RandomState
     _engine: StepEngine | None = None
     measured_partition: MeasuredPartition | None = None
+    adaptive_memory: AdaptiveMemory | None = None
     """What ``partition="measured"`` found out in the current run; None without it."""
     _blocked = False
     """Whether the batch is one of several before the optimizer step, and not their last."""
@@ -47,6 +49,8 @@ class StepHooks(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.adaptive_memory is not None:
+            self.adaptive_memory.before_batch(self._steps().count)
         if not self._fresh():
             return
         if self.measured_partition is not None:

@@ -78,6 +78,7 @@ class StepEngine:
         self._dtype = torch.float64 if wide else torch.float32
         self._replay = LogReplay(module, topology.pp, last_rank, topology.device, self._dtype)
         self.auto: AutoSchedule | None = None
+        self.count = 1
         self.by_token: bool | None = None
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -111,6 +112,7 @@ class StepEngine:
             every rank of the pipeline.
         """
         pieces = self._split(args[0], at_least=self._common_count(args[0]))
+        self.count = len(pieces)
         recorder = LogRecorder(self._module)
         data = self._parallel.data
         defer = blocked and self.by_token is False

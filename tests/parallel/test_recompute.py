@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from lightning_megatron import MegatronStrategy, MemoryConfig, PipelineSequential, ShardingConfig
 from lightning_megatron._torch import TorchDispatchMode
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.models.transformer import TransformerBlock
+from lightning_megatron.parallel.knapsack import needed
 from lightning_megatron.parallel.recompute import blocks_to_recompute, find_blocks, recompute
 from lightning_megatron.pipeline.measure import saved_bytes
 from lightning_megatron.testing import WorkerPool
@@ -262,6 +264,78 @@ LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
 def test_dropout_and_all_are_the_same_to_the_bit(pool: WorkerPool, name: str) -> None:
     world, architecture, dropout, options = LAYOUTS[name]
     pool.run(world, compare_job, options, architecture, dropout)
+
+
+class Kept(L.Callback):
+    """Bytes that autograd keeps of each batch, parameters excluded."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
+        step = module.training_step
+
+        def counted(*args: Any) -> Any:
+            with saved_bytes() as kept:
+                try:
+                    return step(*args)
+                finally:  # a stage ends by an exception
+                    self.sizes.append(kept[0])
+
+        module.training_step = counted
+
+
+def adaptive_run(options: dict[str, Any], memory: MemoryConfig) -> tuple[Any, ...]:
+    L.seed_everything(1, verbose=False)
+    strategy = MegatronStrategy(**options, memory=memory)
+    module, kept = ParityModule("deep", Data(steps=4)), Kept()
+    quiet_trainer(strategy, callbacks=[kept]).fit(module)
+    return strategy, whole_parameters(module.model, strategy.topology), kept.sizes
+
+
+def adaptive_job(options: dict[str, Any]) -> tuple[str, ...]:
+    """Without, with much, with some and with too little memory; what is recomputed with some."""
+    _, expected, all_bytes = adaptive_run(options, MemoryConfig())
+    much = MemoryConfig(recompute="adaptive", activation_gib=1.0)
+    strategy, weights, kept_bytes = adaptive_run(options, much)
+    assert kept_bytes[-1] == all_bytes[-1] > kept_bytes[0]
+    assert strategy.adaptive_memory.recomputed == ()
+    needs, rank = [], strategy.topology.pp.rank
+    for stages in range(strategy.topology.pp.size):
+        own = [b.costs for b in strategy.adaptive_memory.measured.values() if b.rank == stages]
+        needs.append((needed(own, range(len(own))), needed(own, ())))
+    limit = (max(least for least, _ in needs) + max(most for _, most in needs)) / 2
+    some = MemoryConfig(recompute="adaptive", activation_gib=limit / 2**30)
+    strategy, others, few_bytes = adaptive_run(options, some)
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value)
+        assert torch.equal(others[name], value)
+    chosen, table = strategy.adaptive_memory.recomputed, strategy.adaptive_memory.measured
+    mine = {name: block.costs for name, block in table.items() if block.rank == rank}
+    assert 0 < len(chosen) < len(table)
+    saved = sum(c.kept - c.input for name, c in mine.items() if name in chosen)
+    passes = len(few_bytes) // 4  # the step runs once for every microbatch and stage
+    assert sum(all_bytes[-passes:]) - sum(few_bytes[-passes:]) == pytest.approx(
+        saved * options.get("num_microbatches", 1), rel=0.1
+    )
+    little = MemoryConfig(recompute="adaptive", activation_gib=needs[0][0] / 2**31)
+    with pytest.raises(ConfigError, match="nearest valid: activation_gib="):
+        adaptive_run(options, little)
+    return tuple(chosen)
+
+
+ADAPTIVE: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp=2": (2, {"tp": 2, "num_microbatches": 2}),
+    "pp=2": (2, {"pp": 2, "num_microbatches": 4}),
+    "pp=2 zbv": (2, {"pp": 2, "schedule": "zbv", "num_microbatches": 4}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_adaptive_recomputes_some_blocks(pool: WorkerPool, name: str) -> None:
+    world, options = ADAPTIVE[name]
+    plans = pool.run(world, adaptive_job, options)
+    assert len(set(plans)) == 1, "all ranks know of the same plan"
 
 
 def test_the_same_under_bfloat16(pool: WorkerPool) -> None:

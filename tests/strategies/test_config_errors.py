@@ -171,7 +171,7 @@ CASES = {
     ),
     "unknown recomputation": Case(
         layout={"memory": MemoryConfig(recompute="ful")},  # type: ignore[arg-type]
-        says=("memory.recompute='ful'", "none, full", "'full'"),
+        says=("memory.recompute='ful'", "none, full, selective, adaptive", "'full'"),
     ),
     "compile and a split backward": Case(
         layout={"pp": 2, "schedule": "zb-h1", "memory": MemoryConfig(compile="block")},
@@ -199,6 +199,18 @@ CASES = {
     "recomputing what there is not": Case(
         layout={"memory": MemoryConfig(recompute="full", blocks=["Sequental"])},
         says=("blocks='Sequental'", "'Sequential'"),
+    ),
+    "adaptive recomputation without a limit": Case(
+        layout={"memory": MemoryConfig(recompute="adaptive")},
+        says=("activation_gib=None", "nearest valid: activation_gib=1.0"),
+    ),
+    "adaptive recomputation and schedule": Case(
+        layout={
+            "pp": 2,
+            "schedule": "auto",
+            "memory": MemoryConfig(recompute="adaptive", activation_gib=1.0),
+        },
+        says=("recompute='adaptive', schedule='auto'", "schedule='1f1b'"),
     ),
     "partition with too few stages": Case(
         layout={"pp": 4, "pipeline": PipelineConfig(partition=[2, 2])},
