@@ -11,8 +11,9 @@ A block's own ``forward`` is replaced, on the instance: names of parameters stay
 of ZeRO among them, lie outside. A block that is recomputed runs its compiled forward twice; each
 shape then has a graph of its own, so that the recomputation meets the same one.
 
-Blocks that tp splits communicate inside, and are refused (`strategies.preflight`). So are schedules
-that split the backward, as that of a compiled block is one piece, and selective recomputation,
+Under tp the collectives of a block break its graph: what lies between them is compiled, which gains
+less and takes several times as long to compile. Refused are schedules that split the backward
+(`strategies.preflight`), as that of a compiled block is one piece, and selective recomputation,
 which looks at operations that are not there any more: the compiler decides about them itself.
 """
 

@@ -282,12 +282,7 @@ def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]
 
 
 def _compile_problems(options: LayoutOptions) -> list[str]:
-    """What compiled blocks cannot do: communicate, and run their backward in two parts."""
-    if options.tp > 1:
-        return [
-            f"memory.compile='block', tp={options.tp}: blocks that communicate cannot be compiled "
-            "yet; nearest valid: tp=1, or compile='none'"
-        ]
+    """Whether blocks that are compiled would have to run their backward in two parts."""
     if options.pp == 1:
         return []
     count = options.num_microbatches or DEFAULT_PER_RANK * options.pp

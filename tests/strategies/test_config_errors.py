@@ -177,10 +177,6 @@ CASES = {
         layout={"pp": 2, "schedule": "zb-h1", "memory": MemoryConfig(compile="block")},
         says=("memory.compile='block', schedule='zb-h1'", "cannot be split", "'1f1b'"),
     ),
-    "compile under tp": Case(
-        layout={"tp": 2, "memory": MemoryConfig(compile="block")},
-        says=("memory.compile='block', tp=2", "compile='none'"),
-    ),
     "compile and recompute selectively": Case(
         layout={"memory": MemoryConfig(compile="block", recompute="selective")},
         says=("compile='block', recompute='selective'", "'full'"),
