@@ -1,0 +1,167 @@
+"""What recomputing activations saves, and what it costs.
+
+Two numbers of each mode on one process: bytes of the activations that are alive when the forward of
+a batch ends (and the most that are alive at any time of the step, gradients included), counted by a
+tracker of tensor storages, and the time of a step, measured without it. Published (Korthikanti et
+al., arXiv 2205.05198): a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits; without the
+``s x s`` tensors of attention that is not fused, ``34 s b h``, at a few percent of time; together
+with sequence parallelism about a fifth of all.
+
+    python -m benchmarks.recomputation             # --rounds 0 leaves the times out
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Model, Tokens, arguments, fit, interleave, report
+from lightning_megatron import MegatronStrategy, MemoryConfig
+from lightning_megatron._torch import TorchDispatchMode, tree_flatten
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.testing import WorkerPool
+
+LENGTH = 512
+DROPOUT = TransformerConfig(
+    hidden_size=256,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=8,
+    max_seq_len=LENGTH,
+    activation="gelu",
+    norm="layernorm",
+    dropout=0.1,
+    attention_dropout=0.1,
+)
+FUSED = replace(DROPOUT, dropout=0.0, attention_dropout=0.0)
+CONFIGS = {"with dropout, s x s weights": DROPOUT, "fused": FUSED}
+MODES: dict[str, MemoryConfig] = {
+    "none": MemoryConfig(),
+    "selective": MemoryConfig(recompute="selective"),
+    "selective, keep matmul": MemoryConfig(recompute="selective", keep=["matmul"]),
+    "selective, attention only": MemoryConfig(recompute="full", blocks=["*.attention"]),
+    "full, every 2nd": MemoryConfig(recompute="full", every=2),
+    "full": MemoryConfig(recompute="full"),
+}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that were made since it began and are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {id(s) for s in _storages((args, kwargs))}
+        for storage in _storages(result):
+            key = id(storage)  # torch keeps one Python object for a storage as long as it lives
+            if key in self._known or key in given:
+                continue
+            self._known.add(key)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._freed, key, storage.nbytes())
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _storages(tree: Any) -> list[Any]:
+    return [t.untyped_storage() for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+class Tracked(Model):
+    """Notes what is alive when the forward of its second batch ends."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.kept = self.most = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            return super().training_step(batch, batch_idx)
+        self.tracker = LiveBytes()
+        self.tracker.__enter__()
+        loss = super().training_step(batch, batch_idx)
+        self.kept = self.tracker.now
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.kept:
+            self.tracker.__exit__(None, None, None)
+            self.most = self.tracker.most
+
+
+def count(config: TransformerConfig, options: Mapping[str, Any]) -> tuple[int, int]:
+    """Bytes alive after the forward, and the most of the step, of this rank."""
+    module = Tracked(config)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2 if "tp" in options else 1,
+        strategy=MegatronStrategy(**options),
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = Tokens(2, LENGTH, 256)
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=1))
+    return module.kept, module.most
+
+
+def times(config: TransformerConfig, rounds: int, steps: int) -> dict[str, float]:
+    """Median seconds per step by mode."""
+
+    def variant(memory: MemoryConfig) -> Sequence[float]:
+        return fit(Model(config), MegatronStrategy(memory=memory), steps, 1, LENGTH)
+
+    return interleave({name: lambda m=memory: variant(m) for name, memory in MODES.items()}, rounds)
+
+
+def main() -> None:
+    """Run and report."""
+    options = arguments(__doc__, rounds=2, steps=8)
+    rows = []
+    with WorkerPool(2, timeout=600) as pool:
+        for kind, config in CONFIGS.items():
+            alone = {m: pool.run(1, count, config, {"memory": c})[0] for m, c in MODES.items()}
+            layout = {"tp": 2, "sequence_parallel": True}
+            split = {
+                m: pool.run(2, count, config, {"memory": c, **layout})[0] for m, c in MODES.items()
+            }
+            seconds = {}
+            if options.rounds:
+                seconds = pool.run(1, times, config, options.rounds, options.steps)[0]
+            for mode, (kept, most) in alone.items():
+                rows.append(
+                    {
+                        "attention": kind,
+                        "recompute": mode,
+                        "MiB kept by the forward": round(kept / 2**20, 1),
+                        "less by": round(alone["none"][0] / kept, 2),
+                        "MiB at most": round(most / 2**20, 1),
+                        "with tp=2, sp": round(split[mode][0] / 2**20, 1),
+                        "less in all by": round(alone["none"][0] / split[mode][0], 2),
+                        **(
+                            {"step time": round(seconds[mode] / seconds["none"], 3)}
+                            if seconds
+                            else {}
+                        ),
+                    }
+                )
+    title = "Activations of 4 layers, h=256, 8 heads, 1 x 512 tokens, float32"
+    report("recomputation", title, rows, options.output)
+
+
+if __name__ == "__main__":
+    main()
