@@ -238,11 +238,16 @@ def _lock(directory: Path, locks: contextlib.ExitStack) -> bool | None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a new file and wait until its content is on disk."""
-    with path.open("xb") as file:
+    """Write a file and wait until its content is on disk; under its name it is complete or absent.
+
+    A directory counts as complete once it has a manifest, so that must never be there in part.
+    """
+    part = path.with_name(f"{path.name}.part")
+    with part.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    os.rename(part, path)
 
 
 def sync_directory(path: Path) -> None:

@@ -36,6 +36,7 @@ from lightning_megatron._torch import (
     reduce_gradients,
     replicate,
 )
+from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.reduce import MeanReducer
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.topology.mesh import Topology
@@ -65,7 +66,7 @@ class ShardingConfig:
             )
         if module is None:
             return problems
-        classes = sorted({type(child).__name__ for child in module.modules()})
+        classes = sorted({class_name(child) for child in module.modules()})
         for name in self.wrap or ():
             if name not in classes:
                 close = difflib.get_close_matches(str(name), classes, n=1, cutoff=0.0)

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
@@ -306,13 +307,20 @@ def units(module: nn.Module, wrap: Sequence[str] | None, min_numel: int) -> Iter
     yield from _units(module, wrap, min_numel, owners)
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, also where an earlier Trainer has sharded the module."""
+    own = type(module)
+    # FSDP2 derives a class of its own, from itself and from the original.
+    return (own.__mro__[2] if isinstance(module, FSDPModule) else own).__name__
+
+
 def _units(
     module: nn.Module, wrap: Sequence[str] | None, min_numel: int, owners: Mapping[int, int]
 ) -> Iterator[nn.Module]:
     is_sequence = isinstance(module, nn.ModuleList | nn.Sequential | PipelineSequential)
     for child in module.children():
         container = isinstance(child, nn.ModuleList | nn.ModuleDict | PipelineSequential)
-        chosen = type(child).__name__ in wrap if wrap is not None else is_sequence
+        chosen = class_name(child) in wrap if wrap is not None else is_sequence
         if chosen and not container and _fits(child, min_numel, owners):
             yield child
         else:

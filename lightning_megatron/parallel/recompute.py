@@ -34,12 +34,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten
+from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.selective import (
     OPERATIONS,
     Notes,
@@ -179,7 +179,7 @@ class MemoryConfig:
         return []
 
     def _block_problems(self, module: nn.Module) -> list[str]:
-        classes = sorted({_class_name(child) for child in module.modules()})
+        classes = sorted({class_name(child) for child in module.modules()})
         problems = []
         for name in self.blocks or ():
             if not find_blocks(module, [name]):
@@ -220,7 +220,7 @@ def _find(module: nn.Module, wanted: Sequence[str] | None, prefix: str) -> Itera
     for name, child in children.items():
         path = prefix + name
         if wanted is not None:
-            kind = _class_name(child)
+            kind = class_name(child)
             chosen = any(kind == entry or fnmatchcase(path, entry) for entry in wanted)
         else:
             container = isinstance(child, nn.ModuleList | nn.ModuleDict | PipelineSequential)
@@ -230,13 +230,6 @@ def _find(module: nn.Module, wanted: Sequence[str] | None, prefix: str) -> Itera
             yield child
         else:
             yield from _find(child, wanted, f"{path}.")
-
-
-def _class_name(module: nn.Module) -> str:
-    kind = type(module)
-    if isinstance(module, FSDPModule):  # FSDP2 derives a class, from itself and the original
-        kind = kind.__mro__[2]
-    return kind.__name__
 
 
 def blocks_to_recompute(module: nn.Module, config: MemoryConfig) -> list[nn.Module]:

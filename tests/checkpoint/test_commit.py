@@ -145,3 +145,18 @@ def test_remove_of_a_link_spares_its_target(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     remove(tmp_path / "link")
     assert os.listdir(tmp_path) == ["real"]
+
+
+def test_a_manifest_is_never_there_in_part(tmp_path, monkeypatch):
+    """A process that is killed while it writes one must not leave a complete checkpoint behind."""
+    staging = Staging(tmp_path / "a.ckpt", "1")
+    staging.create()
+
+    def killed(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        staging.write("manifest.json", b"{}")
+    assert list(staging.directory.iterdir())
+    assert locate(tmp_path / "a.ckpt") == tmp_path / "a.ckpt"

@@ -342,3 +342,15 @@ def test_ranks_with_different_configurations_are_refused_alike(pool: WorkerPool)
 
 def test_there_are_enough_mistakes() -> None:
     assert len(CASES) >= 20
+
+
+def two_trainers() -> None:
+    module = Small()
+    for _ in range(2):
+        layout = {"zero": 3, "sharding": ShardingConfig(wrap=["Linear"])}
+        make_trainer(layout, 2, max_steps=1).fit(module, DataLoader(samples(), batch_size=4))
+
+
+def test_units_are_known_by_their_class_to_a_second_trainer(pool: WorkerPool) -> None:
+    """The first has given them classes of FSDP2."""
+    pool.run(2, two_trainers)
