@@ -8,7 +8,7 @@ renamed when all of it is on disk.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_megatron.checkpoint.hf_directory import (
     is_hugging_face,
     read_config,
 )
+from lightning_megatron.checkpoint.in_parts import groups
 from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.safetensors_file import TensorInfo, write_safetensors
@@ -155,7 +156,8 @@ class _Writing:
 
     def write(self, directory: Path, max_shard_bytes: int) -> int:
         """Write all files and their index; return the bytes of all tensors."""
-        shards = list(_shards(self.infos, max_shard_bytes))
+        sizes = ((name, info.size) for name, info in self.infos.items())
+        shards = list(groups(sizes, max_shard_bytes))
         places: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             file = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -177,18 +179,6 @@ class _Writing:
         tensor = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
         self._reader.read({stored: whole(tensor)})
         return tensor
-
-
-def _shards(infos: Mapping[str, TensorInfo], most: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, info in infos.items():
-        if names and size + info.size > most:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += info.size
-    yield names
 
 
 def _target_problems(target: Path, overwrite: bool) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.hf_directory import HuggingFaceDirectory
-from lightning_megatron.checkpoint.in_parts import Part, target_problems, write_in_parts
+from lightning_megatron.checkpoint.in_parts import Part, groups, target_problems, write_in_parts
 from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.reader import PRETRAINED
 from lightning_megatron.checkpoint.state import Chunk, whole
@@ -97,16 +97,7 @@ class _Reading:
 
     def groups(self, weights: Sequence[Weight], most: int) -> Iterator[list[Weight]]:
         """Weights in a row that have at most ``most`` bytes together."""
-        group: list[Weight] = []
-        size = 0
-        for weight in weights:
-            info = self._source.info(self._matched[weight.name])
-            if group and size + info.size > most:
-                yield group
-                group, size = [], 0
-            group.append(weight)
-            size += info.size
-        yield group
+        return groups(((w, self._source.info(self._matched[w.name]).size) for w in weights), most)
 
     def part(self, group: Sequence[Weight]) -> Part:
         """One file of the checkpoint."""

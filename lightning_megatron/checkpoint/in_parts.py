@@ -6,10 +6,10 @@ that many ranks had saved, and is read by any number of them in parallel.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_megatron.checkpoint.commit import Staging
 from lightning_megatron.checkpoint.document import compose, contribution
@@ -70,6 +70,30 @@ def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]
         raise write_error(error, staging.directory, size) from error
     finally:
         staging.discard()
+
+
+Item = TypeVar("Item")
+
+
+def groups(items: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
+    """Neighbours whose bytes do not exceed ``most`` together; a larger one is alone.
+
+    Args:
+        items: each with its size in bytes.
+        most: bytes.
+
+    >>> list(groups([("a", 2), ("b", 1), ("c", 5), ("d", 1)], 3))
+    [['a', 'b'], ['c'], ['d']]
+    """
+    group: list[Item] = []
+    size = 0
+    for item, own in items:
+        if group and size + own > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += own
+    yield group
 
 
 def target_problems(target: Path, overwrite: bool) -> list[str]:

@@ -14,7 +14,7 @@ starts from it at step 0.
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_megatron.checkpoint.export import plain_hyper_parameters
-from lightning_megatron.checkpoint.in_parts import Part, target_problems, write_in_parts
+from lightning_megatron.checkpoint.in_parts import Part, groups, target_problems, write_in_parts
 from lightning_megatron.checkpoint.index import check_metadata, read_metadata, summary
 from lightning_megatron.checkpoint.loading import read_chunks
 from lightning_megatron.checkpoint.manifest import (
@@ -93,7 +93,7 @@ def import_lightning(
             planned=chunks(group, opened.tensors),
             load=lambda group=group: chunks(group, opened.read(group)),  # type: ignore[misc]
         )
-        for group in _groups(opened.tensors, max_shard_bytes)
+        for group in groups(((n, t.nbytes) for n, t in opened.tensors.items()), max_shard_bytes)
     ]
     state = {
         "epoch": 0,
@@ -226,19 +226,6 @@ def _module_index(index: Metadata) -> Metadata:
 
 def _prefix(names: Mapping[str, Any]) -> str:
     return next((p for p in _PREFIXES if any(name.startswith(p) for name in names)), "")
-
-
-def _groups(tensors: Mapping[str, Tensor], most: int) -> Iterator[list[str]]:
-    """Names in a row whose tensors have at most ``most`` bytes together."""
-    group: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if group and size + tensor.nbytes > most:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += tensor.nbytes
-    yield group
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
