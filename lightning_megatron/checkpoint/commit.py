@@ -96,7 +96,7 @@ class Staging:
                 os.rename(self.target, self._aside)
             try:
                 os.rename(self.directory, self.target)
-            except BaseException:
+            except BaseException:  # an interrupt, too, must not leave the name without a checkpoint
                 if replaces:
                     os.rename(self._aside, self.target)
                 raise

@@ -5,8 +5,9 @@ module and a datamodule take can be set in a YAML file and overridden on the com
 layout included (`--trainer.strategy.tp=4`). `python -m lightning_megatron` is the same command.
 
 `convert` takes the weights of a checkpoint directory to one file or to Hugging Face, or brings them
-from there; `generate` has them continue a text. `ckpt` lists checkpoints, shows what one contains
-and verifies them. `schedule` draws a pipeline schedule and says what it costs.
+from there or from Lightning's other strategies; `generate` has them continue a text. `ckpt` lists
+checkpoints, shows what one contains and verifies them. `schedule` draws a pipeline schedule and
+says what it costs.
 
 A mistake in the configuration ends the command with exit code 2 and the message alone: the stack of
 our own calls would hide it.
