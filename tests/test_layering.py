@@ -33,6 +33,9 @@ LAYERS = {
     "data/indexed": 1,
     "data/blend": 1,
     "data/packing": 1,
+    "monitoring/__init__": 1,
+    "monitoring/redact": 1,
+    "monitoring/events": 1,  # everybody writes events
     # 2: bytes on wires
     "comm": 2,
     "data/sampler": 2,
@@ -66,6 +69,7 @@ LAYERS = {
     "precision": 6,
     "checkpoint": 6,
     "planner": 6,
+    "monitoring": 6,
     "data/datamodule": 6,
     "data/text": 6,  # a datamodule
     # 7: the Lightning face; callbacks and strategies never import each other
@@ -101,6 +105,7 @@ PURE = (
     "pipeline/repartition",
     "models/config",
     "models/flops",
+    "monitoring/events",
 )
 """Arithmetic: files that import no torch, so that planning is quick and needs no installation."""
 

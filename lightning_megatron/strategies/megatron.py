@@ -160,6 +160,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         # compute with as many threads each as there are cores.
         _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
+        self.events.identify(rank=self.global_rank)
         module = self._module()
         findings = examine(
             module.trainer, module, self.options, self._sharding, self._memory, self.world_size

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.precision.plugin import ShardedPrecision
@@ -41,6 +42,7 @@ class StepHooks(ParallelStrategy):
     def __init__(self) -> None:
         super().__init__()
         self._schedules = HeldSchedules()
+        self.events = EventLog()
 
     @property
     def parallel_gradients(self) -> GradientSet:
@@ -49,6 +51,7 @@ class StepHooks(ParallelStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.events.step = self._module().trainer.global_step
         if self.adaptive_memory is not None:
             self.adaptive_memory.before_batch(self._steps().count)
         if not self._fresh():

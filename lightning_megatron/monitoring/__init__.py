@@ -1,0 +1,1 @@
+"""What a run tells about itself: events, and what is made of them."""
