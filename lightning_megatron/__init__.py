@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
+    from lightning_megatron.callbacks.throughput import ThroughputMonitor
     from lightning_megatron.checkpoint.config import CheckpointConfig
     from lightning_megatron.checkpoint.export import (
         convert_to_lightning,
@@ -56,6 +57,7 @@ _HOMES = {
     "PipelineSequential": "pipeline.sequential",
     "ResumableSampler": "data.sampler",
     "ShardingConfig": "parallel.data",
+    "ThroughputMonitor": "callbacks.throughput",
     "convert_to_lightning": "checkpoint.export",
     "export_hugging_face": "checkpoint.hf_export",
     "export_safetensors": "checkpoint.export",
@@ -83,6 +85,7 @@ __all__ = [
     "PipelineSequential",
     "ResumableSampler",
     "ShardingConfig",
+    "ThroughputMonitor",
     "convert_to_lightning",
     "export_hugging_face",
     "export_safetensors",

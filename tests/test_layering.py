@@ -68,6 +68,7 @@ LAYERS = {
     # 6: what is kept, and planned; number formats, which clip what parallel/ has spread
     "precision": 6,
     "checkpoint": 6,
+    "monitoring": 6,
     "planner": 6,
     "monitoring": 6,
     "data/datamodule": 6,

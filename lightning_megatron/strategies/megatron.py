@@ -122,7 +122,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             schedule=schedule,
             pipeline=pipeline,
         )
-        self._sharding, self._memory = sharding, memory
+        self._sharding, self.memory = sharding, memory
         self._connection, self._checkpoint = connection, checkpoint
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
@@ -163,7 +163,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         self.events.identify(rank=self.global_rank)
         module = self._module()
         findings = examine(
-            module.trainer, module, self.options, self._sharding, self._memory, self.world_size
+            module.trainer, module, self.options, self._sharding, self.memory, self.world_size
         )
         problems = (*self._connection.problems(), *self._checkpoint.problems())
         raise_if_any([*problems, *findings.problems])
@@ -175,7 +175,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
                 f"{', '.join(findings.real_because)}"
             )
         assert self.cluster_environment is not None
-        configs = (self._sharding, self._memory, self._checkpoint)
+        configs = (self._sharding, self.memory, self._checkpoint)
         settings = (self.options, *configs, env.global_seed())
         connect(self._connection, self.cluster_environment, self.root_device, settings)
         self._topology = self._make_topology(module)
@@ -277,8 +277,8 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             stages, limit = config.stages_per_rank or 2, config.activation_gib
             self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)
         self.adaptive_memory = None
-        if self._memory.recompute == "adaptive":
-            self.adaptive_memory = AdaptiveMemory(parallel, self._memory, make, rank_zero_info)
+        if self.memory.recompute == "adaptive":
+            self.adaptive_memory = AdaptiveMemory(parallel, self.memory, make, rank_zero_info)
         self._point_metrics_at_batch_group(module)
 
     def let_go(self) -> None:
@@ -290,9 +290,9 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
         if earlier is not None:
             earlier.data.reshard()
-            compile_blocks(module, self._memory)
-            recompute(module, blocks_to_recompute(module, self._memory), self._memory)
-            transforms = replace(earlier.transforms, memory=self._memory)
+            compile_blocks(module, self.memory)
+            recompute(module, blocks_to_recompute(module, self.memory), self.memory)
+            transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
         precision = self.precision_plugin
         assert isinstance(precision, ShardedPrecision)
@@ -303,7 +303,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
             types=precision.types,
             pipeline=self.options.pipeline,
             sharding=self._sharding,
-            memory=self._memory,
+            memory=self.memory,
             stage_ranks=self.options.stage_ranks,
             manual_optimization=not module.automatic_optimization,
         )

@@ -1,0 +1,119 @@
+"""How many operations a training step takes: what the model needs, and what the devices do.
+
+*Model* FLOPs are those of forward and backward as the network is written, whatever the machine does
+to save memory: the numerator of MFU (PaLM, arXiv 2204.02311, appendix B). For a network described
+by a `TransformerConfig` there is a formula (`models.flops`, all attention scores counted). A module
+may also tell its own: Lightning's ``flops_per_batch``, an attribute or property, for the batch of
+one data-parallel rank, backward included.
+
+*Hardware* FLOPs are what really runs, recomputed activations included: the numerator of HFU
+(Korthikanti et al., arXiv 2205.05198). They are counted: while one training batch runs, every
+matrix product, convolution and attention of this rank passes through `OperationCounter`. Where
+nothing is recomputed they are the model's own, so that any network has an MFU.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
+
+from lightning_megatron._torch import tree_flatten
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.flops import training_flops_per_token
+
+PALM = "forward and backward of the matrix products, all attention scores counted (PaLM, app. B)"
+OWN = "the module's own flops_per_batch"
+COUNTED = "matrix products, convolutions and attention, counted as they ran"
+
+
+class ModelFlops(NamedTuple):
+    """Model FLOPs of one token, and how they are known."""
+
+    per_token: float
+    formula: str
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the floating-point operations that run while it is entered, backward included.
+
+    Attributes:
+        flops: counted so far, of plain tensors on this rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self._formulas: Any = FlopCounterMode(display=False).flop_registry
+
+    def start(self) -> None:
+        """Count from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        """Count no longer."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = self._formulas.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=result))
+        return result
+
+
+def model_flops(module: Any, batch: Any, tokens: int) -> ModelFlops | None:
+    """Model FLOPs of a token of this batch; None where no formula is known.
+
+    Args:
+        module: the user's.
+        batch: of this data-parallel rank.
+        tokens: in it.
+    """
+    own = getattr(module, "flops_per_batch", None)
+    if own is not None and tokens:
+        return ModelFlops(float(own() if callable(own) else own) / tokens, OWN)
+    config = getattr(module, "config", None)
+    length = sequence_length(batch)
+    if isinstance(config, TransformerConfig) and length:
+        return ModelFlops(training_flops_per_token(config, length), PALM)
+    return None
+
+
+def token_tensor(batch: Any) -> Tensor | None:
+    """The first tensor of whole numbers in a batch: the tokens."""
+    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim]
+    for tensor in tensors:
+        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+            return tensor
+    return None
+
+
+def sequence_length(batch: Any) -> int:
+    """Tokens per sample; 0 for a batch without tokens."""
+    tokens = token_tensor(batch)
+    return 0 if tokens is None or tokens.ndim < 2 else tokens.shape[-1]
+
+
+def count_tokens(batch: Any) -> int:
+    """The number of tokens in a batch.
+
+    The tokens are the elements of the batch's first integer tensor; a batch without one counts the
+    samples of its first tensor.
+    """
+    tokens = token_tensor(batch)
+    return count_samples(batch) if tokens is None else tokens.numel()
+
+
+def count_samples(batch: Any) -> int:
+    """The number of samples in a batch: the size of its first tensor's first dim."""
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    return 0
