@@ -70,7 +70,6 @@ LAYERS = {
     "checkpoint": 6,
     "monitoring": 6,
     "planner": 6,
-    "monitoring": 6,
     "data/datamodule": 6,
     "data/text": 6,  # a datamodule
     # 7: the Lightning face; callbacks and strategies never import each other
