@@ -40,6 +40,7 @@ LAYERS = {
     "comm": 2,
     "data/sampler": 2,
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
+    "resilience": 2,  # mechanisms without Lightning: what notices faults and survives them
     "testing": 2,  # starts processes; knows no layer and no strategy
     # 3: modules that also run alone
     "layers": 3,

@@ -38,6 +38,7 @@ from lightning_megatron.pipeline.schedule import (
     forward_only,
 )
 from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.resilience.sections import BACKWARD, FORWARD, SectionClock
 from lightning_megatron.topology.mesh import Topology
 
 Step = Callable[[int, bool], Any]
@@ -109,7 +110,13 @@ class _Saved:
 
 
 class Executor(Protocol):
-    """Runs the microbatches of a batch."""
+    """Runs the microbatches of a batch.
+
+    Attributes:
+        sections: told of every change between forward and backward.
+    """
+
+    sections: SectionClock
 
     @property
     def is_last(self) -> bool:
@@ -146,12 +153,17 @@ class NoPipeline(Executor):
 
     is_last = True
 
+    def __init__(self) -> None:
+        self.sections = SectionClock()
+
     @override
     def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
         outputs = []
         for index in range(count):
+            self.sections.enter(FORWARD)
             output = step(index, True)
             loss = loss_of(output, index)
+            self.sections.enter(BACKWARD)
             if loss is not None:
                 reduction.before_backward(0, last=index == count - 1, split=False)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -200,6 +212,7 @@ class Pipeline(Executor):
         self._deferral = WeightGradients()
         self._defers = False
 
+        self.sections = SectionClock()
         self.activation_bytes: dict[int, int] | None = None
         self.use(make)
 
@@ -272,6 +285,7 @@ class Pipeline(Executor):
         for number, action in enumerate(row):
             kind, stage, microbatch = action
             key, last = (stage, microbatch), number in lasts
+            self.sections.enter(FORWARD if kind is Kind.FORWARD else BACKWARD)
             self._deferral.enabled = traffic.schedule.is_split(stage, microbatch)
             if kind is Kind.FORWARD:
                 reduction.before_forward(self._position[stage])

@@ -1,9 +1,10 @@
 """The Lightning strategy: ``Trainer(strategy=MegatronStrategy(tp=4, pp=2))``.
 
 Hooks only, and here those that set a run up; the others are in `strategies.connection` (processes),
-`strategies.step_hooks`, `strategies.checkpoint_hooks` and `strategies.collectives`. What they do is
-decided in `strategies.preflight` (is the run legal), `parallel.apply` (put the module on the
-layout), `strategies.steps` (run a batch) and `checkpoint` (save and load).
+`strategies.step_hooks`, `strategies.checkpoint_hooks` and `strategies.collectives`; in front of all
+stands `strategies.section_hooks`. What they do is decided in `strategies.preflight` (is the run
+legal), `parallel.apply` (put the module on the layout), `strategies.steps` (run a batch) and
+`checkpoint` (save and load).
 """
 
 import random
@@ -54,13 +55,14 @@ from lightning_megatron.strategies.data_seeding import seed_dataloader
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
+from lightning_megatron.strategies.section_hooks import SectionHooks
 from lightning_megatron.strategies.step_hooks import StepHooks
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import derive_seed
 
 
-class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processes):
+class MegatronStrategy(SectionHooks, CheckpointHooks, TopologyCollectives, StepHooks, Processes):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
     The data-parallel degree is what remains: ``devices * num_nodes / (tp * pp)``. Layers from
@@ -272,6 +274,7 @@ class MegatronStrategy(CheckpointHooks, TopologyCollectives, StepHooks, Processe
         rule = self.options.microbatches()
         make = self.options.make_schedule
         self._engine = StepEngine(module, parallel, rule, make, self._host_gloo)
+        self._engine.executor.sections = self.sections
         config = self.options.pipeline
         if self.options.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib

@@ -1,0 +1,1 @@
+"""Mechanisms that notice and survive faults; none of them knows Lightning."""
