@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_megatron.callbacks.gradients import GradientMonitor
+    from lightning_megatron.callbacks.memory import MemoryMonitor
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
+    from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
     from lightning_megatron.checkpoint.config import CheckpointConfig
     from lightning_megatron.checkpoint.export import (
@@ -52,9 +54,11 @@ _HOMES = {
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
     "MemoryConfig": "parallel.recompute",
+    "MemoryMonitor": "callbacks.memory",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "callbacks.pipeline_monitor",
     "PipelineSequential": "pipeline.sequential",
+    "ProfilerWindow": "callbacks.profiler_window",
     "ResumableSampler": "data.sampler",
     "ShardingConfig": "parallel.data",
     "ThroughputMonitor": "callbacks.throughput",
@@ -80,9 +84,11 @@ __all__ = [
     "LanguageModel",
     "MegatronStrategy",
     "MemoryConfig",
+    "MemoryMonitor",
     "PipelineConfig",
     "PipelineMonitor",
     "PipelineSequential",
+    "ProfilerWindow",
     "ResumableSampler",
     "ShardingConfig",
     "ThroughputMonitor",
