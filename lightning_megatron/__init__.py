@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_megatron.callbacks.communication import CommunicationMonitor
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.memory import MemoryMonitor
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
@@ -46,6 +47,7 @@ _HOMES = {
     "Bf16MixedPrecision": "precision.plugin",
     "Bf16TruePrecision": "precision.plugin",
     "CheckpointConfig": "checkpoint.config",
+    "CommunicationMonitor": "callbacks.communication",
     "ConfigError": "errors",
     "ConnectionConfig": "strategies.connection",
     "Fp16Precision": "precision.plugin",
@@ -76,6 +78,7 @@ __all__ = [
     "Bf16MixedPrecision",
     "Bf16TruePrecision",
     "CheckpointConfig",
+    "CommunicationMonitor",
     "ConfigError",
     "ConnectionConfig",
     "Fp16Precision",

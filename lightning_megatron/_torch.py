@@ -57,6 +57,16 @@ def start_reduce_scatter(output: Tensor, local: Tensor, group: dist.ProcessGroup
     return work
 
 
+def gather_now(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill ``output`` with the ``local`` of every rank; on a GPU, on the current stream."""
+    _all_gather(output, local, group=group)
+
+
+def reduce_scatter_now(output: Tensor, local: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    """Reduce ``local`` over the ranks, leaving the rank-th equal part in ``output``."""
+    _reduce_scatter(output, local, op=op, group=group)
+
+
 def shard_of(tensor: DTensor) -> Tensor:
     """The local tensor of ``tensor`` itself (2.11-2.13).
 

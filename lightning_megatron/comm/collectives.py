@@ -21,6 +21,7 @@ from lightning_megatron._torch import start_all_gather, start_reduce_scatter
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.degrees import divisibility_problem
 from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.meter import Meter
 
 _SMALL_SUM = 1 << 16
 """Bytes up to which more than two ranks sum by exchanging everything: ``p - 1`` times the bytes of
@@ -36,31 +37,42 @@ class Pending:
         work: the collective.
         source: what it reads, kept alive until the end.
         finish: makes the result, once the collective is over.
+        meter: of the axis.
+        sent: bytes that this rank sends.
     """
 
-    __slots__ = ("_finish", "_source", "_work")
+    __slots__ = ("_finish", "_meter", "_source", "_work")
 
     def __init__(
-        self, work: dist.Work | None, source: Tensor | None, finish: Callable[[], Tensor]
+        self,
+        work: dist.Work | None,
+        source: Tensor | None,
+        finish: Callable[[], Tensor],
+        meter: Meter,
+        sent: float,
     ) -> None:
-        self._work = work
+        self._work, self._meter = work, meter
+        meter.count(sent)
+        meter.started(work)
         self._source = source
         self._finish = finish
 
     def wait(self) -> Tensor:
         """Finish the collective and return its result."""
         if self._work is not None:
-            self._work.wait()
+            self._meter.wait(self._work)
         self._source = None
         return self._finish()
 
 
 def start_sum(x: Tensor, axis: Axis) -> Pending:
     """Begin to sum ``x`` over the axis in place; ``x`` must be contiguous."""
+    share = 2 * _bytes(x) * (axis.size - 1) / axis.size
     if axis.size > 2 and exchanges(x) and _bytes(x) <= _SMALL_SUM:
         received, work, sent = _exchange(x.expand(axis.size, *x.shape), axis)
-        return Pending(work, sent, lambda: torch.sum(received, 0, out=x))
-    return Pending(dist.all_reduce(x, group=axis.group, async_op=True), None, lambda: x)
+        return Pending(work, sent, lambda: torch.sum(received, 0, out=x), axis.meter, share)
+    started = dist.all_reduce(x, group=axis.group, async_op=True)
+    return Pending(started, None, lambda: x, axis.meter, share)
 
 
 def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -74,7 +86,8 @@ def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
         buffer = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
         work = start_all_gather(buffer, source, axis.group)
         parts = buffer.view(axis.size, *x.shape)
-    return Pending(work, source, lambda: _joined(parts, dim))
+    share = _bytes(x) * (axis.size - 1)
+    return Pending(work, source, lambda: _joined(parts, dim), axis.meter, share)
 
 
 def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -88,12 +101,14 @@ def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     length = _slice_length(x, axis, dim)
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     parts = x.view(*before, axis.size, length, *after).movedim(dim, 0)
+    share = _bytes(x) * (axis.size - 1) / axis.size
     if exchanges(x):
         received, work, sent = _exchange(parts, axis)
-        return Pending(work, sent, lambda: received.sum(0))
+        return Pending(work, sent, lambda: received.sum(0), axis.meter, share)
     source = parts.flatten(0, 1).contiguous()
     output = x.new_empty((*before, length, *after))
-    return Pending(start_reduce_scatter(output, source, axis.group), source, lambda: output)
+    started = start_reduce_scatter(output, source, axis.group)
+    return Pending(started, source, lambda: output, axis.meter, share)
 
 
 def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.topology.meter import Meter
+
 _HEADER_BYTES = 64
 _ALIGN = 64
 _NUMBERS = struct.Struct("<qq")
@@ -143,9 +145,13 @@ class InlineChannel:
         peer: global rank at the other end.
         group: a gloo group that holds both ranks.
         tag: distinguishes the channels of one pair of ranks; below 65536.
+        meter: counts what is sent, and how long a receiver waits.
     """
 
-    def __init__(self, peer: int, group: dist.ProcessGroup, tag: int) -> None:
+    def __init__(
+        self, peer: int, group: dist.ProcessGroup, tag: int, meter: Meter | None = None
+    ) -> None:
+        self._meter = Meter() if meter is None else meter
         # The group's own methods: torch.distributed.isend adds as much Python as all of a message.
         self._peer, self._group, self._tag = dist.get_group_rank(group, peer), group, tag
         self._base = _FIRST_CAPACITY
@@ -173,6 +179,7 @@ class InlineChannel:
         buffer = self._pack(tree)
         capacity = self._capacity(len(self._sizes))
         self._sizes.append(buffer.numel())
+        self._meter.count(buffer.numel())
         if buffer.numel() > capacity:
             self._isend(buffer[:_HEADER_BYTES].clone(), self._tag)
             self._isend(buffer, self._tag + _OVERFLOW_TAG)
@@ -183,12 +190,12 @@ class InlineChannel:
         """Wait for the next message of the step."""
         index = len(self._sizes)
         work, buffer, capacity = self._posted.popleft()
-        work.wait()
+        self._meter.wait(work)
         total = _read_header(buffer)[0]
         if total > capacity:
             self.buffers.give(buffer)
             buffer = self.buffers.take(total)
-            self._group.recv([buffer], self._peer, self._tag + _OVERFLOW_TAG).wait()
+            self._meter.wait(self._group.recv([buffer], self._peer, self._tag + _OVERFLOW_TAG))
         self._sizes.append(total)
         if index + LOOKAHEAD < self._count:
             self._post(self._capacity(index + LOOKAHEAD))
@@ -253,11 +260,18 @@ class DeviceChannel:
         group: the group of the device's backend.
         host: channel between the same two ranks on a gloo group.
         device: where received tensors are allocated.
+        meter: counts what is sent, and how long the device waits for it.
     """
 
     def __init__(
-        self, peer: int, group: dist.ProcessGroup, host: InlineChannel, device: torch.device
+        self,
+        peer: int,
+        group: dist.ProcessGroup,
+        host: InlineChannel,
+        device: torch.device,
+        meter: Meter | None = None,
     ) -> None:
+        self._meter = Meter() if meter is None else meter
         self._peer, self._group, self._host, self._device = peer, group, host, device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -277,6 +291,7 @@ class DeviceChannel:
             payload = leaf.detach().contiguous()
             work = _not_none(dist.isend(payload, self._peer, self._group))
             self._sending.append((work, payload))
+            self._meter.count(payload.numel() * payload.element_size())
 
     def receive(self) -> Tree:
         """Wait for the next message of the step."""
@@ -289,7 +304,7 @@ class DeviceChannel:
 
         tree = rebuild(json.loads(self._host.receive()), take)
         for work in works:
-            work.wait()
+            self._meter.wait(work)
         return tree
 
     def flush(self) -> None:

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -38,6 +37,7 @@ from lightning_megatron._torch import (
 )
 from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.reduce import MeanReducer
+from lightning_megatron.parallel.unit_comm import UnitGather, UnitReduceScatter, count_sums
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.topology.mesh import Topology
 
@@ -160,9 +160,7 @@ class DataParallel:
                 ignored_params=unmanaged,
             )
         assert isinstance(module, FSDPModule)
-        if self._zero and self._topology.device.type == "cpu":
-            exchange: Any = _ExchangedReduceScatter()  # torch keeps the interface's name private
-            module.set_custom_reduce_scatter(exchange)
+        self._count(module)
         if self._keep_in is not None:
             keep_reduced_gradients_in(module, self._keep_in)
         if works_in_place(module):
@@ -173,6 +171,18 @@ class DataParallel:
         if stage is not None:
             self._stage(stage).roots.append(module)
 
+    def _count(self, unit: FSDPModule) -> None:
+        """Have what the unit sends counted."""
+        topology, meter = self._topology, self._topology.batch.meter
+        if self._zero:
+            gather: Any = UnitGather(meter)  # torch keeps the interfaces' names private
+            scatter: Any = UnitReduceScatter(meter)
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(scatter)
+        copies = topology.dp_replicate.size if self._zero else topology.batch.size
+        if copies > 1:
+            unit.set_all_reduce_hook(count_sums(meter, copies))
+
     def reduce_whole(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
         """Average the gradients of parameters that no unit holds; collective.
 
@@ -182,7 +192,9 @@ class DataParallel:
         group = self._topology.new_group("batch")
         if group is not None:
             for stage, members in enumerate(parameters):
-                self._stage(stage).whole = MeanReducer(members, group)
+                self._stage(stage).whole = MeanReducer(
+                    members, group, meter=self._topology.batch.meter
+                )
 
     @property
     def accumulates_in_grad(self) -> bool:
@@ -304,35 +316,6 @@ class _Stage:
             if reshard != self._reshard:
                 root.set_reshard_after_backward(reshard)
         self._sync, self._last, self._reshard = sync, last, reshard
-
-
-class _ExchangedReduceScatter:
-    """Reduce-scatter for FSDP2 on CPUs, where gloo's is an all-reduce of which most is dropped.
-
-    Every rank sends each other rank its piece and adds up what arrives (`comm.collectives`).
-    """
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Memory for the input or output of a reduction."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Sum (or average) ``input_tensor`` over the group, keeping this rank's part."""
-        del async_op
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
 
 
 def _enter(module: nn.Module, args: Any) -> Any:

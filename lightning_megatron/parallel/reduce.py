@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron.topology.meter import Meter
+
 BUCKET_BYTES = 25 << 20
 """Gradients that are reduced together; a smaller first bucket would start earlier, but is as much
 work for the host as a large one."""
@@ -53,6 +55,7 @@ class MeanReducer:
         parameters: plain tensors, the same on every rank, in the order of the network.
         group: whose ranks average.
         bucket_bytes: size at which a bucket is full.
+        meter: counts what is sent, and how long nothing else is done.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class MeanReducer:
         parameters: Sequence[nn.Parameter],
         group: dist.ProcessGroup,
         bucket_bytes: int = BUCKET_BYTES,
+        meter: Meter | None = None,
     ) -> None:
+        self._meter = Meter() if meter is None else meter
         self._group = group
         self._buckets = _in_buckets(parameters, bucket_bytes)
         self._started: list[_Started] = []
@@ -91,7 +96,7 @@ class MeanReducer:
         self._armed = False
         for started in self._started:
             if started.work is not None:
-                started.work.wait()
+                self._meter.wait(started.work)
                 self._write(started)
         self._started.clear()
 
@@ -121,6 +126,9 @@ class MeanReducer:
         flat = torch.cat([*(piece.to(wide) for piece in pieces), flags])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None
+        ranks = self._group.size()
+        self._meter.count(2 * flat.numel() * flat.element_size() * (ranks - 1) / ranks)
+        self._meter.started(work)
         self._started.append(_Started(work, flat, members))
 
     def _write(self, started: _Started) -> None:

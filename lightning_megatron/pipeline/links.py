@@ -150,11 +150,12 @@ class Links:
         if pp.group is None:
             raise RuntimeError("a pipeline needs a pp axis of at least two ranks")
         if self._host_group is None or self._device_groups is None:
-            return InlineChannel(rank, pp.group, _TAG)
+            return InlineChannel(rank, pp.group, _TAG, pp.meter)
         ascends = (peer > pp.rank) == sends
         group = self._device_groups[0 if ascends else 1]
         assert group is not None
-        return DeviceChannel(rank, group, InlineChannel(rank, self._host_group, _TAG), self._device)
+        host = InlineChannel(rank, self._host_group, _TAG)
+        return DeviceChannel(rank, group, host, self._device, pp.meter)
 
 
 def _handed_over(leaf: Any) -> Any:

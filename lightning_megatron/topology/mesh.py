@@ -5,7 +5,7 @@ part that communicates: there is no "current mesh", so two Trainers in one proce
 other. A group of one rank is None, and code that finds ``axis.size == 1`` communicates nothing.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_megatron._torch import forget_meshes
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
+from lightning_megatron.topology.meter import Meter
 from lightning_megatron.topology.rng import RandomStreams
 
 
@@ -31,6 +32,8 @@ class Axis:
     """Global ranks of the group, in axis order."""
     group: dist.ProcessGroup | None
     """None when the axis has size 1."""
+    meter: Meter = field(default_factory=Meter, compare=False, repr=False)
+    """What this rank sends over it."""
 
     @property
     def size(self) -> int:
@@ -55,6 +58,7 @@ class Topology:
         loss: batch x cp; the mean loss is taken over these ranks.
         mesh: device mesh with the axes of size > 1, and always ``dp_shard`` and ``dp_replicate``.
         rng: the random streams of this process.
+        meters: what this rank sends, by ``tp``, ``pp``, ``cp`` and ``dp``.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Topology:
         self.rank = dist.get_rank()
         self.world_size = degrees.world_size
         self._timeout = timeout
+        self.meters = {kind: Meter() for kind in ("tp", "pp", "cp", "dp")}
         forget_meshes()
         present = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]
         self.mesh: DeviceMesh = init_device_mesh(
@@ -100,7 +105,7 @@ class Topology:
     def _mesh_axis(self, axis: str) -> Axis:
         ranks = self._ranks(axis)
         group = self.mesh.get_group(axis) if len(ranks) > 1 else None
-        return Axis(axis, self.position[axis], ranks, group)
+        return Axis(axis, self.position[axis], ranks, group, self._meter(axis))
 
     def _derived_axis(self, name: str) -> Axis:
         """Reuse the group of the only member axis above size 1, else make one (collectively)."""
@@ -112,7 +117,11 @@ class Topology:
             group = self.mesh.get_group(wide[0])
         else:
             group = self.new_group(name)
-        return Axis(name, ranks.index(self.rank), ranks, group)
+        return Axis(name, ranks.index(self.rank), ranks, group, self._meter(name))
+
+    def _meter(self, axis: str) -> Meter:
+        """One for everything that data-parallel ranks exchange."""
+        return self.meters.get(axis, self.meters["dp"])
 
     def new_group(self, axes: str, backend: str | None = None) -> dist.ProcessGroup | None:
         """Make a further group along ``axes``; every process must call this at the same point."""

@@ -1,0 +1,119 @@
+"""What the ranks send each other in a step, and how long they wait for it, by kind of axis.
+
+Every `every` batches, for each of ``tp``, ``pp``, ``cp`` and ``dp`` over which anything is sent,
+per batch and as the mean of the ranks:
+
+============================  ======================================================================
+``comm/calls/tp``             transfers a rank starts
+``comm/mib/tp``               MiB it sends (of the cheapest known way, see `topology.meter`)
+``time/comm_exposed_s/tp``    seconds in which it does nothing but wait for them
+``time/comm_s/tp``            seconds that the transfers take, hidden behind other work or not (CPU)
+============================  ======================================================================
+
+Exposed time is what a faster network, or more overlap, could win; in a pipeline it holds the bubble
+as well (`PipelineMonitor` tells how much that is). The total is taken in the last batch of a window
+only. One small collective a window brings the ranks together.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from typing_extensions import override
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.spread import spread
+from lightning_megatron.topology.meter import Meter
+
+_MIB = 1 << 20
+
+
+class CommunicationMonitor(pl.Callback):
+    """Logs calls, bytes and seconds of communication; nothing where there is one process.
+
+    Works under `MegatronStrategy`.
+
+    Args:
+        every: batches between two values.
+
+    Attributes:
+        latest: what was logged last.
+
+    Raises:
+        ConfigError: ``every`` is smaller than one batch, or the strategy is another.
+    """
+
+    def __init__(self, every: int = 50) -> None:
+        if every < 1:
+            raise ConfigError(f"every={every}: must be at least 1; nearest valid: every=1")
+        self._every = every
+        self._batches = 0
+        self._since: dict[str, tuple[int, int, float]] = {}
+        self.latest: dict[str, float] = {}
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not hasattr(type(trainer.strategy), "topology"):
+            raise ConfigError(
+                f"CommunicationMonitor under {type(trainer.strategy).__name__}: it reads the "
+                "counters of a MegatronStrategy; nearest valid: strategy=MegatronStrategy()"
+            )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._batches = 0
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # The first batch pays for what happens once (connections, for example).
+        if self._batches == 1:
+            self._since = {kind: _read(meter) for kind, meter in _meters(trainer).items()}
+        if (self._batches + 1) % self._every == 0:
+            for meter in _meters(trainer).values():
+                meter.settle()
+                meter.total_s, meter.timed = 0.0, True
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._batches += 1
+        if self._batches % self._every or self._batches == 1:
+            return
+        batches = min(self._every, self._batches - 1)
+        mine: dict[str, float] = {}
+        for kind, meter in _meters(trainer).items():
+            meter.settle()
+            meter.timed = False
+            calls, sent, exposed = self._since[kind]
+            mine[f"comm/calls/{kind}"] = (meter.calls - calls) / batches
+            mine[f"comm/mib/{kind}"] = (meter.bytes - sent) / batches / _MIB
+            mine[f"time/comm_exposed_s/{kind}"] = (meter.exposed_s - exposed) / batches
+            mine[f"time/comm_s/{kind}"] = meter.total_s
+            self._since[kind] = _read(meter)
+        found = {name: s.mean for name, s in spread(mine, _device(trainer)).items()}
+        used = [k for k in _meters(trainer) if found[f"comm/calls/{k}"]]
+        self.latest = {name: v for name, v in found.items() if name.rpartition("/")[2] in used}
+        pl_module.log_dict(self.latest, batch_size=1)
+
+
+def _meters(trainer: pl.Trainer) -> dict[str, Meter]:
+    strategy: Any = trainer.strategy
+    meters: dict[str, Meter] = strategy.topology.meters
+    return meters
+
+
+def _read(meter: Meter) -> tuple[int, int, float]:
+    return meter.calls, meter.bytes, meter.exposed_s
+
+
+def _device(trainer: pl.Trainer) -> torch.device:
+    device: torch.device = trainer.strategy.root_device
+    return device if device.type == "cuda" else torch.device("cpu")

@@ -1,0 +1,113 @@
+"""Bytes and calls of every axis are those of the algorithm; waiting is what it is."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megatron import CommunicationMonitor
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.testing import WorkerPool
+from tests.strategies.small import GLOBAL_BATCH, WIDTH, Small, dp_of, loader, make_trainer
+
+MIB = 1 << 20
+PARAMETERS = 4 * (WIDTH * WIDTH + WIDTH)
+
+
+class Parallel(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = ColumnParallelLinear(8, 16), RowParallelLinear(16, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        # The second of four ranks is late.
+        if self.trainer.global_rank == 1:
+            time.sleep(0.03)
+        x = batch.requires_grad_()
+        return self.down(self.up(x)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def monitored(layout: Mapping[str, Any], devices: int) -> dict[str, float]:
+    monitor = CommunicationMonitor(every=2)
+    trainer = make_trainer(layout, devices, callbacks=[monitor])
+    trainer.fit(Small(), loader(dp=dp_of(devices, layout)))
+    assert {k: pytest.approx(float(v)) for k, v in monitor.latest.items()} == {
+        k: v for k, v in trainer.callback_metrics.items() if k in monitor.latest
+    }
+    return monitor.latest
+
+
+def monitored_parallel(sequence_parallel: bool) -> dict[str, float]:
+    monitor = CommunicationMonitor(every=2)
+    layout = {"tp": 2, "sequence_parallel": sequence_parallel}
+    trainer = make_trainer(layout, 2, callbacks=[monitor])
+    trainer.fit(Parallel(), DataLoader(torch.randn(32, 4, 8, dtype=torch.float64), batch_size=8))
+    return monitor.latest
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_data_parallel_ranks_send_each_gradient_once_and_gather_shards(
+    pool: WorkerPool, zero: int
+) -> None:
+    first, second = pool.run(2, monitored, {"zero": zero}, 2)
+    assert first == second
+    whole = PARAMETERS * 8 / MIB
+    # An all-reduce sends twice (p-1)/p of the whole, with a flag for every parameter; a gather or a
+    # reduce-scatter once. ZeRO 3 gathers again for the backward, but for the unit that runs last.
+    if zero == 0:
+        expected, calls = 2 * (whole + 8 * 8 / MIB) / 2, 1
+        assert (first["comm/mib/dp"], first["comm/calls/dp"]) == pytest.approx((expected, calls))
+    elif zero == 1:
+        assert first["comm/mib/dp"] == pytest.approx(2 * whole / 2)
+    else:
+        assert 2 * whole / 2 < first["comm/mib/dp"] <= 3 * whole / 2
+    assert 0 < first["time/comm_exposed_s/dp"] < 1
+    assert 0 < first["time/comm_s/dp"] < 1
+    assert {name.rpartition("/")[2] for name in first} == {"dp"}
+
+
+def test_stages_send_activations_and_their_gradients(pool: WorkerPool) -> None:
+    found = pool.run(2, monitored, {"pp": 2, "num_microbatches": 4}, 2)[0]
+    # Each rank sends four messages: activations up, gradients down.
+    assert found["comm/calls/pp"] == 4
+    payload = GLOBAL_BATCH * WIDTH * 8
+    assert payload <= found["comm/mib/pp"] * MIB <= payload + 4 * 4096
+    assert found["time/comm_exposed_s/pp"] > 0
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_sum_activations_and_wait_for_the_late_one(
+    pool: WorkerPool, sequence_parallel: bool
+) -> None:
+    found = pool.run(2, monitored_parallel, sequence_parallel)[0]
+    if not sequence_parallel:  # one sum forward, one backward
+        assert found["comm/calls/tp"] == 2
+        assert found["comm/mib/tp"] * MIB == pytest.approx(2 * 8 * 4 * 8 * 8)
+    else:  # gather and reduce-scatter, forward and backward; each rank's batch is a slice here
+        assert found["comm/calls/tp"] == 4
+        assert found["comm/mib/tp"] * MIB == pytest.approx(4 * 8 * 4 * 8 * 8)
+    # The mean of one rank that waits 30 ms and one that hardly does.
+    assert found["time/comm_exposed_s/tp"] > 0.01
+    assert found["time/comm_s/tp"] > 0.01
+
+
+def test_nothing_is_logged_where_nothing_is_sent() -> None:
+    monitor = CommunicationMonitor(every=1)
+    make_trainer({}, callbacks=[monitor]).fit(Small(), loader())
+    assert monitor.latest == {}
+
+
+def test_options_and_strategy_are_checked() -> None:
+    with pytest.raises(ConfigError, match="every=0"):
+        CommunicationMonitor(every=0)
+    with pytest.raises(ConfigError, match="under SingleDeviceStrategy"):
+        make_trainer(None, callbacks=[CommunicationMonitor()]).fit(Small(), loader())
