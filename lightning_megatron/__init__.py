@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_megatron.callbacks.chaos import ChaosMonkey
     from lightning_megatron.callbacks.communication import CommunicationMonitor
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.memory import MemoryMonitor
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Bf16MixedPrecision": "precision.plugin",
     "Bf16TruePrecision": "precision.plugin",
+    "ChaosMonkey": "callbacks.chaos",
     "CheckpointConfig": "checkpoint.config",
     "CommunicationMonitor": "callbacks.communication",
     "ConfigError": "errors",
@@ -77,6 +79,7 @@ _HOMES = {
 __all__ = [
     "Bf16MixedPrecision",
     "Bf16TruePrecision",
+    "ChaosMonkey",
     "CheckpointConfig",
     "CommunicationMonitor",
     "ConfigError",
