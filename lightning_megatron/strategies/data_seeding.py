@@ -30,6 +30,7 @@ from lightning_megatron.data.augmentation import (
     draws_random_numbers,
     seed_generators,
 )
+from lightning_megatron.resilience.signals import shield
 from lightning_megatron.strategies.data_sampling import DrawnOrder, with_batches
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import derive_seed
@@ -43,6 +44,7 @@ def seed_dataloader(dataloader: DataLoader[Any], topology: Topology) -> bool:
         dataloader.generator = torch.Generator().manual_seed(seed)
     if env.seed_workers() and dataloader.worker_init_fn is None:
         dataloader.worker_init_fn = partial(pl_worker_init_function, rank=topology.batch.rank)
+    dataloader.worker_init_fn = shield(dataloader.worker_init_fn)
     return ours
 
 

@@ -58,11 +58,14 @@ from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.section_hooks import SectionHooks
 from lightning_megatron.strategies.step_hooks import StepHooks
 from lightning_megatron.strategies.steps import StepEngine
+from lightning_megatron.strategies.stopping import StopHooks
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import derive_seed
 
 
-class MegatronStrategy(SectionHooks, CheckpointHooks, TopologyCollectives, StepHooks, Processes):
+class MegatronStrategy(
+    SectionHooks, StopHooks, CheckpointHooks, TopologyCollectives, StepHooks, Processes
+):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
     The data-parallel degree is what remains: ``devices * num_nodes / (tp * pp)``. Layers from
@@ -262,6 +265,7 @@ class MegatronStrategy(SectionHooks, CheckpointHooks, TopologyCollectives, StepH
             self.start_saver(self._checkpoint, self._connection.timeout_s)
             if self.parallel.spare is not None:
                 self.measured_partition = MeasuredPartition(self)
+        self.start_agreement(trainer, self._host_world())
         self.setup_precision_plugin()
 
     def adopt(self, parallel: ParallelModule) -> None:
