@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import reduce_from, reduce_scatter
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.linear import SEQUENCE_DIM
+from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 from lightning_megatron.topology.mesh import Topology
 

@@ -15,54 +15,27 @@ memory for them falls by the degree at the same number of bytes on the wire::
     plain          --              sum of dx                sum of y        --
     sequence       gather x        gather x, scatter dx     scatter y       gather dy
 
-Each layer is one autograd node. The column layer's backward starts the sum of ``dx`` as soon as it
-has it, computes the gradients of the weights meanwhile and waits last; its second gather of ``x``
-(which is not kept: it would undo the saving) runs beside the product that gives ``dx``. On CPU,
-where memory is plentiful and a collective slow, the gathered ``x`` is kept instead (`regathers`).
-Several column layers with the same input (q, k and v; gate and up) share its collectives through
-`column_parallel`.
+Each layer is one autograd node (`layers.linear_functions`). Several column layers with the same
+input (q, k and v; gate and up) share its collectives through `column_parallel`.
 
 Shapes: ``x_bsi`` is ``[batch, sequence, in_features]``; any number of leading dims works without
 sequence parallelism, which always splits dim 1.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_megatron.comm.collectives import (
-    Pending,
-    start_gather,
-    start_sum,
-    start_sum_scatter,
-)
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.deferral import (
-    Factors,
-    WeightGradients,
-    can_defer,
-    compute_dtype,
-    input_gradient,
-    linear,
-    linear_gradients,
-    output,
-    ready,
-    rows,
-)
+from lightning_megatron.layers.deferral import can_defer, linear
+from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
 from lightning_megatron.layers.products import Products
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
-from lightning_megatron.topology.mesh import Axis, Topology
-
-SEQUENCE_DIM = 1
-"""Dim along which sequence parallelism splits an activation."""
+from lightning_megatron.topology.mesh import Topology
 
 
 class _Linear(ParallelLayer):
@@ -253,7 +226,7 @@ class RowParallelLinear(_Linear):
             x = split_to(x, topology.tp, -1)
         deferral = self.deferral if can_defer((self.weight,)) else None
         sequence = topology.sequence_parallel
-        return _apply_row(x, self.weight, self.bias, topology.tp, sequence, deferral, self.products)
+        return apply_row(x, self.weight, self.bias, topology.tp, sequence, deferral, self.products)
 
 
 def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -276,11 +249,6 @@ def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     return _column_parallel(x, topology, sharing)
 
 
-def regathers(x: Tensor) -> bool:
-    """Whether a sequence-parallel column layer gathers ``x`` again rather than keeping it."""
-    return x.device.type != "cpu"
-
-
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
@@ -297,148 +265,4 @@ def _column_parallel(
     deferral = layers[0].deferral if can_defer(flat) else None
     products = [layer.products for layer in layers]
     sequence = topology.sequence_parallel
-    return list(_apply_column(x, topology.tp, sequence, deferral, products, *flat))
-
-
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None
-) -> tuple[Tensor, Any]:
-    bias = None if bias is None else bias.to(x.dtype)
-    if products is None:
-        return F.linear(x, weight.to(x.dtype), bias), None
-    y, kept = output(x, weight, products)
-    return y if bias is None else y.add_(bias), kept
-
-
-class _ColumnParallel(Function):
-    """``x, weight, bias, weight, bias, ... -> y, y, ...`` (see the module's table).
-
-    The gradients of the weights may come later (`layers.deferral`).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        sequence: bool,
-        deferral: WeightGradients | None,
-        products: Sequence[Products | None],
-        *parameters: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        x = x.to(compute_dtype(x))
-        gathered = start_gather(x, axis, SEQUENCE_DIM).wait() if sequence else x
-        weights, biases = parameters[::2], parameters[1::2]
-        ctx.axis, ctx.sequence, ctx.deferral, ctx.products = axis, sequence, deferral, products
-        ctx.regather, ctx.parameters = sequence and regathers(x), parameters
-        ctx.save_for_backward(x if ctx.regather else gathered, *weights)
-        found = [
-            _linear(gathered, w, b, p)
-            for w, b, p in zip(weights, biases, products, strict=True)
-            if w is not None
-        ]
-        ctx.kept = [kept for _, kept in found]
-        return tuple(y for y, _ in found)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        needs, deferral = ctx.needs_input_grad, ctx.deferral
-        later = deferral is not None and deferral.collecting
-        regathered = None
-        if ctx.regather and any(needs[5:]) and not later:
-            regathered = start_gather(x, ctx.axis, SEQUENCE_DIM)
-        grads_no, products = [rows(g) for g in grads], ctx.products
-        gradients = [
-            ready(grad_no, kept, p)
-            for grad_no, kept, p in zip(grads_no, ctx.kept, products, strict=True)
-        ]
-        pending = None
-        if needs[0]:
-            grad_x = _column_input_gradient(gradients, weights, x.dtype, products)
-            grad_x = grad_x.view(*grads[0].shape[:-1], x.shape[-1])
-            pending = _start_reduction(grad_x, ctx.axis, ctx.sequence)
-
-        def factors() -> list[Factors]:
-            whole = x
-            if ctx.regather:
-                whole = (regathered or start_gather(x, ctx.axis, SEQUENCE_DIM)).wait()
-            x_ni = rows(whole)
-            return [
-                Factors(grad_no, x_ni, gradient, p)
-                for grad_no, gradient, p in zip(grads_no, gradients, products, strict=True)
-            ]
-
-        found = linear_gradients(ctx.parameters, needs[5:], factors, deferral)
-        return pending.wait() if pending else None, None, None, None, None, *found
-
-
-class _RowParallel(Function):
-    """``x, weight, bias -> y`` (see the module's table)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        sequence: bool,
-        deferral: WeightGradients | None,
-        products: Products | None,
-    ) -> Tensor:
-        x = x.to(compute_dtype(x))
-        ctx.axis, ctx.sequence, ctx.deferral, ctx.products = axis, sequence, deferral, products
-        ctx.parameters = weight, bias
-        ctx.save_for_backward(x, weight)
-        partial, ctx.kept = output(x, weight, products)
-        y = _start_reduction(partial, axis, sequence).wait()
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs, products = ctx.needs_input_grad, ctx.products
-        if ctx.sequence:
-            grad = start_gather(grad, ctx.axis, SEQUENCE_DIM).wait()
-        grad_no, x_ni = rows(grad), rows(x)
-        gradient = ready(grad_no, ctx.kept, products)
-        grad_x = (
-            input_gradient(gradient, weight, x.dtype, products).view(x.shape) if needs[0] else None
-        )
-        gradients = linear_gradients(
-            ctx.parameters,
-            needs[1:3],
-            lambda: [Factors(grad_no, x_ni, gradient, products)],
-            ctx.deferral,
-        )
-        return grad_x, *gradients, None, None, None, None
-
-
-_apply_column: Callable[..., tuple[Tensor, ...]] = _ColumnParallel.apply
-_apply_row: Callable[..., Tensor] = _RowParallel.apply
-
-
-def _column_input_gradient(
-    gradients: Sequence[Any],
-    weights: Sequence[Tensor],
-    dtype: torch.dtype,
-    products: Sequence[Products | None],
-) -> Tensor:
-    """This rank's part of the input gradient ``[n, in]``, summed over the layers that share it."""
-    total = input_gradient(gradients[0], weights[0], dtype, products[0])
-    for gradient, weight, multiply in zip(gradients[1:], weights[1:], products[1:], strict=True):
-        if multiply is None:
-            total.addmm_(gradient, weight.to(gradient.dtype))
-        else:
-            total.add_(input_gradient(gradient, weight, dtype, multiply))
-    return total
-
-
-def _start_reduction(partial: Tensor, axis: Axis, sequence: bool) -> Pending:
-    """Begin to make a partial activation true: whole, or sharded along the sequence."""
-    if sequence:
-        return start_sum_scatter(partial, axis, SEQUENCE_DIM)
-    return start_sum(partial, axis)
+    return list(apply_column(x, topology.tp, sequence, deferral, products, *flat))

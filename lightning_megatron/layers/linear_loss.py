@@ -19,6 +19,10 @@ collective, as small as that of `layers.loss`, whose formulas these are, and ``d
 In a backward of two parts everything is computed in the input part: the weight part would have to
 make the logits a third time.
 
+In FP8 (`layers.products`) each chunk is a product of its own: scales that the recipe finds when it
+uses them are those of the chunk, at least as fine as those of the whole and the same on all tp
+ranks, which have the same tokens in a chunk.
+
 Legend: n positions, v this rank's part of the vocabulary, h hidden size.
 """
 
@@ -34,9 +38,16 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
-from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.deferral import compute_dtype, rows
-from lightning_megatron.layers.linear import SEQUENCE_DIM, ColumnParallelLinear, regathers
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.layers.deferral import (
+    compute_dtype,
+    input_gradient,
+    output,
+    ready,
+    rows,
+)
+from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, regathers
 from lightning_megatron.layers.loss import (
     check_targets,
     logits_gradient,
@@ -46,6 +57,7 @@ from lightning_megatron.layers.loss import (
     position_terms,
     reduced,
 )
+from lightning_megatron.layers.products import Products
 from lightning_megatron.topology.mesh import Axis
 
 
@@ -122,18 +134,11 @@ class LinearCrossEntropy(ColumnParallelLinear):
 
         Raises:
             IndexError: on CPU, a target lies outside the vocabulary.
-            ConfigError: the layer was chosen for FP8.
         """
         padding = self._padding_starts()
         if targets is None:
             logits: Tensor = super().forward(x)
             return _without_padding(logits, padding)
-        if self.products is not None:
-            raise ConfigError(
-                "The head is to run in FP8 and is a LinearCrossEntropy, whose scales would depend "
-                "on its chunks: exclude it (Fp8Precision(exclude=['*head'])), or use chunked_loss="
-                "False"
-            )
         topology = self.topology
         plan = _Plan(
             axis=topology.tp if topology is not None and topology.tp.size > 1 else None,
@@ -143,6 +148,7 @@ class LinearCrossEntropy(ColumnParallelLinear):
             padding=padding,
             smoothing=self.label_smoothing,
             z=self.z_loss,
+            products=self.products,
         )
         targets_n = targets.reshape(-1)
         ignored_n = targets_n == self.ignore_index
@@ -172,6 +178,7 @@ class _Plan:
     padding: int | None
     smoothing: float
     z: float
+    products: Products | None
 
     def whole(self, x: Tensor) -> Tensor:
         """The hidden states of the whole sequence."""
@@ -183,9 +190,14 @@ class _Plan:
         """The positions of every chunk."""
         return (slice(i, min(i + self.chunk, count)) for i in range(0, count, self.chunk))
 
-    def logits(self, x_nh: Tensor, weight_vh: Tensor, bias_v: Tensor | None) -> Tensor:
-        """Logits of one chunk."""
-        return _without_padding(F.linear(x_nh, weight_vh, bias_v), self.padding)
+    def logits(self, x_nh: Tensor, weight_vh: Tensor, bias_v: Tensor | None) -> tuple[Tensor, Any]:
+        """Logits of one chunk, and what `ready` wants of their product."""
+        if self.products is None:
+            return _without_padding(F.linear(x_nh, weight_vh, bias_v), self.padding), None
+        logits, kept = output(x_nh, weight_vh, self.products)
+        if bias_v is not None:
+            logits.add_(bias_v)
+        return _without_padding(logits, self.padding), kept
 
 
 def _without_padding(logits: Tensor, padding: int | None) -> Tensor:
@@ -216,7 +228,10 @@ class _LinearCrossEntropy(Function):
         index_n, foreign_n = own_targets(targets_n, ignored_n, weight.shape[0], plan.axis)
         terms = [
             position_terms(
-                plan.logits(x_nh[i], weight_vh, bias_v), index_n[i], foreign_n[i], plan.smoothing
+                plan.logits(x_nh[i], weight_vh, bias_v)[0],
+                index_n[i],
+                foreign_n[i],
+                plan.smoothing,
             )
             for i in plan.chunks(len(x_nh))
         ]
@@ -237,11 +252,12 @@ class _LinearCrossEntropy(Function):
         x_nh, weight_vh = rows(whole), weight.to(ctx.dtype)
         bias_v = None if bias is None else bias.to(ctx.dtype)
         grad_n = grad_n.masked_fill(ignored_n, 0)
-        sums = _Sums(weight, bias, needs[1:3])
+        sums = _Sums(weight, bias, needs[1:3], plan.products)
         grad_x = torch.empty_like(x_nh) if needs[0] else None
         for i in plan.chunks(len(x_nh)):
+            logits, kept = plan.logits(x_nh[i], weight_vh, bias_v)
             d_nv = logits_gradient(
-                plan.logits(x_nh[i], weight_vh, bias_v),
+                logits,
                 lse_n[i],
                 index_n[i],
                 foreign_n[i],
@@ -251,9 +267,12 @@ class _LinearCrossEntropy(Function):
                 plan.z,
             )
             d_nv = d_nv.to(ctx.dtype)
-            if grad_x is not None:
+            gradient = ready(d_nv, kept, plan.products)
+            if grad_x is not None and plan.products is None:
                 torch.mm(d_nv, weight_vh, out=grad_x[i])
-            sums.add(d_nv, x_nh[i])
+            elif grad_x is not None:
+                grad_x[i] = input_gradient(gradient, weight_vh, ctx.dtype, plan.products)
+            sums.add(d_nv, x_nh[i], gradient)
         if grad_x is not None:
             grad_x = _summed(grad_x.view(whole.shape), plan).to(ctx.input_dtype)
         return grad_x, *sums.finished(), None, None, None
@@ -274,16 +293,24 @@ def _summed(grad_x: Tensor, plan: _Plan) -> Tensor:
 class _Sums:
     """Gradients of weight and bias, added up over the chunks, in at least float32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool]) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        needs: tuple[bool, bool],
+        products: Products | None,
+    ) -> None:
         self._like = (weight, bias)
-        self._needs = needs
+        self._needs, self._products = needs, products
         self._found: list[Tensor | None] = [None, None]
 
-    def add(self, d_nv: Tensor, x_nh: Tensor) -> None:
-        """Take in a chunk."""
+    def add(self, d_nv: Tensor, x_nh: Tensor, gradient: Any) -> None:
+        """Take in a chunk; ``gradient`` is ``d_nv`` as `ready` made it."""
         if self._needs[0]:
             total = self._found[0]
-            if total is not None and total.dtype == d_nv.dtype:
+            if self._products is not None:
+                self._take(0, self._products.weight_gradient(gradient, x_nh))
+            elif total is not None and total.dtype == d_nv.dtype:
                 total.addmm_(d_nv.t(), x_nh)
             else:
                 self._take(0, d_nv.t().mm(x_nh))

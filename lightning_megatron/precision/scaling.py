@@ -47,7 +47,9 @@ def scale_of(amax: Tensor, fmt: torch.dtype) -> Tensor:
 def quantise(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Tensor:
     """``x / scale`` in the format, rounded to nearest; what does not fit saturates."""
     limit = largest(fmt)
-    return (x.float() / scale).clamp(-limit, limit).to(fmt)
+    wide = x.float()
+    scaled = wide / scale if wide is x else wide.div_(scale)
+    return scaled.clamp_(-limit, limit).to(fmt)
 
 
 def power_of_two_scale(amax: Tensor, fmt: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.layers import deferral, linear
+from lightning_megatron.layers import deferral, linear_functions
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
@@ -25,7 +25,7 @@ def _collectives(tp, sequence_parallel):
         distribute(layer, topology)
         x = torch.randn(2, 4, 16, requires_grad=True)
         started = Counter()
-        with mock.patch.multiple(linear, **_counting(started)):
+        with mock.patch.multiple(linear_functions, **_counting(started)):
             y = layer(x)
             forward = dict(started)
             y.sum().backward()
@@ -73,7 +73,7 @@ def _overlap(tp):
         return weight_gradient(*args)
 
     with (
-        mock.patch.object(linear, "start_sum", start),
+        mock.patch.object(linear_functions, "start_sum", start),
         mock.patch.object(deferral, "weight_gradient", gradient),
     ):
         layer(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
@@ -89,7 +89,7 @@ def _frozen(tp):
     topology = make_topology(tp)
     layer = distribute(ColumnParallelLinear(4, 4), topology)
     started = Counter()
-    with mock.patch.multiple(linear, **_counting(started)):
+    with mock.patch.multiple(linear_functions, **_counting(started)):
         layer(torch.randn(2, 3, 4)).sum().backward()
         assert not started
         layer.weight.requires_grad_(False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.layers import linear
+from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -83,7 +83,7 @@ CASES = {
 def _run(tp, sequence_parallel, regather):
     topology = make_topology(tp, sequence_parallel)
     failures = {}
-    with mock.patch.object(linear, "regathers", return_value=regather):
+    with mock.patch.object(linear_functions, "regathers", return_value=regather):
         for name, case in CASES.items():
             try:
                 check(case, topology)
