@@ -39,7 +39,7 @@ from lightning_megatron.hardware import peak_flops
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import count_parameters, training_flops_per_token
 from lightning_megatron.parallel import recompute
-from lightning_megatron.parallel.recompute import MemoryConfig
+from lightning_megatron.parallel.memory import MemoryConfig
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in float32."""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lightning_megatron.models.generate import generate
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.parallel.data import ShardingConfig
+    from lightning_megatron.parallel.memory import MemoryConfig
     from lightning_megatron.parallel.plan import PipelineConfig
-    from lightning_megatron.parallel.recompute import MemoryConfig
     from lightning_megatron.pipeline.sequential import PipelineSequential
     from lightning_megatron.precision.fp8 import Fp8Precision
     from lightning_megatron.precision.plugin import (
@@ -57,7 +57,7 @@ _HOMES = {
     "GradientMonitor": "callbacks.gradients",
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
-    "MemoryConfig": "parallel.recompute",
+    "MemoryConfig": "parallel.memory",
     "MemoryMonitor": "callbacks.memory",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "callbacks.pipeline_monitor",

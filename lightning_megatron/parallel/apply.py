@@ -6,8 +6,8 @@ The order of the transforms is fixed here and nowhere else:
 2. copy rank 0's weights to all ranks, if the module was built with real ones;
 3. drop the items of other pipeline stages;
 4. slice the parallel layers, and tie again what slicing separated;
-5. compile blocks (`parallel.compile`) and have them forget their activations
-   (`parallel.recompute`), inside of what ZeRO hooks on them;
+5. compile blocks, and have them forget or move their activations (`parallel.blocks`), inside of
+   what ZeRO hooks on them;
 6. unit by unit: initialise what is on the meta device, move it to the device, hand it to ZeRO, so
    that no rank ever holds more than one whole unit beside its shards.
 """
@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init import materialize
-from lightning_megatron.parallel.compile import compile_blocks
+from lightning_megatron.parallel.blocks import transform_blocks
 from lightning_megatron.parallel.data import (
     ComputeTypes,
     DataParallel,
@@ -32,8 +32,8 @@ from lightning_megatron.parallel.data import (
     is_unmanaged,
 )
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
+from lightning_megatron.parallel.memory import MemoryConfig, blocks_to_recompute
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
-from lightning_megatron.parallel.recompute import MemoryConfig, blocks_to_recompute, recompute
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
@@ -186,8 +186,7 @@ def _spread(
         plan.trunk.keep(plan.stages, plan.stages_of_rank(topology.pp.rank))
         _avoid_empty_stage(plan.trunk)
     _distribute(module if new is None else new, topology)
-    compile_blocks(module, transforms.memory)
-    recompute(module, forgetful, transforms.memory)
+    transform_blocks(module, forgetful, transforms.memory, topology.device)
     data = DataParallel(
         topology,
         transforms.zero,

@@ -17,37 +17,27 @@ less and takes several times as long to compile. Refused are schedules that spli
 which looks at operations that are not there any more: the compiler decides about them itself.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
-from lightning_megatron.parallel.recompute import MemoryConfig, find_blocks, recompute
+from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
+from lightning_megatron.parallel.wrapping import BlockForward
 
 
 def compile_blocks(module: nn.Module, config: MemoryConfig) -> None:
-    """Let the blocks inside ``module`` run compiled, or as they are if ``config`` says so.
-
-    What recomputes them is taken away, and has to be put around them again.
-    """
-    recompute(module, [])
-    for child in module.modules():
-        held = child.__dict__.get("forward")
-        if isinstance(held, _Compiled):
-            held.remove()
+    """Let the blocks inside ``module`` run compiled, if ``config`` says so."""
     if config.compile == "none":
         return
     for block in find_blocks(module, None):
-        # On the instance, so that its class, and what looks at it, stay as they are.
-        object.__setattr__(block, "forward", _Compiled(block, config))
+        _Compiled(block, config)
 
 
-class _Compiled:
-    """Stands in for the ``forward`` of a block.
-
-    A class, not a closure: a deep copy of the block then runs its own weights.
+class _Compiled(BlockForward):
+    """A forward that is compiled when it runs first.
 
     Args:
         block: what to compile.
@@ -55,11 +45,11 @@ class _Compiled:
     """
 
     def __init__(self, block: nn.Module, config: MemoryConfig) -> None:
-        self._block, self._config, self._forward = block, config, block.forward
-        self._own: Callable[..., Any] | None = block.__dict__.get("forward")
-        self.__signature__ = inspect.signature(block.forward)
+        super().__init__(block)
+        self._config = config
         self._run: Callable[..., Any] | None = None
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._run is None:
             self._run = torch.compile(
@@ -72,10 +62,3 @@ class _Compiled:
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the compiled code, which belongs to this block alone."""
         return {**self.__dict__, "_run": None}
-
-    def remove(self) -> None:
-        """Give the block its own forward back."""
-        if self._own is None:
-            del self._block.__dict__["forward"]
-        else:
-            object.__setattr__(self._block, "forward", self._own)

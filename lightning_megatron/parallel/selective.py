@@ -15,7 +15,7 @@ draws after it in the block would else find the generator at another place than 
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -45,12 +45,29 @@ def kept_operations(names: Sequence[str]) -> frozenset[Any]:
     )
 
 
-class Notes:
-    """The results of operations in one run of a block, in order."""
+class Keeper(Protocol):
+    """Where tensors can wait."""
 
-    def __init__(self, operations: frozenset[Any]) -> None:
-        self.operations = operations
-        self.results: dict[Any, deque[Any]] = {op: deque() for op in operations}
+    def pack(self, tensor: Tensor) -> Any:
+        """Take a tensor."""
+        ...
+
+    def unpack(self, packed: Any) -> Any:
+        """Give it back; anything else that is asked for is returned as it is."""
+        ...
+
+
+class Notes:
+    """The results of operations in one run of a block, in order.
+
+    Args:
+        operations: whose results.
+        keeper: where they wait; as they are, if None.
+    """
+
+    def __init__(self, operations: frozenset[Any], keeper: Keeper | None = None) -> None:
+        self.operations, self._keeper = operations, keeper
+        self._results: dict[Any, deque[Any]] = {op: deque() for op in operations}
 
     def concern(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether the result of a call is, or was, noted."""
@@ -58,6 +75,32 @@ class Notes:
             return False
         # Of these operations, only the probability of a dropout is a positional float.
         return not any(isinstance(arg, float) and arg > 0.0 for arg in args)
+
+    def add(self, func: Any, result: Any) -> None:
+        """Note a result."""
+        self._results[func].append(tree_map(self._keep, result))
+
+    def next(self, func: Any) -> Any:
+        """The results of an operator in their order.
+
+        Raises:
+            RuntimeError: there are no more.
+        """
+        if not self._results[func]:
+            raise RuntimeError(
+                f"A block of which memory.recompute='selective' keeps {func} ran it more often in "
+                "the backward than in the forward. Either it does not compute the same thing "
+                "twice, or the backward runs twice (retain_graph=True); recompute='full' allows "
+                "the latter"
+            )
+        result = self._results[func].popleft()
+        return result if self._keeper is None else tree_map(self._keeper.unpack, result)
+
+    def _keep(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        copy = leaf.detach().clone()
+        return copy if self._keeper is None else self._keeper.pack(copy)
 
 
 class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,7 +116,7 @@ class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if self._notes.concern(func, args):
-            self._notes.results[func].append(tree_map(_copy, result))
+            self._notes.add(func, result)
         return result
 
 
@@ -90,16 +133,4 @@ class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if not self._notes.concern(func, args):
             return func(*args, **(kwargs or {}))
-        results = self._notes.results[func]
-        if not results:
-            raise RuntimeError(
-                f"A block of which memory.recompute='selective' keeps {func} ran it more often in "
-                "the backward than in the forward. Either it does not compute the same thing "
-                "twice, or the backward runs twice (retain_graph=True); recompute='full' allows "
-                "the latter"
-            )
-        return results.popleft()
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+        return self._notes.next(func)

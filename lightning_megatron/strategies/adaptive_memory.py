@@ -18,7 +18,8 @@ from torch import nn
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.knapsack import BlockCosts, choose_recomputed, needed
-from lightning_megatron.parallel.recompute import MemoryConfig, find_blocks, measure, recompute
+from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
+from lightning_megatron.parallel.recompute import measure, recompute
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.pipeline.sequential import RemoteItem
 from lightning_megatron.pipeline.simulate import peak_live_activations

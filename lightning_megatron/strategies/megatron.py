@@ -37,10 +37,10 @@ from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
-from lightning_megatron.parallel.compile import compile_blocks
+from lightning_megatron.parallel.blocks import transform_blocks
 from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.memory import MemoryConfig, blocks_to_recompute
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
-from lightning_megatron.parallel.recompute import MemoryConfig, blocks_to_recompute, recompute
 from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
@@ -88,7 +88,7 @@ class MegatronStrategy(
             ``"auto"`` (the fastest, by the times of the first steps).
         pipeline: how the trunk is cut into stages, and how many a rank holds.
         sharding: what ZeRO treats as a unit, and how many copies of its shards there are.
-        memory: which activations are computed again in the backward instead of kept.
+        memory: which activations are computed again in the backward, or wait in host memory.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
 
@@ -297,8 +297,8 @@ class MegatronStrategy(
         earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
         if earlier is not None:
             earlier.data.reshard()
-            compile_blocks(module, self.memory)
-            recompute(module, blocks_to_recompute(module, self.memory), self.memory)
+            forgetful = blocks_to_recompute(module, self.memory)
+            transform_blocks(module, forgetful, self.memory, self.root_device)
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
         precision = self.precision_plugin

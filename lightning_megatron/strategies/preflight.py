@@ -23,8 +23,8 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.init import uninitialisable
 from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig
-from lightning_megatron.parallel.recompute import MemoryConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
 from lightning_megatron.pipeline.schedule import (
     CUSTOM,

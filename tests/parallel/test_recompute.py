@@ -16,7 +16,8 @@ from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.models.transformer import TransformerBlock
 from lightning_megatron.parallel.knapsack import needed
-from lightning_megatron.parallel.recompute import blocks_to_recompute, find_blocks, recompute
+from lightning_megatron.parallel.memory import blocks_to_recompute, find_blocks
+from lightning_megatron.parallel.recompute import recompute
 from lightning_megatron.pipeline.measure import saved_bytes
 from lightning_megatron.testing import WorkerPool
 from tests.parity import reference
@@ -226,7 +227,7 @@ def train(
 
 MODES = (
     MemoryConfig(recompute="full"),
-    MemoryConfig(recompute="selective"),
+    MemoryConfig(recompute="selective", offload_activations=True, offload_min_bytes=0),
     MemoryConfig(recompute="selective", keep=["attention"], blocks=["*.mlp", "*.attention"]),
 )
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.parallel.recompute import MemoryConfig
+from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, merge_stages, our_name, train_job
 from tests.parity.layouts import LAYOUTS, Layout, legal_layouts

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.parallel.recompute import MemoryConfig
 from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule, schedule_problems
 from lightning_megatron.pipeline.schedules.table import dump_schedule
 from lightning_megatron.testing import WorkerPool
@@ -102,12 +102,15 @@ def rows() -> tuple[Row, ...]:
 
 
 HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
+OFFLOAD = MemoryConfig(offload_activations=True, offload_min_bytes=0)
 EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid sharding, zbv": (8, {"schedule": "zbv", "zero": 3, "sharding": HYBRID}),
     "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "sharding": HYBRID}),
     "zero 2, zb-h1": (4, {"schedule": "zb-h1", "zero": 2}),
     "zero 2, dualpipev": (4, {"schedule": "dualpipev", "zero": 2}),
     "the user's checkpointed blocks, zbv": (4, {"schedule": "zbv", "tp": 2}),
+    "offload, zbv, zero 3": (4, {"schedule": "zbv", "zero": 3, "memory": OFFLOAD}),
+    "offload, interleaved, tp": (4, {"schedule": "interleaved", "tp": 2, "memory": OFFLOAD}),
     "sequence parallel, v-half": (
         4,
         {"schedule": "v-half", "tp": 2, "sequence_parallel": True},

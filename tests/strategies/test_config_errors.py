@@ -196,6 +196,18 @@ CASES = {
         layout={"memory": MemoryConfig(recompute="full", blocks=["Sequental"])},
         says=("blocks='Sequental'", "'Sequential'"),
     ),
+    "offloading what there is not": Case(
+        layout={"memory": MemoryConfig(offload_activations=True, blocks=["Sequental"])},
+        says=("blocks='Sequental'", "nothing would be offloaded", "'Sequential'"),
+    ),
+    "offloading and adaptive recomputation": Case(
+        layout={
+            "memory": MemoryConfig(
+                recompute="adaptive", activation_gib=1.0, offload_activations=True
+            )
+        },
+        says=("recompute='adaptive', offload_activations=True", "recompute='selective'"),
+    ),
     "adaptive recomputation without a limit": Case(
         layout={"memory": MemoryConfig(recompute="adaptive")},
         says=("activation_gib=None", "nearest valid: activation_gib=1.0"),

@@ -1,0 +1,46 @@
+"""What is put around the forwards of blocks, from the inside to the outside.
+
+1. `parallel.compile`: the forward becomes other code;
+2. `parallel.recompute`: it runs again in the backward;
+3. `parallel.offload`: what it keeps then, waits in host memory.
+
+ZeRO's hooks lie outside of all.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from lightning_megatron.parallel.compile import compile_blocks
+from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
+from lightning_megatron.parallel.offload import Offloader, offload
+from lightning_megatron.parallel.recompute import recompute
+from lightning_megatron.parallel.wrapping import unwrap
+from lightning_megatron.pipeline.sequential import RemoteItem
+
+
+def transform_blocks(
+    module: nn.Module,
+    forgetful: Collection[nn.Module],
+    config: MemoryConfig,
+    device: torch.device,
+) -> None:
+    """Run the blocks of ``module`` as ``config`` says, whatever was put around them before.
+
+    Args:
+        module: the network, or the stages of it that this rank has.
+        forgetful: blocks of the whole network that are recomputed.
+        config: the options.
+        device: where the network computes.
+    """
+    unwrap(module)
+    offloader = None
+    if config.offload_activations:
+        offloader = Offloader(device, config.offload_min_bytes)
+    compile_blocks(module, config)
+    recompute(module, forgetful, config, offloader)
+    if offloader is not None:
+        for position, block in enumerate(find_blocks(module, config.blocks)):
+            if not isinstance(block, RemoteItem):
+                offload(block, position, offloader)

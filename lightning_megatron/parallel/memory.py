@@ -1,0 +1,223 @@
+"""What is done to train with less memory, and to which modules: options, and how they fail."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from lightning_megatron.parallel.plan import class_name
+from lightning_megatron.parallel.selective import OPERATIONS, Operation
+from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
+
+Mode = Literal["none", "full", "selective", "adaptive"]
+Compile = Literal["none", "block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What is done to train with less memory."""
+
+    recompute: Mode = "none"
+    """Activations that are computed again in the backward: none, all inside a block (full), or all
+    but the results of the operations in ``keep`` (selective); or all inside of as few blocks as
+    ``activation_gib`` allows, by their sizes and times in the second batch (adaptive)."""
+    activation_gib: float | None = None
+    """For adaptive: most that the activations of a rank's blocks may take. What is outside of
+    blocks, parameters, gradients and optimizer state come on top."""
+    keep: list[Operation] | None = None
+    """For selective: ``attention`` (fused, without dropout) and ``matmul``, the products of linear
+    layers. None: both, so that norms, activation functions, dropout and rotary embeddings are
+    computed again. ``["matmul"]`` also recomputes attention."""
+    blocks: list[str] | None = None
+    """Modules to recompute and to offload, by class name or by a pattern of their names
+    (``"*.mlp"``), outermost. None: the composite modules in the lists of the network (every
+    ``nn.ModuleList`` and ``nn.Sequential``, ``layers=[...]`` of a PipelineSequential)."""
+    every: int = 1
+    """Recompute each n-th block, beginning with the first."""
+    offload_activations: bool = False
+    """Whether what autograd keeps of the blocks, recomputed or not, waits for the backward in host
+    memory (`parallel.offload`)."""
+    offload_min_bytes: int = 65_536
+    """Smaller tensors stay on the device, as copying them costs more than they take."""
+    compile: Compile = "none"
+    """Whether the blocks of the network run through ``torch.compile`` (`parallel.compile`), which
+    saves time and the memory of what it fuses."""
+    compile_backend: str = "inductor"
+    """What makes code of their graphs, as ``torch.compile`` names it."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Operations whose results blocks keep."""
+        if self.recompute != "selective":
+            return ()
+        return OPERATIONS if self.keep is None else tuple(self.keep)
+
+    def problems(self, module: nn.Module | None) -> list[str]:
+        """Faults of the options, and if ``module`` is given, of applying them to it."""
+        if self.recompute not in get_args(Mode):
+            close = difflib.get_close_matches(str(self.recompute), get_args(Mode), n=1, cutoff=0.0)
+            return [
+                f"memory.recompute={self.recompute!r}: no such mode; valid: "
+                f"{', '.join(get_args(Mode))}; nearest valid: {close[0]!r}"
+            ]
+        problems = []
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            problems.append(
+                f"memory.every={self.every!r}: must be a whole number of at least 1; "
+                "nearest valid: every=1"
+            )
+        problems += self._keep_problems() + self._compile_problems(module)
+        problems += self._limit_problems() + self._offload_problems()
+        if self.recompute == "none":
+            blocks = None if self.offload_activations else self.blocks
+            if (blocks, self.every) != (None, 1):
+                problems.append(
+                    f"memory.recompute='none', blocks={self.blocks}, every={self.every}: they "
+                    "say which blocks to recompute, and none is; nearest valid: recompute='full'"
+                )
+                return problems
+        if self.recompute == "none" and not self.offload_activations:
+            return problems
+        if module is None or any(isinstance(child, RemoteItem) for child in module.modules()):
+            return problems  # an earlier run, whose problems were told, has left some stages here
+        return problems + self._block_problems(module)
+
+    def _compile_problems(self, module: nn.Module | None) -> list[str]:
+        if self.compile == "none":
+            return []
+        if self.compile not in get_args(Compile):
+            return [
+                f"memory.compile={self.compile!r}: must be none or block; nearest valid: 'block'"
+            ]
+        problems = []
+        if self.compile_backend not in torch.compiler.list_backends(exclude_tags=()):
+            problems.append(
+                f"memory.compile_backend={self.compile_backend!r}: torch has no such backend; "
+                "nearest valid: 'inductor'"
+            )
+        if self.recompute == "selective" or self.blocks is not None:
+            problems.append(
+                f"memory.compile='block', recompute={self.recompute!r}, blocks={self.blocks}: "
+                "parts of a compiled block cannot be recomputed (the compiler does so where it is "
+                "cheap); nearest valid: compile='none', or recompute='none' or 'full' with "
+                "blocks=None"
+            )
+        if module is not None and not find_blocks(module, None):
+            problems.append(
+                "memory.compile='block': the module has no lists of composite modules, so there "
+                "is nothing to compile; nearest valid: compile='none'"
+            )
+        return problems
+
+    def _limit_problems(self) -> list[str]:
+        limit, adaptive = self.activation_gib, self.recompute == "adaptive"
+        if adaptive and self.compile != "none":
+            return [
+                f"memory.recompute='adaptive', compile={self.compile!r}: compiled blocks are not "
+                "measured; nearest valid: compile='none', or recompute='full'"
+            ]
+        if adaptive and self.every != 1:
+            return [
+                f"memory.recompute='adaptive', every={self.every}: it chooses the blocks itself; "
+                "nearest valid: every=1, or recompute='full'"
+            ]
+        if (limit is not None) != adaptive or (limit is not None and not limit > 0):
+            return [
+                f"memory.recompute={self.recompute!r}, activation_gib={limit}: a number above 0 "
+                "is what adaptive recomputation, and only that, has to keep to; nearest valid: "
+                + ("activation_gib=1.0" if adaptive else "activation_gib=None")
+            ]
+        return []
+
+    def _offload_problems(self) -> list[str]:
+        size = self.offload_min_bytes
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            return [
+                f"memory.offload_min_bytes={size!r}: must be a whole number of at least 0; nearest "
+                "valid: offload_min_bytes=0"
+            ]
+        if self.offload_activations and self.recompute == "adaptive":
+            return [
+                "memory.recompute='adaptive', offload_activations=True: what is in host memory "
+                "does not count towards the limit, so there is nothing to choose; nearest valid: "
+                "recompute='selective', or offload_activations=False"
+            ]
+        return []
+
+    def _keep_problems(self) -> list[str]:
+        if self.keep is None:
+            return []
+        if self.recompute != "selective":
+            return [
+                f"memory.recompute={self.recompute!r}, keep={self.keep}: only selective "
+                "recomputation keeps results; nearest valid: recompute='selective'"
+            ]
+        wrong = [name for name in self.keep if name not in OPERATIONS]
+        if wrong or not self.keep:
+            return [
+                f"memory.keep={self.keep}: must name some of {', '.join(OPERATIONS)}; nearest "
+                "valid: keep=['attention', 'matmul'], or recompute='full' to keep nothing"
+            ]
+        return []
+
+    def _block_problems(self, module: nn.Module) -> list[str]:
+        classes = sorted({class_name(child) for child in module.modules()})
+        problems = []
+        done = "offloaded" if self.recompute == "none" else "recomputed"
+        for name in self.blocks or ():
+            if not find_blocks(module, [name]):
+                close = difflib.get_close_matches(str(name), classes, n=1, cutoff=0.0)
+                problems.append(
+                    f"memory.blocks={name!r}: the module holds nothing of this class or name, so "
+                    f"nothing would be {done}; nearest valid: {close[0]!r}, or blocks=None"
+                )
+        if not problems and not find_blocks(module, self.blocks):
+            problems.append(
+                f"memory.recompute={self.recompute!r}, blocks={self.blocks}: the module has no "
+                f"lists of composite modules, so nothing would be {done}; nearest valid: "
+                "blocks=[<class names>], or recompute='none'"
+            )
+        return problems
+
+
+def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:
+    """The modules that can be recomputed one by one, outermost only, in their order.
+
+    Args:
+        module: where to look.
+        wanted: class names, and patterns of names; None for the members of lists, and of a
+            PipelineSequential that holds no list, that are made of other modules: a single layer
+            keeps little but its input.
+    """
+    return list(dict.fromkeys(_find(module, wanted, "")))
+
+
+def _find(module: nn.Module, wanted: Sequence[str] | None, prefix: str) -> Iterator[nn.Module]:
+    children = dict(module.named_children())
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    if isinstance(module, PipelineSequential):
+        is_list = not any(isinstance(child, nn.ModuleList) for child in children.values())
+    for name, child in children.items():
+        path = prefix + name
+        if wanted is not None:
+            kind = class_name(child)
+            chosen = any(kind == entry or fnmatchcase(path, entry) for entry in wanted)
+        else:
+            container = isinstance(child, nn.ModuleList | nn.ModuleDict | PipelineSequential)
+            composite = isinstance(child, RemoteItem) or any(True for _ in child.children())
+            chosen = is_list and not container and composite
+        if chosen:
+            yield child
+        else:
+            yield from _find(child, wanted, f"{path}.")
+
+
+def blocks_to_recompute(module: nn.Module, config: MemoryConfig) -> list[nn.Module]:
+    """The blocks that ``config`` chooses of a whole module, that of all pipeline stages."""
+    if config.recompute == "none":
+        return []
+    return find_blocks(module, config.blocks)[:: config.every]

@@ -1,0 +1,55 @@
+"""What stands in for the ``forward`` of a block.
+
+Blocks are changed on the instance: their class, what looks at it, and the names of their parameters
+stay as they are, and hooks, those of ZeRO among them, lie outside and run once. Several changes lie
+around each other; `parallel.blocks` alone knows their order.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_megatron._torch import shard_of
+
+
+class BlockForward:
+    """Stands in for the ``forward`` of a block until it is removed.
+
+    A class, not a closure: a deep copy of the block then runs its own weights.
+
+    Args:
+        block: whose forward is surrounded.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block, self._forward = block, block.forward
+        self._own: Callable[..., Any] | None = block.__dict__.get("forward")
+        self.__signature__ = inspect.signature(block.forward)
+        object.__setattr__(block, "forward", self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Give the block the forward back that it had."""
+        if self._own is None:
+            del self._block.__dict__["forward"]
+        else:
+            object.__setattr__(self._block, "forward", self._own)
+
+
+def unwrap(module: nn.Module) -> None:
+    """Remove whatever lies around the forwards of the blocks inside ``module``."""
+    for child in module.modules():
+        while isinstance(held := child.__dict__.get("forward"), BlockForward):
+            held.remove()
+
+
+def address(tensor: Tensor) -> int:
+    """Where the bytes of a tensor, or of this rank's part of it, begin."""
+    local = shard_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
