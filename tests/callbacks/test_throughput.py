@@ -15,7 +15,7 @@ from lightning_megatron import LanguageModel, ThroughputMonitor
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.flops import training_flops_per_token
 from lightning_megatron.monitoring.flops import COUNTED, OWN, PALM, count_tokens
-from lightning_megatron.parallel.recompute import MemoryConfig
+from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import LAYOUTS, WIDTH, Small, dp_of, loader, make_trainer, run, samples
 
