@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.communication import CommunicationMonitor
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.memory import MemoryMonitor
+    from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
@@ -55,6 +56,7 @@ _HOMES = {
     "Fp16Precision": "precision.plugin",
     "Fp8Precision": "precision.fp8",
     "GradientMonitor": "callbacks.gradients",
+    "GradientNoiseScale": "callbacks.noise_scale",
     "LanguageModel": "module",
     "MegatronStrategy": "strategies.megatron",
     "MemoryConfig": "parallel.memory",
@@ -87,6 +89,7 @@ __all__ = [
     "Fp16Precision",
     "Fp8Precision",
     "GradientMonitor",
+    "GradientNoiseScale",
     "LanguageModel",
     "MegatronStrategy",
     "MemoryConfig",

@@ -167,12 +167,19 @@ class GradientSet:
         stamp = self._stamps()
         if self._known is not None and self._known[0] == stamp:
             return self._known[1]
-        counted = [
-            local(p.grad) for p in self.parameters if p.grad is not None and self._counted[id(p)]
-        ]
-        self.last_norm = global_norm(counted, self._topology.device, self._world_group)
+        self.last_norm = self.norm_of(self.counted())
         self._known = stamp, self.last_norm
         return self.last_norm
+
+    def counted(self) -> list[Tensor]:
+        """The gradients that this rank adds to global sums: over all ranks, each element once."""
+        return [
+            local(p.grad) for p in self.parameters if p.grad is not None and self._counted[id(p)]
+        ]
+
+    def norm_of(self, counted: Sequence[Tensor]) -> Tensor:
+        """Global Euclidean norm of tensors that lie like those of `counted`; collective."""
+        return global_norm(counted, self._topology.device, self._world_group)
 
     def _stamps(self) -> list[tuple[int, int]]:
         return stamps([p.grad for p in self.parameters if p.grad is not None])
