@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_megatron.callbacks.chaos import ChaosMonkey
     from lightning_megatron.callbacks.communication import CommunicationMonitor
+    from lightning_megatron.callbacks.event_log import EventLogWriter
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.memory import MemoryMonitor
     from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
@@ -53,6 +54,7 @@ _HOMES = {
     "CommunicationMonitor": "callbacks.communication",
     "ConfigError": "errors",
     "ConnectionConfig": "strategies.connection",
+    "EventLogWriter": "callbacks.event_log",
     "Fp16Precision": "precision.plugin",
     "Fp8Precision": "precision.fp8",
     "GradientMonitor": "callbacks.gradients",
@@ -86,6 +88,7 @@ __all__ = [
     "CommunicationMonitor",
     "ConfigError",
     "ConnectionConfig",
+    "EventLogWriter",
     "Fp16Precision",
     "Fp8Precision",
     "GradientMonitor",

@@ -23,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from lightning_megatron.checkpoint.prepared import (
     writing,
 )
 from lightning_megatron.checkpoint.retention import Rotation, rotate
+from lightning_megatron.checkpoint.save_job import Job, SaveOutcome
 from lightning_megatron.checkpoint.shards import WritePlan, Written, write_shards
 from lightning_megatron.checkpoint.shared_memory import SharedMemory
 from lightning_megatron.checkpoint.state import Chunk
@@ -52,30 +52,6 @@ from lightning_megatron.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _Job:
-    """One save."""
-
-    prepared: PreparedSave
-    shards: ShardWriting
-    obsolete: list[AnyPath] = field(default_factory=list)
-    """What to delete once it stands."""
-    rotations: Sequence[Rotation] = ()
-    """What may be deleted for it."""
-    stop: threading.Event = field(default_factory=threading.Event)
-    """Set to give it up."""
-    done: threading.Event = field(default_factory=threading.Event)
-    """Set when the fields below are final."""
-    error: Exception | None = None
-    given_up: bool = False
-    raise_at: int = 0
-    """The training step before which an error is raised, on all ranks alike."""
-
-    @property
-    def succeeded(self) -> bool:
-        return self.error is None and not self.given_up
-
-
 class Saver:
     """Saves checkpoints of one run, now or in the background.
 
@@ -83,11 +59,17 @@ class Saver:
         config: what to do when.
         peers: the ranks that save.
         background: the same ranks over a gloo group of its own; None to save while training waits.
+        report: called with what came of every save, in the thread that wrote it.
     """
 
     def __init__(
-        self, config: CheckpointConfig, peers: Peers, background: Peers | None = None
+        self,
+        config: CheckpointConfig,
+        peers: Peers,
+        background: Peers | None = None,
+        report: Callable[[SaveOutcome], None] | None = None,
     ) -> None:
+        self._report = report
         self._config, self._peers, self._background = config, peers, background
         self._preparation = Preparation(peers)
         memory = SharedMemory() if background is not None and config.process == "process" else None
@@ -95,9 +77,9 @@ class Saver:
         self._copy = HostCopy(memory)
         self._copied_at = -1
         self._increments = Increments() if config.incremental else None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._unsettled: deque[_Job] = deque()
+        self._unsettled: deque[Job] = deque()
         self._failures = 0
         self._verdict: tuple[int, Exception] | None = None
         self._gave_up = False
@@ -105,7 +87,7 @@ class Saver:
         self._lock = threading.Condition()
         self._step = 0
         self._held_back = False
-        self._open: list[_Job] = []
+        self._open: list[Job] = []
         self._obsolete: list[AnyPath] = []
         self._newest_failed = False
 
@@ -136,9 +118,10 @@ class Saver:
             ConfigError: a value of ``state`` has no plain form.
             CheckpointError: as the configuration says, this or an earlier save failed.
         """
+        begun = time.perf_counter()
         if self._background is None:
             self.drain()
-        chunks = all_chunks(model, optimizers)
+        chunks, step = all_chunks(model, optimizers), state.get("global_step")
         if self._increments is not None:
             self._increments.expect(list(chunks))
         prepared = self._preparation.prepare(
@@ -146,13 +129,15 @@ class Saver:
         )
         if self._background is None:
             shards = self._shortened(chunks, writing(chunks))
-            self._submit(_Job(prepared, shards, rotations=rotations))
+            self._submit(Job(prepared, shards, begun, step, rotations=rotations))
             return
         if not prepared.unchanged:
             self._make_room()
-        self._submit(_Job(prepared, self._copied(chunks, prepared), rotations=rotations))
+        job = Job(prepared, self._copied(chunks, prepared), begun, step, rotations=rotations)
+        self._submit(job)
         if wait:
             self.drain()
+        job.stall_s = time.perf_counter() - begun
 
     def go_on_from(self, target: AnyPath, manifest: Manifest) -> None:
         """Learn what training goes on from, which the next checkpoint may have much of."""
@@ -275,7 +260,7 @@ class Saver:
     def _shortened(self, chunks: Mapping[str, Chunk], write: ShardWriting) -> ShardWriting:
         return write if self._increments is None else self._increments.writing(chunks, write)
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: Job) -> None:
         with self._lock:
             self._open.append(job)
         self._unsettled.append(job)
@@ -291,7 +276,7 @@ class Saver:
             self._thread.start()
         self._jobs.put(job)
 
-    def _settle(self, job: _Job) -> None:
+    def _settle(self, job: Job) -> None:
         """Draw the conclusion of a save that has ended; the same on all ranks."""
         self._gave_up = job.given_up
         if job.given_up:
@@ -326,12 +311,13 @@ class Saver:
             self._process.close()
         self._copy.close()
 
-    def _write(self, job: _Job, peers: Peers) -> None:
+    def _write(self, job: Job, peers: Peers) -> None:
         agreed = True
         try:
             manifest = job.prepared.write(job.shards, peers, job.stop.is_set)
             job.given_up = manifest is None
             if manifest is not None:
+                job.bytes = manifest.size
                 self._note(job.prepared.target, manifest, peers)
                 self._rotate(job, manifest, peers)
         except (CheckpointError, ConfigError) as error:
@@ -353,7 +339,7 @@ class Saver:
             message = "%s: %s bytes written, %s shared with earlier ones"
             logger.info(message, target, f"{own:,}", f"{linked:,}")
 
-    def _rotate(self, job: _Job, manifest: Manifest, peers: Peers) -> None:
+    def _rotate(self, job: Job, manifest: Manifest, peers: Peers) -> None:
         """Delete the oldest, if there are too many; the save has succeeded, whatever happens."""
         keep = self._config.keep
         if keep is None or not job.rotations:
@@ -364,8 +350,10 @@ class Saver:
             if peers.is_first:
                 logger.warning("old checkpoints are not deleted: %s", error)
 
-    def _conclude(self, job: _Job, agreed: bool) -> None:
+    def _conclude(self, job: Job, agreed: bool) -> None:
         self._delete_obsolete(job)
+        if self._report is not None:
+            self._report(job.outcome(time.perf_counter()))
         try:
             if job.error is not None and agreed and self._background is not None:
                 job.raise_at = 1 + self._background.run(
@@ -385,7 +373,7 @@ class Saver:
             self._held_back = True
             return self._step
 
-    def _delete_obsolete(self, job: _Job) -> None:
+    def _delete_obsolete(self, job: Job) -> None:
         """Delete what this save, if it stands, makes superfluous."""
         with self._lock:
             # Of earlier requests; one that came after the save may well concern its target.

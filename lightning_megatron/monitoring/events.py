@@ -27,7 +27,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,17 @@ class EventLog:
         self._torn = False
         self._early: deque[dict[str, Any]] = deque(maxlen=_EARLY)
         self._forgotten = 0
+        self._followers: list[Callable[[dict[str, Any]], None]] = []
+
+    def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+        """Have ``follower`` called with every event, in the thread that writes it."""
+        if follower not in self._followers:
+            self._followers.append(follower)
+
+    def unfollow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+        """Call ``follower`` no more."""
+        if follower in self._followers:
+            self._followers.remove(follower)
 
     def identify(
         self, *, rank: int | None = None, run: str | None = None, attempt: int | None = None
@@ -152,7 +163,9 @@ class EventLog:
                 self._early.append(event)
             else:
                 self._append(event)
-        except Exception as error:  # whatever a field is, training goes on
+            for follower in tuple(self._followers):
+                follower(event)
+        except Exception as error:  # whatever a field is or a follower does, training goes on
             self._fail(error)
 
     def _append(self, event: dict[str, Any]) -> None:
@@ -174,32 +187,80 @@ class EventLog:
         if self.failures == 1:
             where = "nowhere" if self.run_dir is None else event_file(self.run_dir, self.rank)
             logger.warning(
-                "rank %d: an event could not be written (to %s): %s. Training goes on; later "
-                "failures are counted but not reported.",
+                "rank %d: an event could not be written (to %s): %s; training goes on, and later "
+                "failures are only counted",
                 self.rank,
                 where,
                 error,
             )
 
 
-def read_events(run_dir: str | os.PathLike[str], rank: int | None = None) -> list[dict[str, Any]]:
+def events_of(strategy: Any, rank: int) -> EventLog:
+    """Return the log of a strategy of Lightning; one that has none is given one."""
+    log = getattr(strategy, "events", None)
+    if not isinstance(log, EventLog):
+        log = strategy.events = EventLog(rank)
+    return log
+
+
+def read_events(
+    run_dir: str | os.PathLike[str], rank: int | None = None, *, steps_of: int | None = None
+) -> list[dict[str, Any]]:
     """Return the events of a run directory, of all ranks or of one, by time.
 
     Lines that are torn, as the last one of a process that died may be, are left out.
+
+    Args:
+        run_dir: what `EventLog.open` was given.
+        rank: whose events; None for those of all.
+        steps_of: the only rank whose steps are all wanted; of the others there is the last before
+            each other event.
     """
     folder = Path(run_dir) / FOLDER
     files = sorted(folder.glob("rank_*.jsonl")) if rank is None else [event_file(run_dir, rank)]
-    events = [event for file in files if file.exists() for event in _read(file)]
+    every = {event_file(run_dir, steps_of)} if steps_of is not None else set(files)
+    events = [
+        event
+        for file in files
+        if file.exists()
+        for event in _parsed(_lines(file) if file in every else _without_steps(_lines(file)))
+    ]
     # Stable: events of a rank stay in their order where the clock stands.
     return sorted(events, key=lambda event: event["t"])
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and isinstance(event.get("t"), int | float):
-                yield event
+        yield from lines
+
+
+def _without_steps(lines: Iterator[bytes]) -> Iterator[bytes]:
+    last = b""
+    for line in lines:
+        if b'"kind":"step"' in line:
+            last = line
+            continue
+        if last:
+            yield last
+            last = b""
+        yield line
+    if last:
+        yield last
+
+
+def _parsed(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and _has_common_fields(event):
+            yield event
+
+
+def _has_common_fields(event: dict[str, Any]) -> bool:
+    return (
+        isinstance(event.get("t"), int | float)
+        and isinstance(event.get("rank"), int)
+        and isinstance(event.get("kind"), str)
+    )

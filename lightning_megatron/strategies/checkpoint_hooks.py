@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -31,9 +32,11 @@ from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.io import load_directory, save_directory
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.save_job import SaveOutcome
 from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
 from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
@@ -57,6 +60,7 @@ class CheckpointHooks:
     lightning_module: LightningModule | None
     checkpoint_io: CheckpointIO
     is_global_zero: bool
+    events: EventLog
     _data_position: DataPosition
     _random_state: RandomState
     _engine: StepEngine | None
@@ -161,7 +165,7 @@ class CheckpointHooks:
                 "ModelCheckpoint(save_last='link') links to a checkpoint as soon as its save "
                 "returns, so saves wait for the disk; save_last=True does not need that"
             )
-        self._saver = Saver(config, Peers(self._host_world()), background)
+        self._saver = Saver(config, Peers(self._host_world()), background, self._report)
 
     def stop_saver(self, timeout_s: float | None = None) -> None:
         """Wait for what is in flight; from now on saving takes place at once. Not collective."""
@@ -258,6 +262,9 @@ class CheckpointHooks:
             self._saver.remove(filepath)
         else:
             remove(storage_path(filepath))
+
+    def _report(self, outcome: SaveOutcome) -> None:
+        self.events.write("save", **asdict(outcome))
 
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None

@@ -46,10 +46,10 @@ def gate(monkeypatch):
 
 
 @contextmanager
-def saver(**options):
+def saver(report=None, **options):
     alone = Peers(alone=True)
     mode = options.setdefault("mode", "async")
-    made = Saver(CheckpointConfig(**options), alone, alone if mode == "async" else None)
+    made = Saver(CheckpointConfig(**options), alone, alone if mode == "async" else None, report)
     try:
         yield made
     finally:
@@ -67,6 +67,31 @@ def loaded(path):
     module = nn.Linear(3, 2)
     state = load_directory(path, module)
     return module.weight[0, 0].item(), state
+
+
+def test_what_came_of_a_save_is_reported(tmp_path, gate):
+    outcomes, path = [], tmp_path / "a.ckpt"
+    with saver(outcomes.append) as background:
+        background.save(path, model_chunks(linear(1.0)), {"global_step": 7})
+        time.sleep(0.2)
+        assert outcomes == []
+        gate.opened.set()
+        background.drain()
+        gate.fails = True
+        background.check()
+        background.save(tmp_path / "b.ckpt", model_chunks(linear(2.0)), {})
+        background.drain()
+    good, bad = outcomes
+    size = sum(f.stat().st_size for f in path.iterdir() if f.name != "manifest.json")
+    assert (good.path, good.step, good.bytes, good.error) == (str(path), 7, size, None)
+    assert good.ok
+    assert good.seconds > good.stall + 0.19
+    assert (bad.step, bad.bytes, bad.ok) == (None, 0, False)
+    assert "No space left" in bad.error
+    gate.fails = False
+    with saver(outcomes.append, mode="sync") as at_once:
+        at_once.save(tmp_path / "c.ckpt", model_chunks(linear(1.0)), {})
+    assert outcomes[-1].seconds == outcomes[-1].stall > 0
 
 
 def test_what_changes_after_the_call_is_not_saved(tmp_path, gate):

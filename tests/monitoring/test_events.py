@@ -97,8 +97,40 @@ def test_a_torn_line_is_left_out_and_spoils_no_other(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     opened(tmp_path).write("start")
     with path.open("ab") as file:
-        file.write(b"[]\n{}\n\xff\xfe\n" + b'{"t": 1')
+        file.write(b'[]\n{}\n\xff\xfe\n{"t": 1, "rank": 0}\n{"t": 1')
     assert [e["kind"] for e in read_events(tmp_path)] == ["start", "start"]
+
+
+def test_of_other_ranks_the_steps_before_other_events_will_do(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        log = opened(tmp_path, rank)
+        for kind in ("start", "step", "step", "fault", "start", "step", "step"):
+            log.write(kind)
+    found = [(e["rank"], e["kind"]) for e in read_events(tmp_path, steps_of=0)]
+    kinds = {rank: [kind for r, kind in found if r == rank] for rank in (0, 1)}
+    assert kinds[0] == ["start", "step", "step", "fault", "start", "step", "step"]
+    assert kinds[1] == ["start", "step", "fault", "start", "step"]
+
+
+def test_followers_hear_of_events_and_bring_nothing_down(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, heard = opened(tmp_path), []
+
+    def broken(event: object) -> None:
+        raise RuntimeError("not now")
+
+    log.follow(heard.append)
+    log.follow(heard.append)
+    log.follow(broken)
+    log.write("start")
+    log.unfollow(heard.append)
+    log.unfollow(broken)
+    log.unfollow(broken)
+    log.write("end")
+    assert [e["kind"] for e in heard] == ["start"]
+    assert [e["kind"] for e in read_events(tmp_path)] == ["start", "end"]
+    assert "not now" in caplog.text
 
 
 def test_a_full_disk_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,225 @@
+"""What happens to a run, written down as it happens, and what it makes of the run's time.
+
+`EventLogWriter` opens the log of `monitoring.events` and writes the ordinary events: start,
+resumed, step, window, validation and end. Faults are written by those who find them, and saves by
+`MegatronStrategy`. From the same events follow, by `monitoring.ledger`,
+
+=========================  =========================================================================
+``ft/goodput``             time of the steps that were kept over time since the first start
+``ft/restarts_total``      how often processes were started again
+``ft/steps_lost_total``    steps that had to be done again, or were undone
+``ft/detect_s``            of the last restart: from standing still until somebody noticed
+``ft/recover_s``           of the last restart: from there until the first new step
+=========================  =========================================================================
+
+over all attempts whose events are in the directory, where the steps of a batch count from the end
+of the one before, waiting for data included, validation and (under `MegatronStrategy`) saving
+excluded. They are logged every ``trainer.log_every_n_steps`` steps.
+"""
+
+import os
+import platform
+import secrets
+import socket
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.callbacks.window import logging_interval, metrics_of
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.events import EventLog, events_of
+from lightning_megatron.monitoring.flops import count_tokens
+from lightning_megatron.monitoring.ledger import Ledger, ledger_of
+from lightning_megatron.resilience.sections import CHECKPOINT, DATA, VALIDATION
+
+
+class EventLogWriter(pl.Callback):
+    """Writes the events of a run to ``run_dir/events`` and logs goodput; under any strategy.
+
+    Neither hyper-parameters nor the environment are written, and texts lose what looks like a
+    secret.
+
+    Args:
+        run_dir: where to write; by default the Trainer's ``default_root_dir``. Attempts of a run
+            must have the same one.
+        every_n_steps: optimizer steps that share a line.
+
+    Attributes:
+        ledger: what the events say about the run's time, on every rank by its own; while training.
+
+    Raises:
+        ConfigError: ``every_n_steps`` is smaller than one, or ``run_dir`` a URL.
+    """
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str] | None = None, every_n_steps: int = 1
+    ) -> None:
+        if every_n_steps < 1:
+            raise ConfigError(
+                f"every_n_steps={every_n_steps}: must be at least 1; nearest valid: 1"
+            )
+        self._run_dir, self._every = run_dir, every_n_steps
+        self.ledger = Ledger()
+        self._log = EventLog()
+        self._clear(0, 0.0, {})
+
+    def _clear(self, step: int, now: float, sections: dict[str, float]) -> None:
+        """Begin to count what the next line is to tell."""
+        self._from_step, self._begin, self._sections = step, now, sections
+        self._batch_end = now
+        self._data_s = self._apart = 0.0
+        self._tokens = 0
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        strategy: Any = trainer.strategy
+        self._log = log = events_of(strategy, trainer.global_rank)
+        if not log.run:
+            log.identify(run=strategy.broadcast(secrets.token_hex(8)))
+        log.step = trainer.global_step
+        log.open(self._run_dir or trainer.default_root_dir)
+        log.write(
+            "start",
+            world=trainer.world_size,
+            layout=_layout(strategy),
+            strategy=type(strategy).__name__,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=str(strategy.root_device),
+            max_steps=trainer.max_steps,
+            torch=torch.__version__,
+            python=platform.python_version(),
+        )
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        log = self._log
+        if trainer.global_step or trainer.ckpt_path:
+            log.write(
+                "resumed", checkpoint=str(trainer.ckpt_path or ""), from_step=trainer.global_step
+            )
+        # By now a checkpoint has told which run this is.
+        if log.run_dir is not None:
+            self.ledger = ledger_of(log.run_dir, log.run, log.rank)
+        else:
+            self.ledger = Ledger(log.rank)
+        log.follow(self.ledger.add)
+        self._clear(trainer.global_step, time.perf_counter(), _section_seconds(trainer))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._data_s += time.perf_counter() - self._batch_end
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._batch_end, step = time.perf_counter(), trainer.global_step
+        self._tokens += count_tokens(batch)
+        self._log.step = step
+        count = step - self._from_step
+        window = count > 0 and step % logging_interval(trainer) == 0
+        if count >= self._every or window:
+            # A loss on a device is only waited for where Lightning does so as well.
+            self._write_step(trainer, _loss(outputs, wait=window), count)
+        if window:
+            pl_module.log_dict(self.ledger.metrics(time.time()), batch_size=1)
+            self._log.write("window", metrics=metrics_of(trainer))
+
+    def _write_step(self, trainer: pl.Trainer, loss: float | None, count: int) -> None:
+        now, sections = self._batch_end, _section_seconds(trainer)
+        passed = {n: s - self._sections.get(n, 0.0) for n, s in sections.items()}
+        if passed:
+            self._apart = passed[CHECKPOINT] + passed[VALIDATION]
+        else:
+            passed = {DATA: self._data_s - self._apart}
+        fields: dict[str, Any] = {} if loss is None else {"loss": loss}
+        if count > 1:
+            fields["steps"] = count
+        self._log.write(
+            "step",
+            seconds=round(max(now - self._begin - self._apart, 0.0), 6),
+            tokens=self._tokens,
+            sections={name: round(s, 6) for name, s in passed.items() if s > 0},
+            **fields,
+        )
+        self._clear(trainer.global_step, now, sections)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validation_began = time.perf_counter()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        seconds = time.perf_counter() - self._validation_began
+        self._apart += seconds
+        sanity = {"sanity": True} if trainer.sanity_checking else {}
+        self._log.write("validation", seconds=round(seconds, 6), **sanity)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Also a run that was stopped early has ended as it should."""
+        self._log.write("end", status="completed", exit_code=0)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        name = type(exception).__name__
+        if isinstance(exception, KeyboardInterrupt):
+            status, code = "interrupted", 130
+        elif isinstance(exception, SystemExit):
+            code = exception.code if isinstance(exception.code, int) else 1
+            status = "stopped"
+        else:
+            status, code = "failed", 1
+        self._log.write("end", status=status, exit_code=code, error=f"{name}: {exception}")
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._log.unfollow(self.ledger.add)
+        self._log.close()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self._log.run}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._log.identify(run=state_dict["run"])
+
+
+def _layout(strategy: Any) -> dict[str, int] | None:
+    """The degrees of parallelism; None under another strategy than ours."""
+    degrees = getattr(getattr(strategy, "topology", None), "degrees", None)
+    return None if degrees is None else {k: v for k, v in vars(degrees).items() if type(v) is int}
+
+
+def _section_seconds(trainer: pl.Trainer) -> dict[str, float]:
+    clock = getattr(trainer.strategy, "sections", None)
+    return {} if clock is None else dict(clock.seconds())
+
+
+def _loss(outputs: Any, wait: bool) -> float | None:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if isinstance(loss, Tensor) and loss.numel() == 1 and (wait or loss.device.type == "cpu"):
+        return float(loss)
+    return None
