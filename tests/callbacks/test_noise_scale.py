@@ -57,7 +57,7 @@ def test_finds_signal_and_noise_of_known_gradients() -> None:
     trainer.fit(module, loader(torch.utils.data.TensorDataset(values, values)))
     noise = float(values.var(0).sum())
     # 200 pairs of batches of 16: the estimates scatter by about 5 and 10 %.
-    assert scale.state_dict()["weight"] == pytest.approx(199)
+    assert scale.state_dict()["weight"] == pytest.approx(199, rel=1e-3)
     assert scale.state_dict()["noise"] == pytest.approx(noise, rel=0.15)
     assert scale.state_dict()["signal"] == pytest.approx(0.25, rel=0.25)
     resumed = GradientNoiseScale()
