@@ -189,15 +189,18 @@ def unscale_(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> Non
 
     Args:
         gradients: of any formats.
-        found: a float32 scalar, left alone when all are finite.
+        found: a float32 scalar, left alone when all are finite; gradients may lie elsewhere.
         inverse: a float32 scalar.
     """
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for same in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse)
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), same in alike.items():
+        here = found if device == found.device else torch.zeros_like(found, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(same, here, inverse.to(device))
+        if here is not found:
+            found.copy_(torch.maximum(found, here.to(found.device)))
 
 
 def scaled_mm(

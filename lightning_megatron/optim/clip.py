@@ -25,7 +25,7 @@ def global_norm(
 
     Args:
         counted: local gradients that this rank contributes; any may be empty.
-        device: where the sum is made when there are none.
+        device: where the sum is made; gradients may lie elsewhere.
         group: every rank that holds a part of the model; None when this rank holds all of it.
 
     Returns:
@@ -35,7 +35,7 @@ def global_norm(
     dtype = torch.float64 if wide or not counted else torch.float32
     norms = foreach_norm([g for g in counted if g.numel()], dtype)
     if norms:
-        total = torch.stack([n.to(torch.float64) for n in norms]).square().sum()
+        total = torch.stack([n.to(device, torch.float64) for n in norms]).square().sum()
     else:
         total = torch.zeros((), dtype=torch.float64, device=device)
     if group is not None:
@@ -50,11 +50,11 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 def scale_(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply all ``gradients`` in place by a scalar tensor."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for dtype, group in by_dtype.items():
-        foreach_mul_(group, factor.to(dtype))
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), group in alike.items():
+        foreach_mul_(group, factor.to(device, dtype))
 
 
 def clip_value_(gradients: Sequence[Tensor], value: float) -> None:

@@ -191,6 +191,7 @@ def _spread(
         topology,
         transforms.zero,
         transforms.types,
+        cpu_offload=transforms.sharding.cpu_offload,
         follow_freezing=transforms.manual_optimization,
     )
     step, between = _wrap(module, plan, topology, transforms, data, ready)

@@ -21,13 +21,20 @@ switches.) Reduction is a mean over the data-parallel ranks.
 """
 
 import difflib
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from lightning_megatron._torch import (
     accumulate_gradients,
@@ -55,6 +62,10 @@ class ShardingConfig:
     collective is worth its latency."""
     dp_replicate: int = 1
     """With ``zero`` 1 to 3, number of copies of the shards (hybrid sharding)."""
+    cpu_offload: bool = False
+    """With ``zero`` 1 to 3 on GPUs, keep shards of parameters, gradients and optimizer state in
+    host memory, where the optimizer then steps. Parameters come to the device when they are
+    gathered, one unit ahead, and gradients leave it when they are reduced."""
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of naming its classes."""
@@ -99,6 +110,7 @@ class DataParallel:
         topology: the layout.
         zero: ZeRO stage.
         types: number formats.
+        cpu_offload: whether shards are kept in host memory.
         follow_freezing: whether ``requires_grad`` may change between the forwards of one step, as
             ``toggle_optimizer`` does under manual optimization.
     """
@@ -109,6 +121,7 @@ class DataParallel:
         zero: int,
         types: ComputeTypes,
         *,
+        cpu_offload: bool = False,
         follow_freezing: bool = False,
     ) -> None:
         self._topology = topology
@@ -121,7 +134,17 @@ class DataParallel:
         self._follow_freezing = follow_freezing
         # Without shards and casts FSDP2 would only reduce, see `parallel.reduce`.
         self.replicates = zero == 0 and types.parameters is None
-        self.enabled = types.parameters is not None or (topology.batch.size > 1 and zero > 0)
+        spread = topology.batch.size > 1 or cpu_offload
+        self.enabled = types.parameters is not None or (spread and zero > 0)
+        self._offload = OffloadPolicy()
+        if cpu_offload:
+            self._offload = CPUOffloadPolicy(pin_memory=topology.device.type != "cpu")
+            if topology.device.type == "cpu" and topology.rank == 0:
+                warnings.warn(
+                    "sharding.cpu_offload=True: this run is on CPUs, in whose memory everything is "
+                    "anyway; it changes nothing",
+                    stacklevel=2,
+                )
         self._units: list[FSDPModule] = []
         self._stages: list[_Stage] = []
         self._blocked = False
@@ -157,6 +180,7 @@ class DataParallel:
                 mesh=mesh[names],
                 reshard_after_forward=self._zero == 3,
                 mp_policy=self._policy,
+                offload_policy=self._offload,
                 ignored_params=unmanaged,
             )
         assert isinstance(module, FSDPModule)

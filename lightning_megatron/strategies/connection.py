@@ -38,8 +38,8 @@ class ConnectionConfig:
     timeout_s: float = 1800.0
     """Seconds after which a collective that a peer does not join fails."""
 
-    def problems(self) -> list[str]:
-        """Faults of the options."""
+    def problems(self, from_host: bool = False) -> list[str]:
+        """Faults of the options; ``from_host`` if tensors in host memory will be sent too."""
         problems = []
         known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake")]
         # "cpu:gloo,cuda:nccl" names one for each kind of device.
@@ -51,6 +51,12 @@ class ConnectionConfig:
                     f"connection.backend={self.backend!r}: torch.distributed has {', '.join(known)}"
                     f"; nearest valid: backend={close[0]!r}"
                 )
+        if from_host and self.backend is not None and "gloo" not in self.backend.lower():
+            problems.append(
+                f"connection.backend={self.backend!r}, sharding.cpu_offload=True: gradients in "
+                "host memory are sent by gloo; nearest valid: backend=None, or "
+                "backend='cpu:gloo,cuda:nccl'"
+            )
         if not self.timeout_s > 0:
             problems.append(
                 f"connection.timeout_s={self.timeout_s}: must be positive; nearest valid: "
@@ -60,7 +66,12 @@ class ConnectionConfig:
 
 
 def connect(
-    config: ConnectionConfig, environment: ClusterEnvironment, device: torch.device, settings: Any
+    config: ConnectionConfig,
+    environment: ClusterEnvironment,
+    device: torch.device,
+    settings: Any,
+    *,
+    from_host: bool = False,
 ) -> None:
     """Form the default process group and compare settings over it.
 
@@ -69,14 +80,18 @@ def connect(
         environment: who this process is.
         device: of this process.
         settings: what every rank was given.
+        from_host: whether tensors in host memory will be sent too, beside those on the device.
 
     Raises:
         ConfigError: ranks were given different settings; on all of them.
     """
     reset_seed()
+    backend = _get_default_process_group_backend_for_device(device)
+    if from_host and device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{backend}"
     _init_dist_connection(
         environment,
-        config.backend or _get_default_process_group_backend_for_device(device),
+        config.backend or backend,
         timeout=timedelta(seconds=config.timeout_s),
         device_id=device if device.type != "cpu" else None,
     )

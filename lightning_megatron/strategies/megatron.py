@@ -170,7 +170,8 @@ class MegatronStrategy(
         findings = examine(
             module.trainer, module, self.options, self._sharding, self.memory, self.world_size
         )
-        problems = (*self._connection.problems(), *self._checkpoint.problems())
+        host = self._sharding.cpu_offload
+        problems = (*self._connection.problems(host), *self._checkpoint.problems())
         raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.defer_init
         if findings.real_because:
@@ -179,10 +180,10 @@ class MegatronStrategy(
                 f"parameters or buffers but have no reset_parameters(): "
                 f"{', '.join(findings.real_because)}"
             )
-        assert self.cluster_environment is not None
-        configs = (self._sharding, self.memory, self._checkpoint)
-        settings = (self.options, *configs, env.global_seed())
-        connect(self._connection, self.cluster_environment, self.root_device, settings)
+        environment = self.cluster_environment
+        assert environment is not None
+        settings = (self.options, self._sharding, self.memory, self._checkpoint, env.global_seed())
+        connect(self._connection, environment, self.root_device, settings, from_host=host)
         self._topology = self._make_topology(module)
         module._device_mesh = self.topology.mesh
         self._seed_process()

@@ -188,6 +188,11 @@ def examine(
             "memory.recompute='adaptive', schedule='auto': how many microbatches are under way, "
             "and so what fits, would change after it was measured; nearest valid: schedule='1f1b'"
         )
+    if sharding.cpu_offload and options.zero == 0:
+        problems.append(
+            "sharding.cpu_offload=True, zero=0: it is shards that are kept in host memory; nearest "
+            "valid: zero=1, or cpu_offload=False"
+        )
     problems += _loop_problems(module, options)
     if layout_is_legal and memory.compile != "none":
         problems += _compile_problems(options)

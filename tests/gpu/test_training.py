@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy
+from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy, ShardingConfig
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.precision.recipe import RECIPES
 
@@ -38,7 +38,11 @@ def _fit(precision: Any, ckpt_path: str | None = None, **options: Any) -> tuple[
     data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
     module = LanguageModel(CONFIG, lr=1e-2, warmup_steps=2)
     trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
-    assert all(p.device.type == "cuda" for p in module.parameters())
+    offload = options.get("sharding", ShardingConfig()).cpu_offload
+    place = "cpu" if offload else "cuda"
+    assert all(p.device.type == place for p in module.parameters())
+    for state in trainer.optimizers[0].state.values():
+        assert all(v.device.type == place for v in state.values() if v.ndim)
     return trainer, float(trainer.callback_metrics["train_loss"])
 
 
@@ -64,3 +68,18 @@ def test_checkpoint_continues(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "gpu.ckpt")
     _, after = _fit("bf16-mixed", str(tmp_path / "gpu.ckpt"))
     assert after < before
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_one_sentence_is_learnt_with_shards_in_host_memory(
+    precision: str, zero: int, tmp_path: Path
+) -> None:
+    sharding = ShardingConfig(cpu_offload=True)
+    trainer, loss = _fit(precision, zero=zero, num_microbatches=2, sharding=sharding)
+    assert loss < 1.0
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    _, continued = _fit(
+        precision, str(tmp_path / "half.ckpt"), zero=zero, num_microbatches=2, sharding=sharding
+    )
+    assert continued < loss

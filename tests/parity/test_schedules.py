@@ -103,6 +103,7 @@ def rows() -> tuple[Row, ...]:
 
 HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
 OFFLOAD = MemoryConfig(offload_activations=True, offload_min_bytes=0)
+ON_HOST = ShardingConfig(min_numel=1, cpu_offload=True)
 EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid sharding, zbv": (8, {"schedule": "zbv", "zero": 3, "sharding": HYBRID}),
     "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "sharding": HYBRID}),
@@ -111,6 +112,7 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "the user's checkpointed blocks, zbv": (4, {"schedule": "zbv", "tp": 2}),
     "offload, zbv, zero 3": (4, {"schedule": "zbv", "zero": 3, "memory": OFFLOAD}),
     "offload, interleaved, tp": (4, {"schedule": "interleaved", "tp": 2, "memory": OFFLOAD}),
+    "shards in host memory, v-min": (4, {"schedule": "v-min", "zero": 2, "sharding": ON_HOST}),
     "sequence parallel, v-half": (
         4,
         {"schedule": "v-half", "tp": 2, "sequence_parallel": True},

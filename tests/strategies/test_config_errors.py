@@ -196,6 +196,17 @@ CASES = {
         layout={"memory": MemoryConfig(recompute="full", blocks=["Sequental"])},
         says=("blocks='Sequental'", "'Sequential'"),
     ),
+    "shards in host memory that are none": Case(
+        layout={"zero": 0, "sharding": ShardingConfig(cpu_offload=True)},
+        says=("cpu_offload=True, zero=0", "zero=1"),
+    ),
+    "shards in host memory that cannot be sent": Case(
+        layout={
+            "sharding": ShardingConfig(cpu_offload=True),
+            "connection": ConnectionConfig(backend="nccl"),
+        },
+        says=("backend='nccl', sharding.cpu_offload=True", "'cpu:gloo,cuda:nccl'"),
+    ),
     "offloading what there is not": Case(
         layout={"memory": MemoryConfig(offload_activations=True, blocks=["Sequental"])},
         says=("blocks='Sequental'", "nothing would be offloaded", "'Sequential'"),

@@ -1,0 +1,39 @@
+"""Shards in host memory, as far as CPUs show it; `tests.gpu` trains with another device."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from lightning_megatron import ShardingConfig
+from lightning_megatron._torch import _parameter_groups
+from lightning_megatron.testing import WorkerPool
+from tests.strategies.small import Small, loader, make_trainer, weights
+
+
+def offload_job(layout: dict[str, Any], devices: int) -> tuple[dict[str, Any], int, list[str]]:
+    """Weights after training, units whose shards are kept in host memory, warnings."""
+    module = Small()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout, devices).fit(module, loader(dp=devices))
+    roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    groups = [group for root in roots for group in _parameter_groups(root._get_fsdp_state())]
+    offloaded = sum(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    said = [str(w.message) for w in caught if "cpu_offload" in str(w.message)]
+    return weights(module), offloaded, said
+
+
+@pytest.mark.parametrize(("devices", "zero"), [(1, 1), (2, 1), (2, 3)])
+def test_units_keep_their_shards_in_host_memory(pool: WorkerPool, devices: int, zero: int) -> None:
+    layout = {"zero": zero, "sharding": ShardingConfig(cpu_offload=True, min_numel=1)}
+    by_rank = pool.run(devices, offload_job, layout, devices)
+    (expected, none, _), *_ = pool.run(1, offload_job, {}, 1)
+    assert none == 0
+    for rank, (found, units, said) in enumerate(by_rank):
+        assert units >= 4
+        assert len(said) == (rank == 0), "a run on CPUs is told once that nothing changes"
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-13)
