@@ -17,7 +17,7 @@ train: .venv/train-$(TORCH)
 	$(BIN)/lightning-megatron fit --config recipes/quickstart.yaml
 
 test: .venv/dev-$(TORCH)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: .venv/dev-$(TORCH)
 	$(BIN)/ruff check .

@@ -37,9 +37,12 @@ def end(*_: Any) -> None:
 def main() -> None:
     signal.signal(signal.SIGTERM, end)
     folder, parallel, *names = sys.argv[1:]
-    with ThreadPoolExecutor(max_workers=int(parallel)) as executor:
-        for name in names:
-            executor.submit(run, Path(folder), name)
+    try:
+        with ThreadPoolExecutor(max_workers=int(parallel)) as executor:
+            for name in names:
+                executor.submit(run, Path(folder), name)
+    finally:
+        (Path(folder) / "ended").touch()
 
 
 if __name__ == "__main__":
