@@ -11,6 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Public as names of torch.distributed, where type checkers do not see them (2.11-2.13).
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+
 # The FSDP2-based replicate (ZeRO 0) has no public home in 2.11-2.13; the older
 # torch.distributed._composable.replicate is built on DDP and mixes with no DTensor.
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate

@@ -1,6 +1,7 @@
 """The only file that reads environment variables."""
 
 import os
+from dataclasses import dataclass
 
 
 def global_seed() -> int | None:
@@ -27,3 +28,49 @@ def chaos_directory() -> str | None:
 def restart_count() -> int:
     """How often torchrun has restarted this node's processes; 0 under other launchers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchElastic:
+    """What torchrun tells its workers."""
+
+    run_id: str
+    restarts: int
+    """Failures after which this node's workers were started again."""
+    max_restarts: int
+    agent_store: bool
+    """Whether torchrun's own store, which outlives the workers, is at MASTER_ADDR."""
+    local_world_size: int
+    nodes: int
+
+
+def torch_elastic() -> TorchElastic | None:
+    """What torchrun says, if this process is a worker of it."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    return TorchElastic(
+        run_id=run_id,
+        restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+        agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+    )
+
+
+def use_interface(name: str, *, explicit: bool) -> None:
+    """Have gloo and NCCL listen on a network interface.
+
+    Args:
+        name: of the interface.
+        explicit: whether the user chose it for this run; else variables that are set count more.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if explicit or not os.environ.get(variable):
+            os.environ[variable] = name
+
+
+def set_meeting_place(address: str, port: int) -> None:
+    """Tell whoever asks the environment where the processes of the run meet."""
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)

@@ -39,6 +39,27 @@ def raise_if_any(problems: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
+class ConnectError(RuntimeError):
+    """The processes of a run could not find each other."""
+
+
+class MissingRanksError(ConnectError):
+    """Some processes of a run have not come within the time that the others wait.
+
+    Args:
+        text: what to tell the user.
+        ranks: who is missing, where that is known.
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[type["MissingRanksError"], tuple[str, tuple[int, ...]]]:
+        """Rebuild from both, so that the error crosses process boundaries."""
+        return type(self), (str(self), self.ranks)
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is damaged, or is not one of ours."""
 

@@ -1,5 +1,6 @@
 """How the processes of a run are started, know each other, connect and end."""
 
+import atexit
 import difflib
 import signal
 import subprocess
@@ -13,17 +14,24 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from typing_extensions import override
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron import env
+from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
+from lightning_megatron.errors import ConfigError, ConnectError
+from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.resilience import interfaces
+from lightning_megatron.resilience.attempt import Attempt, join, recall, remember
+from lightning_megatron.resilience.meeting_place import host_store, reach_store
 
 _GRACE_S = 3.0
 """How long after a failure of rank 0 the other processes of the node may go on."""
@@ -37,6 +45,11 @@ class ConnectionConfig:
     """``torch.distributed`` backend; None: nccl on GPUs, gloo on CPUs."""
     timeout_s: float = 1800.0
     """Seconds after which a collective that a peer does not join fails."""
+    init_timeout_s: float = 600.0
+    """Seconds that the ranks wait for each other at the start, before they name who is missing."""
+    bind: str | None = None
+    """Network interface ("eth0") that the processes listen on, "0.0.0.0" for all; None: on a single
+    machine only loopback, on several what torch chooses."""
 
     def problems(self, from_host: bool = False) -> list[str]:
         """Faults of the options; ``from_host`` if tensors in host memory will be sent too."""
@@ -57,10 +70,17 @@ class ConnectionConfig:
                 "host memory are sent by gloo; nearest valid: backend=None, or "
                 "backend='cpu:gloo,cuda:nccl'"
             )
-        if not self.timeout_s > 0:
+        for name, default in (("timeout_s", 1800), ("init_timeout_s", 600)):
+            if not getattr(self, name) > 0:
+                problems.append(
+                    f"connection.{name}={getattr(self, name)}: must be positive; nearest valid: "
+                    f"{name}={default}"
+                )
+        names = interfaces.interface_names()
+        if self.bind not in (None, interfaces.EVERY, *names):
             problems.append(
-                f"connection.timeout_s={self.timeout_s}: must be positive; nearest valid: "
-                "timeout_s=1800"
+                f"connection.bind={self.bind!r}: this machine has the network interfaces "
+                f"{', '.join(names)}; nearest valid: bind=None, or bind='0.0.0.0' for all of them"
             )
         return problems
 
@@ -71,30 +91,35 @@ def connect(
     device: torch.device,
     settings: Any,
     *,
+    single_machine: bool,
     from_host: bool = False,
-) -> None:
+) -> Attempt:
     """Form the default process group and compare settings over it.
 
     Args:
-        config: backend and timeout.
+        config: backend and timeouts.
         environment: who this process is.
         device: of this process.
         settings: what every rank was given.
+        single_machine: whether all processes run on this one.
         from_host: whether tensors in host memory will be sent too, beside those on the device.
 
     Raises:
         ConfigError: ranks were given different settings; on all of them.
+        ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
     reset_seed()
     backend = _get_default_process_group_backend_for_device(device)
     if from_host and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
-    _init_dist_connection(
-        environment,
-        config.backend or backend,
-        timeout=timedelta(seconds=config.timeout_s),
-        device_id=device if device.type != "cpu" else None,
-    )
+    if single_machine or config.bind not in (None, interfaces.EVERY):
+        env.use_interface(config.bind or interfaces.loopback(), explicit=config.bind is not None)
+    if dist.is_initialized():
+        attempt = recall(default_store())
+    else:
+        attempt = _form_group(
+            config, environment, device, config.backend or backend, single_machine
+        )
     everyone: list[Any] = [None] * environment.world_size()
     dist.all_gather_object(everyone, settings)
     differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
@@ -103,12 +128,80 @@ def connect(
             f"the ranks were given different configurations: rank 0 has {everyone[0]}, rank "
             f"{differing[0]} has {everyone[differing[0]]}; start all of them with the same"
         )
+    return attempt
+
+
+def _form_group(
+    config: ConnectionConfig,
+    environment: ClusterEnvironment,
+    device: torch.device,
+    backend: str,
+    single_machine: bool,
+) -> Attempt:
+    rank, world_size = environment.global_rank(), environment.world_size()
+    elastic = env.torch_elastic()
+    begun = time.monotonic()
+    store = _open_store(config, environment, single_machine)
+    left = max(begun + config.init_timeout_s - time.monotonic(), 1.0)
+    try:
+        attempt = join(store, rank, world_size, left, None if elastic is None else elastic.run_id)
+    except RuntimeError as error:
+        if isinstance(error, ConnectError):
+            raise
+        raise ConnectError(
+            f"the store at {environment.main_address}:{environment.main_port} has gone while the "
+            f"ranks were connecting ({str(error).splitlines()[0]}): look at the output of rank 0"
+        ) from None
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(attempt.prefix(), store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.timeout_s),
+        device_id=device if device.type != "cpu" else None,
+    )
+    if "nccl" in backend:  # torch warns about a group that still is there at exit
+        atexit.register(_destroy_dist_connection)
+    rank_zero_info(
+        f"{world_size} {'process' if world_size == 1 else 'processes'} connected over {backend}"
+        + (f", attempt {attempt.number}" if attempt.number else "")
+    )
+    return remember(default_store(), attempt)
+
+
+def _open_store(
+    config: ConnectionConfig, environment: ClusterEnvironment, single_machine: bool
+) -> Store:
+    """The store where the ranks meet, which rank 0 holds unless torchrun does."""
+    address, port = environment.main_address, environment.main_port
+    env.set_meeting_place(address, port)
+    elastic, timeout_s = env.torch_elastic(), config.init_timeout_s
+    if elastic is not None and elastic.agent_store:
+        return reach_store(address, port, timeout_s, "torchrun")
+    if environment.world_size() == 1:
+        return HashStore()
+    if single_machine and not interfaces.is_local(address):
+        raise ConfigError(
+            f"MASTER_ADDR={address}: all {environment.world_size()} processes run on this machine, "
+            "which has no such name or address; nearest valid: leave MASTER_ADDR unset"
+        )
+    listen_on = None
+    if config.bind != interfaces.EVERY and (single_machine or config.bind is not None):
+        listen_on = interfaces.address_of(config.bind or interfaces.loopback())
+    if single_machine and listen_on is not None:
+        address = listen_on
+    if environment.global_rank() != 0:
+        return reach_store(address, port, timeout_s, "rank 0")
+    return host_store(address, port, listen_on, timeout_s)
 
 
 class Processes(ParallelStrategy):
     """The part of the strategy that starts and ends the processes of this node."""
 
     num_nodes = 1
+    events: EventLog
+    attempt: Attempt
+    """Which start of the processes this is; exists once they are connected."""
 
     @property
     @override
@@ -128,6 +221,27 @@ class Processes(ParallelStrategy):
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all processes of the run are on this node."""
+        elastic = env.torch_elastic()
+        if elastic is not None:
+            return elastic.nodes == 1
+        return self.num_nodes == 1
+
+    def find_peers(self, config: ConnectionConfig, settings: Any, from_host: bool) -> None:
+        """Find the other ranks; see `connect`."""
+        assert self.cluster_environment is not None
+        self.attempt = connect(
+            config,
+            self.cluster_environment,
+            self.root_device,
+            settings,
+            single_machine=self.on_one_machine,
+            from_host=from_host,
+        )
+        self.events.identify(run=self.attempt.run_id, attempt=self.attempt.number)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers who this process is."""

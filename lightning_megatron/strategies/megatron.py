@@ -48,7 +48,7 @@ from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.strategies.auto_schedule import AUTO, AutoSchedule
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
-from lightning_megatron.strategies.connection import ConnectionConfig, Processes, connect
+from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.data_sampling import share_of
 from lightning_megatron.strategies.data_seeding import seed_dataloader
@@ -180,10 +180,8 @@ class MegatronStrategy(
                 f"parameters or buffers but have no reset_parameters(): "
                 f"{', '.join(findings.real_because)}"
             )
-        environment = self.cluster_environment
-        assert environment is not None
         settings = (self.options, self._sharding, self.memory, self._checkpoint, env.global_seed())
-        connect(self._connection, environment, self.root_device, settings, from_host=host)
+        self.find_peers(self._connection, settings, from_host=host)
         self._topology = self._make_topology(module)
         module._device_mesh = self.topology.mesh
         self._seed_process()

@@ -1,0 +1,115 @@
+"""Ranks are threads here: the agreement needs nothing but a store."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_megatron.errors import MissingRanksError
+from lightning_megatron.resilience.attempt import Attempt, join, recall, remember
+
+PATIENCE_S = 20.0
+
+
+def start(
+    threads: ThreadPoolExecutor, store: Any, ranks: Sequence[int], world: int, seconds: float
+) -> dict[int, "Future[Attempt]"]:
+    return {rank: threads.submit(join, store, rank, world, seconds) for rank in ranks}
+
+
+def everybody(store: Any, world: int, run_id: str | None = None) -> list[Attempt]:
+    with ThreadPoolExecutor(world) as threads:
+        futures = [
+            threads.submit(join, store, rank, world, PATIENCE_S, run_id) for rank in range(world)
+        ]
+        return [future.result() for future in futures]
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined]
+
+
+def test_all_ranks_agree(store: Any) -> None:
+    attempts = everybody(store, 4)
+    assert len({attempt.to_json() for attempt in attempts}) == 1
+    assert attempts[0].number == 0
+    assert len(attempts[0].peers) == 4
+
+
+def test_a_later_attempt_in_the_same_store_has_another_prefix_and_the_same_run(store: Any) -> None:
+    first, second, smaller = everybody(store, 3), everybody(store, 3), everybody(store, 2)
+    assert [a.number for a in (first[0], second[0], smaller[0])] == [0, 1, 2]
+    assert len({a.prefix() for a in (first[0], second[0], smaller[0])}) == 3
+    assert {a.run_id for a in (*first, *second, *smaller)} == {first[0].run_id}
+
+
+def test_the_launcher_names_the_run(store: Any) -> None:
+    assert {attempt.run_id for attempt in everybody(store, 2, "job 17")} == {"job 17"}
+
+
+def test_ranks_of_a_failed_start_are_not_taken_for_those_of_the_next(store: Any) -> None:
+    """All that the dead of the first attempt have written is there when the second begins."""
+    with ThreadPoolExecutor(8) as threads:
+        died = start(threads, store, [1, 2], 4, 0.3)  # rank 0 and 3 never come
+        for future in died.values():
+            with pytest.raises(MissingRanksError):
+                future.result()
+        # Rank 0 of the next one finds two answers that nobody stands behind.
+        begun = start(threads, store, [0], 4, PATIENCE_S)
+        begun |= start(threads, store, [3], 4, PATIENCE_S)
+        with pytest.raises(TimeoutError):
+            begun[0].result(timeout=0.3)
+        begun |= start(threads, store, [1, 2], 4, PATIENCE_S)
+        numbers = {future.result().number for future in begun.values()}
+    assert numbers == {0}
+
+
+def test_a_rank_0_that_dies_while_it_gathers_is_replaced(store: Any) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        others = start(threads, store, [1, 2], 4, PATIENCE_S)
+        dead = dist.PrefixStore("lightning_megatron/attempt", store)  # type: ignore[attr-defined]
+        # What a rank 0 did before it was killed: it drew a number and invited rank 1.
+        number = dead.add("attempts", 1) - 1
+        token = json.loads(dead.get("hello/4/1"))["token"]
+        dead.set(f"invitation/{token}", str(number))
+        dead.wait([f"accepted/{number}/{token}"])
+        others |= start(threads, store, [0, 3], 4, PATIENCE_S)
+        assert {future.result().number for future in others.values()} == {number + 1}
+
+
+def test_a_rank_that_dies_while_rank_0_gathers_is_replaced(store: Any) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        waiting = start(threads, store, [0, 1], 3, PATIENCE_S)
+        dead = dist.PrefixStore("lightning_megatron/attempt", store)  # type: ignore[attr-defined]
+        dead.set("hello/3/2", json.dumps({"token": "of the dead", "host": "a", "pid": 1}))
+        dead.wait(["invitation/of the dead"])
+        waiting |= start(threads, store, [2], 3, PATIENCE_S)
+        assert {future.result().number for future in waiting.values()} == {0}
+        assert waiting[1].result().peers[2].pid != 1
+
+
+def test_all_who_came_name_the_missing_ranks(store: Any) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        futures = start(threads, store, [0, 1, 4], 5, 0.5)
+        for future in futures.values():
+            with pytest.raises(MissingRanksError, match=r"ranks 2, 3 of 5 have not connected"):
+                future.result()
+
+
+def test_without_rank_0_the_others_name_it(store: Any) -> None:
+    with (
+        ThreadPoolExecutor(8) as threads,
+        pytest.raises(MissingRanksError, match=r"rank 0 of 3 has not connected within 0.2 s"),
+    ):
+        start(threads, store, [1, 2], 3, 0.2)[1].result()
+
+
+def test_the_attempt_is_recalled_from_the_store_of_the_group(store: Any) -> None:
+    attempt = remember(store, everybody(store, 2)[0])
+    assert recall(store) == attempt
+    unknown = dist.HashStore()  # type: ignore[attr-defined]
+    assert recall(unknown) == recall(unknown)
