@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.memory import MemoryMonitor
     from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
+    from lightning_megatron.callbacks.number_guard import NumberGuard
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
         Bf16TruePrecision,
         Fp16Precision,
     )
+    from lightning_megatron.resilience.responses import RollbackConfig
+    from lightning_megatron.resilience.spikes import SpikeConfig
     from lightning_megatron.strategies.connection import ConnectionConfig
     from lightning_megatron.strategies.megatron import MegatronStrategy
 
@@ -63,12 +66,15 @@ _HOMES = {
     "MegatronStrategy": "strategies.megatron",
     "MemoryConfig": "parallel.memory",
     "MemoryMonitor": "callbacks.memory",
+    "NumberGuard": "callbacks.number_guard",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "callbacks.pipeline_monitor",
     "PipelineSequential": "pipeline.sequential",
     "ProfilerWindow": "callbacks.profiler_window",
     "ResumableSampler": "data.sampler",
+    "RollbackConfig": "resilience.responses",
     "ShardingConfig": "parallel.data",
+    "SpikeConfig": "resilience.spikes",
     "ThroughputMonitor": "callbacks.throughput",
     "convert_to_lightning": "checkpoint.export",
     "export_hugging_face": "checkpoint.hf_export",
@@ -97,12 +103,15 @@ __all__ = [
     "MegatronStrategy",
     "MemoryConfig",
     "MemoryMonitor",
+    "NumberGuard",
     "PipelineConfig",
     "PipelineMonitor",
     "PipelineSequential",
     "ProfilerWindow",
     "ResumableSampler",
+    "RollbackConfig",
     "ShardingConfig",
+    "SpikeConfig",
     "ThroughputMonitor",
     "convert_to_lightning",
     "export_hugging_face",

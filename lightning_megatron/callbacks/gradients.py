@@ -31,6 +31,7 @@ class GradientMonitor(pl.Callback):
             for the device once a step, as ``clip`` does.
 
     Attributes:
+        nonfinite: the argument.
         skipped: steps left out so far.
 
     Raises:
@@ -46,7 +47,7 @@ class GradientMonitor(pl.Callback):
             raise ConfigError(
                 f"nonfinite={nonfinite!r}: must be 'keep', 'skip' or 'raise'; nearest valid: 'keep'"
             )
-        self._clip, self._nonfinite = clip, nonfinite
+        self._clip, self.nonfinite = clip, nonfinite
         self.skipped = 0
 
     @override
@@ -65,8 +66,10 @@ class GradientMonitor(pl.Callback):
         gradients = strategy.parallel_gradients
         norm = gradients.norm()
         values: dict[str, Any] = {"optim/grad_norm": norm}
-        watched = self._nonfinite != "keep" or isinstance(self._clip, PercentileClip | ZScoreClip)
-        if watched and not math.isfinite(float(norm)):
+        watched = self.nonfinite != "keep" or isinstance(self._clip, PercentileClip | ZScoreClip)
+        if strategy.precision_plugin.will_skip:
+            pass  # a loss scale that is too large, or what NumberGuard has dealt with
+        elif watched and not math.isfinite(float(norm)):
             self._meet_nonfinite(trainer, float(norm))
         elif isinstance(self._clip, UnitClip):
             gradients.clip_units(self._clip)
@@ -74,16 +77,16 @@ class GradientMonitor(pl.Callback):
             limit = self._clip.limit(float(norm))
             values["optim/grad_clip"] = min(limit, float(norm))
             gradients.clip_norm(limit)
-        if self._nonfinite == "skip":
-            values["optim/skipped_steps"] = float(self.skipped)
+        if self.nonfinite == "skip":
+            values["optim/skipped_steps"] = float(strategy.precision_plugin.skipped_steps)
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _meet_nonfinite(self, trainer: pl.Trainer, norm: float) -> None:
-        if self._nonfinite == "raise":
+        if self.nonfinite == "raise":
             raise FloatingPointError(
                 f"step {trainer.global_step}: the norm of the gradients is {norm}"
             )
-        if self._nonfinite == "skip":
+        if self.nonfinite == "skip":
             strategy: Any = trainer.strategy
             strategy.precision_plugin.skip_step()
             self.skipped += 1

@@ -3,7 +3,9 @@
 Gradients are local tensors: tp shards, ZeRO shards, whole copies. Each rank adds up the squares of
 those that it *counts* (a replicated gradient is counted on one of its holders), one all-reduce
 makes the sum global, and every rank scales its own gradients by the same coefficient. Nothing goes
-through DTensor dispatch, and parameters on different meshes mix freely.
+through DTensor dispatch, and parameters on different meshes mix freely. Copies that do not count
+are looked at all the same: one that is not finite, which only a fault of its rank can have made,
+makes the norm no number on all ranks. It costs no time, as their peers are computing meanwhile.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,10 @@ EPSILON = 1e-6
 
 
 def global_norm(
-    counted: Sequence[Tensor], device: torch.device, group: dist.ProcessGroup | None
+    counted: Sequence[Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    copies: Sequence[Tensor] = (),
 ) -> Tensor:
     """Euclidean norm of the gradients of the whole model.
 
@@ -27,17 +32,18 @@ def global_norm(
         counted: local gradients that this rank contributes; any may be empty.
         device: where the sum is made; gradients may lie elsewhere.
         group: every rank that holds a part of the model; None when this rank holds all of it.
+        copies: local gradients that another rank contributes.
 
     Returns:
         A scalar, equal on all ranks; float64 when all gradients are, else float32.
     """
     wide = bool(counted) and all(g.dtype == torch.float64 for g in counted)
     dtype = torch.float64 if wide or not counted else torch.float32
-    norms = foreach_norm([g for g in counted if g.numel()], dtype)
-    if norms:
-        total = torch.stack([n.to(device, torch.float64) for n in norms]).square().sum()
-    else:
-        total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradients, weight in ((counted, 1.0), (copies, 0.0)):
+        norms = foreach_norm([g for g in gradients if g.numel()], dtype)
+        if norms:
+            total += weight * torch.stack([n.to(device, torch.float64) for n in norms]).square().sum()
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt().to(dtype)

@@ -167,7 +167,7 @@ class GradientSet:
         stamp = self._stamps()
         if self._known is not None and self._known[0] == stamp:
             return self._known[1]
-        self.last_norm = self.norm_of(self.counted())
+        self.last_norm = self.norm_of(self.counted(), self._copies())
         self._known = stamp, self.last_norm
         return self.last_norm
 
@@ -177,9 +177,17 @@ class GradientSet:
             local(p.grad) for p in self.parameters if p.grad is not None and self._counted[id(p)]
         ]
 
-    def norm_of(self, counted: Sequence[Tensor]) -> Tensor:
+    def _copies(self) -> list[Tensor]:
+        """The gradients that another rank adds to them."""
+        return [
+            local(p.grad)
+            for p in self.parameters
+            if p.grad is not None and not self._counted[id(p)]
+        ]
+
+    def norm_of(self, counted: Sequence[Tensor], copies: Sequence[Tensor] = ()) -> Tensor:
         """Global Euclidean norm of tensors that lie like those of `counted`; collective."""
-        return global_norm(counted, self._topology.device, self._world_group)
+        return global_norm(counted, self._topology.device, self._world_group, copies)
 
     def _stamps(self) -> list[tuple[int, int]]:
         return stamps([p.grad for p in self.parameters if p.grad is not None])

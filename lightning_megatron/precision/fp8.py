@@ -217,6 +217,11 @@ class Fp8Precision(MixedShardedPrecision):
         self._watch(False)
         return super().predict_step_context()
 
+    @override
+    def forget_batch(self) -> None:
+        for products in self._delayed.values():
+            products.current.zero_()
+
     def _watch(self, on: bool) -> None:
         for products in self._delayed.values():
             products.watching = on
@@ -241,7 +246,7 @@ class Fp8Precision(MixedShardedPrecision):
     def _advance(self) -> None:
         """Give the largest magnitudes of this step to the history; collective over the stage."""
         products = list(self._delayed.values())
-        if not products:
+        if not products or self.will_skip:
             return
         assert self._topology is not None
         found = torch.stack([p.current for p in products])
@@ -254,19 +259,21 @@ class Fp8Precision(MixedShardedPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The histories of all stages by layer, whatever the layout; collective over pp."""
-        pp = None if self._topology is None else self._topology.pp
+        pp, counts = None if self._topology is None else self._topology.pp, super().state_dict()
         if self.recipe != "delayed" or pp is None:
-            return {}
+            return counts
         mine = {name: held.history[: held.steps].tolist() for name, held in self._delayed.items()}
         if pp.group is None:
-            return {"amax_history": mine}
+            return {**counts, "amax_history": mine}
         parts: list[Any] = [None] * pp.size
         dist.all_gather_object(parts, mine, group=pp.group)
-        return {"amax_history": {name: rows for part in parts for name, rows in part.items()}}
+        together = {name: rows for part in parts for name, rows in part.items()}
+        return {**counts, "amax_history": together}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the histories of a checkpoint."""
+        super().load_state_dict(state_dict)
         for name, rows in state_dict.get("amax_history", {}).items():
             self._restore(name, rows)
 

@@ -53,15 +53,24 @@ from lightning_megatron.topology.rng import derive_seed
 SUPPORTED = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed")
 
 
+class _LeftOut(Exception):
+    """Leaves the step of an optimizer that runs the closure itself."""
+
+
 class ShardedPrecision(Precision):
     """Clips the gradients of a whole layout; mixed into each plugin below.
 
     Attributes:
         gradients: set by the strategy once the module is on its layout.
-        skipped: whether the latest optimizer step was left out, as gradients had overflowed.
+        skipped: whether the latest optimizer step was left out.
+        overflowed: whether the gradients of the step about to be taken are not finite because of
+            the loss scale; such a step is left out in any case, and no fault.
+        left_out: steps so far that a callback asked to leave out.
     """
 
     skipped = False
+    overflowed = False
+    left_out = 0
     _skip = False
     gradients: GradientSet | None = None
     _local_steps: dict[Optimizer, LocalStep | WholeStep] | None = None
@@ -81,18 +90,61 @@ class ShardedPrecision(Precision):
     ) -> Any:
         """Run the closure, then step on local shards where the optimizer allows it."""
         pieces = self._gradients().pieces
+        self.skipped = False
         if not steps_on_shards(optimizer) and not steps_on_whole(optimizer, pieces):
             # All is here; this one may call the closure as often as it wants.
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
-        self.skipped = False
+            try:
+                return super().optimizer_step(optimizer, model, closure, **kwargs)
+            except _LeftOut:
+                return None
         result = closure()
         self._after_closure(model, optimizer)
         self.step(optimizer, **kwargs)
         return result
 
+    @override
+    def _wrap_closure(
+        self, model: LightningModule, optimizer: Any, closure: Callable[[], Any]
+    ) -> Any:
+        result = super()._wrap_closure(model, optimizer, closure)
+        if self._leave_out():  # before the optimizer has changed anything
+            raise _LeftOut
+        return result
+
     def skip_step(self) -> None:
         """Leave the step out that is about to be taken; on all ranks or on none."""
         self._skip = True
+
+    @property
+    def will_skip(self) -> bool:
+        """Whether the step that is about to be taken will be left out."""
+        return self._skip or self.overflowed
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out so far, for whatever reason."""
+        return self.left_out
+
+    def forget_batch(self) -> None:
+        """Undo what the forward and backward since the last step left behind in the plugin."""
+
+    def _leave_out(self) -> bool:
+        """Whether `skip_step` was called for this step; the next one is another matter."""
+        asked, self._skip = self._skip, False
+        if asked:
+            self.skipped = True
+            self.left_out += 1
+        return asked
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The count of steps left out."""
+        return {"left_out": self.left_out} if self.left_out else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.left_out = int(state_dict.get("left_out", 0))
 
     def prepare(self, parallel: ParallelModule) -> None:
         """Fit the layers of a module that was put on its layout; called before it runs."""
@@ -102,8 +154,7 @@ class ShardedPrecision(Precision):
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step on this rank's part of the parameters, with the gradients that are there."""
-        if self._skip:
-            self._skip, self.skipped = False, True
+        if self._leave_out():
             return
         if self._local_steps is None:
             self._local_steps = {}
@@ -217,11 +268,12 @@ class Bf16TruePrecision(HalfShardedPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Steps taken, from which the random bits follow."""
-        return {"steps": self._steps}
+        return {**super().state_dict(), "steps": self._steps}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
+        super().load_state_dict(state_dict)
         self._steps = int(state_dict["steps"])
 
 
@@ -327,17 +379,28 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
             return result  # training_step gave no loss, so there was no backward
         device = self._gradients().device
         finite = self.loss_scale.unscale(self._to_unscale(optimizer, model), device)
-        self._after_closure(model, optimizer)
+        self.overflowed = not finite
+        try:
+            self._after_closure(model, optimizer)
+        finally:
+            self.overflowed = False
         self.skipped = not finite
-        if finite:
+        asked = self._skip
+        if asked or finite:
             self.step(optimizer, **kwargs)
-        self.loss_scale.update(finite=finite)
+        if not asked:  # for a reason that says nothing about the scale
+            self.loss_scale.update(finite=finite)
         values = {
             "optim/loss_scale": self.loss_scale.value,
-            "optim/skipped_steps": float(self.loss_scale.skipped),
+            "optim/skipped_steps": float(self.skipped_steps),
         }
         model.log_dict(values, on_step=True, on_epoch=False)
         return result
+
+    @property
+    @override
+    def skipped_steps(self) -> int:
+        return self.left_out + self.loss_scale.skipped
 
     def _to_unscale(self, optimizer: Optimizer, model: LightningModule) -> list[Tensor]:
         """Gradients of the latest backward: under manual optimization those of the optimizer."""
@@ -349,11 +412,12 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The scale and the counts."""
-        return self.loss_scale.state_dict()
+        return {**super().state_dict(), **self.loss_scale.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
+        super().load_state_dict(state_dict)
         self.loss_scale.load_state_dict(state_dict)
 
 

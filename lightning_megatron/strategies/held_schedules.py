@@ -27,8 +27,7 @@ class HeldSchedules:
             return  # the user steps the schedulers
         batches = trainer.fit_loop.epoch_loop.batch_idx + 1
         for config in configs:
-            due = config.interval == "step" and batches % config.frequency == 0
-            if due and not config.reduce_on_plateau:
+            if counts_steps(config) and batches % config.frequency == 0:
                 self._hold(config.scheduler)
 
     def release(self) -> None:
@@ -44,3 +43,8 @@ class HeldSchedules:
 
         scheduler.__dict__["step"] = step
         self._held.append(scheduler)
+
+
+def counts_steps(config: LRSchedulerConfig) -> bool:
+    """Whether a schedule follows the number of optimizer steps."""
+    return config.interval == "step" and not config.reduce_on_plateau

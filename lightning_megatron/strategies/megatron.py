@@ -56,7 +56,7 @@ from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.section_hooks import SectionHooks
-from lightning_megatron.strategies.step_hooks import StepHooks
+from lightning_megatron.strategies.step_recovery import StepRecovery
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.strategies.stopping import StopHooks
 from lightning_megatron.topology.mesh import Topology
@@ -64,7 +64,7 @@ from lightning_megatron.topology.rng import derive_seed
 
 
 class MegatronStrategy(
-    SectionHooks, StopHooks, CheckpointHooks, TopologyCollectives, StepHooks, Processes
+    SectionHooks, StopHooks, CheckpointHooks, TopologyCollectives, StepRecovery, Processes
 ):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 

@@ -28,7 +28,7 @@ from lightning_megatron.topology.rng import HostRandomness, derive_seed
 
 
 @dataclass(frozen=True)
-class _Moment:
+class Moment:
     """Where the generators of this process stood."""
 
     host: HostRandomness
@@ -40,7 +40,7 @@ class _Window:
     """What changes within an accumulation of gradients, as it was when that began."""
 
     at: tuple[int, int]
-    moment: _Moment
+    moment: Moment
     statistics: dict[str, Tensor]
     by_token: bool | None
 
@@ -55,7 +55,7 @@ class RandomState:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._began: _Window | None = None
-        self._training: _Moment | None = None
+        self._training: Moment | None = None
         self._row: dict[str, Tensor] | None = None
         self._anew: tuple[int, int] | None = None
 
@@ -67,25 +67,27 @@ class RandomState:
             module: whose running statistics the batches change.
             by_token: what `StepEngine.by_token` is.
         """
-        self._began = _Window(at, self._now(), _statistics(module), by_token)
+        self._began = _Window(at, self.now(), _statistics(module), by_token)
 
     def begin_validation(self) -> None:
         """What is drawn from now on shall not change what training draws afterwards."""
-        self._training = self._now()
+        self._training = self.now()
 
     def end_validation(self) -> None:
         """Go on where training was."""
         training, self._training = self._training, None
         if training is not None:
-            self._return_to(training)
+            self.return_to(training)
 
-    def _now(self) -> _Moment:
+    def now(self) -> Moment:
+        """Where the generators of this process stand."""
         others = self._topology.rng.state_dict()
         if self._topology.device.type == "cuda":
             others["cuda"] = torch.cuda.get_rng_state(self._topology.device)
-        return _Moment(HostRandomness.capture(), others)
+        return Moment(HostRandomness.capture(), others)
 
-    def _return_to(self, moment: _Moment) -> None:
+    def return_to(self, moment: Moment) -> None:
+        """Draw from now on as from then on."""
         moment.host.restore()
         if "cuda" in moment.others:
             torch.cuda.set_rng_state(moment.others["cuda"].clone(), self._topology.device)
@@ -102,7 +104,7 @@ class RandomState:
             by_token: what `StepEngine.by_token` is.
             group: all processes, for tensors on the host.
         """
-        moment = self._training or self._now()
+        moment = self._training or self.now()
         if self._began is not None and self._began.at == at:
             moment, by_token = self._began.moment, self._began.by_token
             for name, value in self._began.statistics.items():
@@ -140,7 +142,7 @@ class RandomState:
         row, self._row = self._row, None
         anew, self._anew = self._anew, None
         if row is not None:
-            self._return_to(_Moment(HostRandomness.from_tensors(row), row))
+            self.return_to(Moment(HostRandomness.from_tensors(row), row))
         elif anew is not None:
             seed, step = anew
             torch.manual_seed(derive_seed(seed, "default", self._topology.batch.rank, step))
