@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
+    from lightning_megatron.callbacks.worker_guard import WorkerGuard
     from lightning_megatron.checkpoint.config import CheckpointConfig
     from lightning_megatron.checkpoint.export import (
         convert_to_lightning,
@@ -76,6 +77,7 @@ _HOMES = {
     "ShardingConfig": "parallel.data",
     "SpikeConfig": "resilience.spikes",
     "ThroughputMonitor": "callbacks.throughput",
+    "WorkerGuard": "callbacks.worker_guard",
     "convert_to_lightning": "checkpoint.export",
     "export_hugging_face": "checkpoint.hf_export",
     "export_safetensors": "checkpoint.export",
@@ -113,6 +115,7 @@ __all__ = [
     "ShardingConfig",
     "SpikeConfig",
     "ThroughputMonitor",
+    "WorkerGuard",
     "convert_to_lightning",
     "export_hugging_face",
     "export_safetensors",

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Who dies with which of a DataLoader's workers is not to be changed in public (2.11-2.13).
+from torch._C import _remove_worker_pids
+
 # Public as names of torch.distributed, where type checkers do not see them (2.11-2.13).
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
@@ -32,11 +35,24 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor and warns on every call of the
 # old names; 2.11 has only those. Remove the fallback when 2.13 is the oldest version supported.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LoaderIterator = _MultiProcessingDataLoaderIter
+"""How a DataLoader talks to its workers; nobody else's business until one of them dies."""
+
+
+def watch_no_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
+    """Take a loader's workers from torch's handler of SIGCHLD.
+
+    It raises in the main thread, wherever that is, when one of them dies.
+    """
+    _remove_worker_pids(id(iterator))
+    iterator._worker_pids_set = False
 
 
 def start_all_gather(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> dist.Work:
