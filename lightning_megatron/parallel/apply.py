@@ -186,7 +186,7 @@ def _spread(
         plan.trunk.keep(plan.stages, plan.stages_of_rank(topology.pp.rank))
         _avoid_empty_stage(plan.trunk)
     _distribute(module if new is None else new, topology)
-    transform_blocks(module, forgetful, transforms.memory, topology.device)
+    transform_blocks(module, forgetful, transforms.memory, topology.device, topology.tp)
     data = DataParallel(
         topology,
         transforms.zero,

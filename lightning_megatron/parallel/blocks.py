@@ -2,7 +2,8 @@
 
 1. `parallel.compile`: the forward becomes other code;
 2. `parallel.recompute`: it runs again in the backward;
-3. `parallel.offload`: what it keeps then, waits in host memory.
+3. `parallel.shared_inputs`: of its input each tensor-parallel rank keeps a part;
+4. `parallel.offload`: what it keeps then, waits in host memory.
 
 ZeRO's hooks lie outside of all.
 """
@@ -16,8 +17,10 @@ from lightning_megatron.parallel.compile import compile_blocks
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.offload import Offloader, offload
 from lightning_megatron.parallel.recompute import recompute
+from lightning_megatron.parallel.shared_inputs import SharedInputs
 from lightning_megatron.parallel.wrapping import unwrap
 from lightning_megatron.pipeline.sequential import RemoteItem
+from lightning_megatron.topology.mesh import Axis
 
 
 def transform_blocks(
@@ -25,6 +28,7 @@ def transform_blocks(
     forgetful: Collection[nn.Module],
     config: MemoryConfig,
     device: torch.device,
+    tp: Axis | None = None,
 ) -> None:
     """Run the blocks of ``module`` as ``config`` says, whatever was put around them before.
 
@@ -33,6 +37,7 @@ def transform_blocks(
         forgetful: blocks of the whole network that are recomputed.
         config: the options.
         device: where the network computes.
+        tp: the ranks that compute each block together.
     """
     unwrap(module)
     offloader = None
@@ -40,6 +45,10 @@ def transform_blocks(
         offloader = Offloader(device, config.offload_min_bytes)
     compile_blocks(module, config)
     recompute(module, forgetful, config, offloader)
+    if config.distribute_inputs and tp is not None and tp.size > 1:
+        for block in forgetful:
+            if not isinstance(block, RemoteItem):
+                SharedInputs(block, tp, offloader)
     if offloader is not None:
         for position, block in enumerate(find_blocks(module, config.blocks)):
             if not isinstance(block, RemoteItem):

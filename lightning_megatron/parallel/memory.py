@@ -43,6 +43,9 @@ class MemoryConfig:
     memory (`parallel.offload`)."""
     offload_min_bytes: int = 65_536
     """Smaller tensors stay on the device, as copying them costs more than they take."""
+    distribute_inputs: bool = False
+    """Whether each tensor-parallel rank keeps but a part of the input of a recomputed block, to be
+    gathered in the backward (`parallel.shared_inputs`)."""
     compile: Compile = "none"
     """Whether the blocks of the network run through ``torch.compile`` (`parallel.compile`), which
     saves time and the memory of what it fuses."""
@@ -139,6 +142,12 @@ class MemoryConfig:
             return [
                 f"memory.offload_min_bytes={size!r}: must be a whole number of at least 0; nearest "
                 "valid: offload_min_bytes=0"
+            ]
+        if self.distribute_inputs and self.recompute not in ("full", "selective"):
+            return [
+                f"memory.distribute_inputs=True, recompute={self.recompute!r}: it is the inputs of "
+                "blocks that are chosen to be recomputed; nearest valid: recompute='full', or "
+                "distribute_inputs=False"
             ]
         if self.offload_activations and self.recompute == "adaptive":
             return [

@@ -297,7 +297,8 @@ class MegatronStrategy(
         if earlier is not None:
             earlier.data.reshard()
             forgetful = blocks_to_recompute(module, self.memory)
-            transform_blocks(module, forgetful, self.memory, self.root_device)
+            tp = self.topology.tp
+            transform_blocks(module, forgetful, self.memory, self.root_device, tp)
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
         precision = self.precision_plugin

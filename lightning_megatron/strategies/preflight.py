@@ -193,6 +193,12 @@ def examine(
             "sharding.cpu_offload=True, zero=0: it is shards that are kept in host memory; nearest "
             "valid: zero=1, or cpu_offload=False"
         )
+    if memory.distribute_inputs and (options.tp == 1 or options.sequence_parallel):
+        problems.append(
+            f"memory.distribute_inputs=True, tp={options.tp}, sequence_parallel="
+            f"{options.sequence_parallel}: it divides what several tensor-parallel ranks hold "
+            "whole; nearest valid: distribute_inputs=False"
+        )
     problems += _loop_problems(module, options)
     if layout_is_legal and memory.compile != "none":
         problems += _compile_problems(options)

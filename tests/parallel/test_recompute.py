@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -237,6 +238,8 @@ def compare_job(
 ) -> None:
     plain = train(options, architecture, dropout, MemoryConfig(), precision)
     for memory in MODES:
+        if options.get("tp", 1) > 1 and not options.get("sequence_parallel"):
+            memory = replace(memory, distribute_inputs=True)
         other = train(options, architecture, dropout, memory, precision)
         assert other.losses == plain.losses
         assert other.norms == plain.norms

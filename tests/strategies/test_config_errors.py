@@ -207,6 +207,14 @@ CASES = {
         },
         says=("backend='nccl', sharding.cpu_offload=True", "'cpu:gloo,cuda:nccl'"),
     ),
+    "inputs to distribute over one rank": Case(
+        layout={"memory": MemoryConfig(recompute="full", distribute_inputs=True)},
+        says=("distribute_inputs=True, tp=1", "distribute_inputs=False"),
+    ),
+    "inputs to distribute that nobody keeps": Case(
+        layout={"tp": 2, "memory": MemoryConfig(distribute_inputs=True)},
+        says=("distribute_inputs=True, recompute='none'", "recompute='full'"),
+    ),
     "offloading what there is not": Case(
         layout={"memory": MemoryConfig(offload_activations=True, blocks=["Sequental"])},
         says=("blocks='Sequental'", "nothing would be offloaded", "'Sequential'"),
