@@ -43,7 +43,8 @@ def global_norm(
     for gradients, weight in ((counted, 1.0), (copies, 0.0)):
         norms = foreach_norm([g for g in gradients if g.numel()], dtype)
         if norms:
-            total += weight * torch.stack([n.to(device, torch.float64) for n in norms]).square().sum()
+            squares = torch.stack([n.to(device, torch.float64) for n in norms]).square()
+            total += weight * squares.sum()
     if group is not None:
         dist.all_reduce(total, group=group)
     return total.sqrt().to(dtype)
