@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_megatron.callbacks.chaos import ChaosMonkey
+    from lightning_megatron.callbacks.checkpoints import CheckpointMonitor
     from lightning_megatron.callbacks.communication import CommunicationMonitor
     from lightning_megatron.callbacks.event_log import EventLogWriter
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.memory import MemoryMonitor
     from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
     from lightning_megatron.callbacks.number_guard import NumberGuard
+    from lightning_megatron.callbacks.parameter_norm import ParameterNorm
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
@@ -55,6 +57,7 @@ _HOMES = {
     "Bf16TruePrecision": "precision.plugin",
     "ChaosMonkey": "callbacks.chaos",
     "CheckpointConfig": "checkpoint.config",
+    "CheckpointMonitor": "callbacks.checkpoints",
     "CommunicationMonitor": "callbacks.communication",
     "ConfigError": "errors",
     "ConnectionConfig": "strategies.connection",
@@ -68,6 +71,7 @@ _HOMES = {
     "MemoryConfig": "parallel.memory",
     "MemoryMonitor": "callbacks.memory",
     "NumberGuard": "callbacks.number_guard",
+    "ParameterNorm": "callbacks.parameter_norm",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "callbacks.pipeline_monitor",
     "PipelineSequential": "pipeline.sequential",
@@ -93,6 +97,7 @@ __all__ = [
     "Bf16TruePrecision",
     "ChaosMonkey",
     "CheckpointConfig",
+    "CheckpointMonitor",
     "CommunicationMonitor",
     "ConfigError",
     "ConnectionConfig",
@@ -106,6 +111,7 @@ __all__ = [
     "MemoryConfig",
     "MemoryMonitor",
     "NumberGuard",
+    "ParameterNorm",
     "PipelineConfig",
     "PipelineMonitor",
     "PipelineSequential",

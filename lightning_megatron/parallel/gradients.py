@@ -177,6 +177,11 @@ class GradientSet:
             local(p.grad) for p in self.parameters if p.grad is not None and self._counted[id(p)]
         ]
 
+    def parameter_norm(self) -> Tensor:
+        """Global Euclidean norm of the trained parameters; collective, the same on every rank."""
+        trained = (p for p in self.parameters if p.requires_grad and self._counted[id(p)])
+        return self.norm_of([local(p).detach() for p in trained])
+
     def _copies(self) -> list[Tensor]:
         """The gradients that another rank adds to them."""
         return [

@@ -1,0 +1,90 @@
+"""How saving goes: how long training stands still for it, and what stands on the disk.
+
+==========================  ========================================================================
+``ckpt/stall_s``            seconds for which the last save kept training waiting
+``ckpt/duration_s``         seconds from its beginning until it stood on the disk
+``ckpt/bytes``              its size, over all ranks
+``ckpt/gb_per_s``           the two above as a rate, in 1e9 bytes
+``ckpt/saves_total``        saves that stand
+``ckpt/failures_total``     saves that failed
+``ckpt/last_good_step``     step of the last one that stands; a crash now would go back to it
+``ckpt/age_s``              seconds since it began to stand
+==========================  ========================================================================
+
+Of this process' run; a run that resumed has none until its first save. On rank 0, as rank 0 saw it:
+the stall of others may differ by what they wait for each other.
+"""
+
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_megatron.callbacks.window import WindowCallback
+from lightning_megatron.monitoring.events import EventLog, events_of
+
+
+class CheckpointMonitor(WindowCallback):
+    """Logs what came of saves, under `MegatronStrategy`; others do not tell.
+
+    Args:
+        every_n_steps: optimizer steps between two values; by default the Trainer's
+            ``log_every_n_steps``.
+
+    Attributes:
+        latest: what came of the last save, as in its event; None until then.
+    """
+
+    def __init__(self, every_n_steps: int | None = None) -> None:
+        super().__init__(every_n_steps)
+        self.latest: dict[str, Any] | None = None
+        self._good: dict[str, Any] | None = None
+        self._saves = self._failures = 0
+        self._events: EventLog | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._events = events_of(trainer.strategy, trainer.global_rank)
+        self._events.follow(self._take)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self._events is not None:
+            self._events.unfollow(self._take)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        """Note a save that has ended; called in the thread that wrote it."""
+        if event["kind"] != "save":
+            return
+        if event["ok"]:
+            self._saves += 1
+            self._good = event
+        elif event["error"] is not None:  # else it was given up for a newer one
+            self._failures += 1
+        self.latest = event
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Nothing: Lightning takes no more values here."""
+
+    @override
+    def on_window(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: dict[str, float]
+    ) -> None:
+        latest, good = self.latest, self._good
+        if latest is None:
+            return
+        values = {
+            "ckpt/stall_s": latest["stall"],
+            "ckpt/duration_s": latest["seconds"],
+            "ckpt/saves_total": self._saves,
+            "ckpt/failures_total": self._failures,
+        }
+        if good is not None:
+            values["ckpt/bytes"] = good["bytes"]
+            values["ckpt/gb_per_s"] = good["bytes"] / max(good["seconds"], 1e-9) / 1e9
+            values["ckpt/last_good_step"] = good["step"]
+            values["ckpt/age_s"] = time.time() - good["t"]
+        # The other ranks' own; the logger and the progress bar are rank 0's.
+        pl_module.log_dict({name: float(value) for name, value in values.items()}, batch_size=1)
