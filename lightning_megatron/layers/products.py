@@ -17,15 +17,15 @@ from torch import Tensor
 class Products(Protocol):
     """How a layer multiplies."""
 
-    def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, Any]:
         """The product of the forward, without bias, in the format of ``x_ni``.
 
         Returns:
-            The output ``[n, out]``, and small tensors that the backward needs.
+            The output ``[n, out]``, and something small that the backward needs.
         """
         ...
 
-    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Any:
+    def gradient(self, grad_no: Tensor, kept: Any) -> Any:
         """Make an output's gradient ready for the two products of the backward.
 
         Args:

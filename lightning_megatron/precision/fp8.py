@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -32,9 +32,14 @@ from lightning_megatron.precision.fp8_products import (
     Split,
     TensorProducts,
 )
+from lightning_megatron.precision.fp8_te import TE_ALIGNMENT, TeProducts
+from lightning_megatron.precision.fp8_te import missing as te_missing
+from lightning_megatron.precision.fp8_torchao import TorchaoProducts
+from lightning_megatron.precision.fp8_torchao import missing as torchao_missing
 from lightning_megatron.precision.plugin import MixedShardedPrecision
 from lightning_megatron.precision.recipe import (
     ALIGNMENT,
+    BACKEND_RECIPES,
     BACKENDS,
     BLOCK,
     EMULATED,
@@ -57,7 +62,8 @@ class Fp8Precision(MixedShardedPrecision):
     Args:
         recipe: ``"tensorwise"``, ``"rowwise"``, ``"delayed"``, ``"blockwise"`` or ``"mxfp8"``, see
             `precision.recipe`.
-        backend: what computes; ``"auto"`` is ``"torch"``.
+        backend: what computes: ``"torch"`` every recipe (``"auto"`` means this), ``"te"``
+            (`precision.fp8_te`) and ``"torchao"`` (`precision.fp8_torchao`) some.
         keep_first: blocks at the start of the stack that stay in bfloat16.
         keep_last: blocks at its end.
         include: patterns of names of linear layers to run in FP8 wherever they are (``*.head``).
@@ -66,7 +72,7 @@ class Fp8Precision(MixedShardedPrecision):
         history: steps that ``"delayed"`` looks back.
 
     Raises:
-        ConfigError: an argument is not valid.
+        ConfigError: an argument is not valid, or the backend's package is missing.
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class Fp8Precision(MixedShardedPrecision):
         raise_if_any(_problems(recipe, backend, keep_first, keep_last, history))
         super().__init__("bf16-mixed", "cpu")
         self.recipe = recipe
+        self.backend = "torch" if backend == "auto" else backend
+        self._alignment = TE_ALIGNMENT[recipe] if backend == "te" else ALIGNMENT
         self._keep, self._history = (keep_first, keep_last), history
         self._include, self._exclude, self._plain = tuple(include), tuple(exclude), plain_linear
         self._delayed: dict[str, DelayedProducts] = {}
@@ -117,10 +125,8 @@ class Fp8Precision(MixedShardedPrecision):
         for name, layer in module.named_modules():
             if not self._is_linear(layer) or not self._is_wanted(name, module):
                 continue
-            sizes = tuple(layer.get_parameter("weight").shape)
-            if isinstance(layer, ColumnParallelLinear) and not layer.weight.is_meta:
-                sizes = tuple(layer.local_parameters()[0].shape)
-            if any(size % ALIGNMENT for size in sizes):
+            sizes = _local_sizes(layer)
+            if any(size % self._alignment for size in sizes):
                 misfits.append(f"{name} {sizes[0]} x {sizes[1]}")
             else:
                 chosen[name] = layer
@@ -145,6 +151,18 @@ class Fp8Precision(MixedShardedPrecision):
         return first <= int(path[place]) < len(stack) - last
 
     def _products(self, layer: nn.Module, topology: Topology) -> Products:
+        group = topology.tp.group
+        if self.backend == "te":
+            rows, columns = _local_sizes(layer)
+            return TeProducts(self.recipe, rows, columns, group)
+        split: Split = (False, False, False)
+        if isinstance(layer, ColumnParallelLinear):
+            split = (False, True, True)
+        elif isinstance(layer, RowParallelLinear):
+            split = (True, True, False)
+        if self.backend == "torchao":
+            mesh = None if group is None else topology.mesh["tp"]
+            return TorchaoProducts(self.recipe, mesh, split)
         coarse = self.recipe in ("tensorwise", "delayed", "rowwise")
         gradients = E5M2 if coarse else E4M3
         if self.recipe == "rowwise":
@@ -152,12 +170,6 @@ class Fp8Precision(MixedShardedPrecision):
         if not coarse:
             mx = self.recipe == "mxfp8"
             return BlockProducts(gradients, MX_BLOCK if mx else BLOCK, square=not mx)
-        split: Split = (False, False, False)
-        if isinstance(layer, ColumnParallelLinear):
-            split = (False, True, True)
-        elif isinstance(layer, RowParallelLinear):
-            split = (True, True, False)
-        group = topology.tp.group
         if self.recipe == "tensorwise":
             return TensorProducts(gradients, group, split)
         return DelayedProducts(gradients, group, split, self._history, topology.device)
@@ -174,7 +186,7 @@ class Fp8Precision(MixedShardedPrecision):
             log.warning(
                 "Fp8Precision leaves these layers in bfloat16, as the sizes of their weights on a "
                 "rank are not multiples of %d: %s",
-                ALIGNMENT,
+                self._alignment,
                 ", ".join(misfits),
             )
         if not chosen and topology.pp.size == 1:
@@ -185,7 +197,8 @@ class Fp8Precision(MixedShardedPrecision):
                 "linear layers" if self._plain else "parallel linear layers",
                 *self._keep,
             )
-        if chosen and self.recipe in EMULATED and topology.pp.rank == 0:
+        emulated = self.backend == "torch" and self.recipe in EMULATED
+        if chosen and emulated and topology.pp.rank == 0:
             log.warning(
                 "Fp8Precision(recipe=%r) is emulated: operands are quantised and dequantised "
                 "exactly, and multiplied in bfloat16. The numbers are the recipe's, the speed is "
@@ -286,6 +299,14 @@ class Fp8Precision(MixedShardedPrecision):
         held.steps = len(rows)
 
 
+def _local_sizes(layer: nn.Module) -> tuple[int, int]:
+    """Rows and columns of the weight with which this rank multiplies."""
+    weight: Tensor = layer.get_parameter("weight")
+    if isinstance(layer, ColumnParallelLinear) and not weight.is_meta:
+        weight = layer.local_parameters()[0]
+    return weight.shape[0], weight.shape[1]
+
+
 def _problems(
     recipe: str, backend: str, keep_first: int, keep_last: int, history: int
 ) -> list[str]:
@@ -309,9 +330,13 @@ def _problems(
             problems.append(
                 f"{name}={value}: must be at least {least}; nearest valid: {name}={least}"
             )
-    if backend in ("te", "torchao"):
+    known = BACKEND_RECIPES.get(backend, RECIPES)
+    if recipe in RECIPES and recipe not in known:
         problems.append(
-            f"backend={backend!r}: has no adapter yet; nearest valid: backend='torch', which runs "
-            "every recipe"
+            f"recipe={recipe!r}, backend={backend!r}: it runs {', '.join(known)}; nearest valid: "
+            "backend='torch', which runs every recipe"
         )
+    lack = {"te": te_missing, "torchao": torchao_missing}.get(backend, lambda: None)()
+    if lack is not None:
+        problems.append(f"backend={backend!r}: {lack}; nearest valid: backend='torch'")
     return problems

@@ -29,6 +29,12 @@ RECIPES: tuple[str, ...] = get_args(Recipe)
 Backend = Literal["auto", "torch", "te", "torchao"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
+BACKEND_RECIPES = {
+    "te": ("tensorwise", "blockwise", "mxfp8"),
+    "torchao": ("tensorwise", "rowwise"),
+}
+"""What the backends compute that do not compute all."""
+
 EMULATED = ("blockwise", "mxfp8")
 """Recipes whose products are computed on dequantised values."""
 

@@ -40,12 +40,12 @@ class Model(GlobalBatches):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
-def train_job(recipe: str, options: dict[str, Any]) -> Outcome:
+def train_job(recipe: str, options: dict[str, Any], backend: str = "torch") -> Outcome:
     L.seed_everything(3, verbose=False)
     strategy, recorder = MegatronStrategy(**options), Recorder(1)
     chosen: dict[str, Any] = {"precision": "bf16-mixed"}
     if recipe != "bf16":
-        plugin = Fp8Precision(recipe, keep_first=0, keep_last=0)  # type: ignore[arg-type]
+        plugin = Fp8Precision(recipe, backend, keep_first=0, keep_last=0)  # type: ignore[arg-type]
         chosen = {"plugins": [plugin]}
     trainer = quiet_trainer(
         strategy,
@@ -102,6 +102,17 @@ def test_training_is_close_to_bfloat16_and_not_equal(
     for outcome in alone.values():
         close(outcome, bf16, (1e-2, 0.1))
         assert outcome.norms[0] != bf16.norms[0]
+
+
+def torchao_job(options: dict[str, Any]) -> Outcome:
+    return train_job("tensorwise", options, backend="torchao")
+
+
+def test_torchao_trains_as_torch_does(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
+    """Pipeline, backward in two parts and tp around products of another package."""
+    options = {"tp": 2, "pp": 2, "schedule": "zbv", "num_microbatches": 2}
+    for outcome in pool.run(4, torchao_job, options):
+        close(outcome, alone["tensorwise"], (3e-3, 3e-2))
 
 
 def chosen_job(arguments: dict[str, Any]) -> tuple[list[str], str]:
@@ -193,5 +204,3 @@ def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="4 options are wrong") as caught:
         Fp8Precision("fp4", "cuda", keep_first=-1, history=0)  # type: ignore[arg-type]
     assert "recipe='fp4': must be one of tensorwise" in str(caught.value)
-    with pytest.raises(ConfigError, match="nearest valid: backend='torch'"):
-        Fp8Precision(backend="te")

@@ -1,0 +1,135 @@
+"""FP8 products by torchao (https://github.com/pytorch/ao), behind the same `Fp8Precision`.
+
+torchao replaces ``nn.Linear`` by a module of its own, which knows neither tp nor a backward in two
+parts. Its parts do the work here: what it calls a *recipe* says how each operand of each of the
+three products is scaled, `hp_tensor_to_float8_dynamic` scales and casts it (with scales agreed over
+tp where an operand is part of a tensor), and the product of two results is ``torch._scaled_mm``
+with the options of the recipe.
+
+============  ====================  =================================================
+recipe        torchao's name        differs from the ``torch`` backend's
+============  ====================  =================================================
+tensorwise    ``tensorwise``        scales are found in float64
+rowwise       ``rowwise``           scales are powers of two; gradients are e4m3, too
+============  ====================  =================================================
+
+Written against torchao 0.18; its training code is no stable interface, so that a contract test
+holds every signature used here (`tests/precision/test_fp8_backends.py`).
+"""
+
+import importlib
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_megatron.precision.fp8_products import GRADIENT, WEIGHT, Split, X
+
+log = logging.getLogger(__name__)
+
+
+def missing() -> str | None:
+    """What has to be installed; None when nothing has."""
+    try:
+        importlib.import_module("torchao.float8")
+    except Exception as error:  # a build for another torch may raise anything
+        log.debug("torchao.float8: %s", error)
+        return "torchao cannot be imported; pip install lightning-megatron[torchao]"
+    return None
+
+
+class TorchaoProducts:
+    """Products in which torchao scales, casts and multiplies.
+
+    Args:
+        recipe: torchao's name of one.
+        mesh: of the tp ranks, None where there is one.
+        split: which operands are parts of a tensor.
+    """
+
+    def __init__(self, recipe: str, mesh: DeviceMesh | None, split: Split) -> None:
+        self._ao: Any = importlib.import_module("torchao.float8.float8_scaling_utils")
+        config: Any = importlib.import_module("torchao.float8.config")
+        chosen = config.Float8LinearConfig.from_recipe_name(recipe)
+        # FP8 kernels load 16 bytes at a time, and the number of tokens is anybody's.
+        self._config = replace(chosen, pad_inner_dim=True)
+        self._gemms = _gemms(self._config)
+        self._mesh, self._split = mesh, split
+
+    def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See `layers.products`."""
+        config = self._config
+        x = self._cast(X, x_ni, config.cast_config_input, -1)
+        weight = self._cast(WEIGHT, weight_oi.t(), config.cast_config_weight, 0)
+        return torch.mm(x, weight), ()
+
+    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+        """See `layers.products`."""
+        del kept
+        return grad_no
+
+    def input_gradient(self, gradient: Tensor, weight_oi: Tensor) -> Tensor:
+        """See `layers.products`."""
+        config = self._config
+        grad = self._cast(GRADIENT, gradient, config.cast_config_grad_output, -1)
+        weight = self._cast(WEIGHT, weight_oi.t(), config.cast_config_weight_for_grad_input, -1)
+        return torch.mm(grad, weight.t())
+
+    def weight_gradient(self, gradient: Tensor, x_ni: Tensor) -> Tensor:
+        """See `layers.products`."""
+        config = self._config
+        grad = self._cast(GRADIENT, gradient, config.cast_config_grad_output_for_grad_weight, 0)
+        x = self._cast(X, x_ni, config.cast_config_input_for_grad_weight, 0)
+        return torch.mm(grad.t(), x)
+
+    def _cast(self, which: int, tensor: Tensor, cast: Any, dim: int) -> Tensor:
+        """An operand in FP8 with its scales, of which rows and columns have their own or all one.
+
+        Args:
+            which: operand.
+            tensor: ``[n, in]``, ``[in, out]`` or ``[n, out]``.
+            cast: how torchao is to scale it.
+            dim: along which elements share a scale, if not all do.
+        """
+        granularity = cast.scaling_granularity
+        whole = granularity.name == "TENSORWISE"
+        low: Tensor = self._ao.hp_tensor_to_float8_dynamic(
+            tensor,
+            cast.target_dtype,
+            self._gemms,
+            reduce_amax=whole and self._mesh is not None and self._split[which],
+            gemm_input_role=_role(which),
+            device_mesh=self._mesh,
+            scaling_granularity=granularity,
+            axiswise_dim=None if whole else dim,
+            round_scales_to_power_of_2=self._config.round_scales_to_power_of_2,
+        )
+        return low
+
+
+def _gemms(config: Any) -> Any:
+    """Options of the three products, as torchao's own linear layer derives them."""
+    tensors: Any = importlib.import_module("torchao.float8.float8_training_tensor")
+    return tensors.LinearMMConfig(
+        **{
+            name: tensors.ScaledMMConfig(
+                emulate=config.emulate,
+                use_fast_accum=gemm.use_fast_accum,
+                fp8_output=False,
+                pad_inner_dim=config.pad_inner_dim,
+            )
+            for name, gemm in (
+                ("output", config.gemm_config_output),
+                ("grad_input", config.gemm_config_grad_input),
+                ("grad_weight", config.gemm_config_grad_weight),
+            )
+        }
+    )
+
+
+def _role(which: int) -> Any:
+    roles: Any = importlib.import_module("torchao.float8.float8_training_tensor").GemmInputRole
+    return (roles.INPUT, roles.WEIGHT, roles.GRAD_OUTPUT)[which]
