@@ -8,17 +8,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_megatron.callbacks.alerts import Alerts
     from lightning_megatron.callbacks.chaos import ChaosMonkey
     from lightning_megatron.callbacks.checkpoints import CheckpointMonitor
     from lightning_megatron.callbacks.communication import CommunicationMonitor
+    from lightning_megatron.callbacks.console import ConsoleLine
     from lightning_megatron.callbacks.event_log import EventLogWriter
     from lightning_megatron.callbacks.gradients import GradientMonitor
+    from lightning_megatron.callbacks.logger_guard import LoggerGuard
     from lightning_megatron.callbacks.memory import MemoryMonitor
     from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
     from lightning_megatron.callbacks.number_guard import NumberGuard
     from lightning_megatron.callbacks.parameter_norm import ParameterNorm
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
+    from lightning_megatron.callbacks.prometheus import PrometheusEndpoint
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
     from lightning_megatron.callbacks.worker_guard import WorkerGuard
     from lightning_megatron.checkpoint.config import CheckpointConfig
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.models.generate import generate
     from lightning_megatron.module import LanguageModel
+    from lightning_megatron.monitoring.alert_rules import Rule
     from lightning_megatron.parallel.data import ShardingConfig
     from lightning_megatron.parallel.memory import MemoryConfig
     from lightning_megatron.parallel.plan import PipelineConfig
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Alerts": "callbacks.alerts",
     "Bf16MixedPrecision": "precision.plugin",
     "Bf16TruePrecision": "precision.plugin",
     "ChaosMonkey": "callbacks.chaos",
@@ -61,12 +67,14 @@ _HOMES = {
     "CommunicationMonitor": "callbacks.communication",
     "ConfigError": "errors",
     "ConnectionConfig": "strategies.connection",
+    "ConsoleLine": "callbacks.console",
     "EventLogWriter": "callbacks.event_log",
     "Fp16Precision": "precision.plugin",
     "Fp8Precision": "precision.fp8",
     "GradientMonitor": "callbacks.gradients",
     "GradientNoiseScale": "callbacks.noise_scale",
     "LanguageModel": "module",
+    "LoggerGuard": "callbacks.logger_guard",
     "MegatronStrategy": "strategies.megatron",
     "MemoryConfig": "parallel.memory",
     "MemoryMonitor": "callbacks.memory",
@@ -76,8 +84,10 @@ _HOMES = {
     "PipelineMonitor": "callbacks.pipeline_monitor",
     "PipelineSequential": "pipeline.sequential",
     "ProfilerWindow": "callbacks.profiler_window",
+    "PrometheusEndpoint": "callbacks.prometheus",
     "ResumableSampler": "data.sampler",
     "RollbackConfig": "resilience.responses",
+    "Rule": "monitoring.alert_rules",
     "ShardingConfig": "parallel.data",
     "SpikeConfig": "resilience.spikes",
     "ThroughputMonitor": "callbacks.throughput",
@@ -93,6 +103,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Alerts",
     "Bf16MixedPrecision",
     "Bf16TruePrecision",
     "ChaosMonkey",
@@ -101,12 +112,14 @@ __all__ = [
     "CommunicationMonitor",
     "ConfigError",
     "ConnectionConfig",
+    "ConsoleLine",
     "EventLogWriter",
     "Fp16Precision",
     "Fp8Precision",
     "GradientMonitor",
     "GradientNoiseScale",
     "LanguageModel",
+    "LoggerGuard",
     "MegatronStrategy",
     "MemoryConfig",
     "MemoryMonitor",
@@ -116,8 +129,10 @@ __all__ = [
     "PipelineMonitor",
     "PipelineSequential",
     "ProfilerWindow",
+    "PrometheusEndpoint",
     "ResumableSampler",
     "RollbackConfig",
+    "Rule",
     "ShardingConfig",
     "SpikeConfig",
     "ThroughputMonitor",
