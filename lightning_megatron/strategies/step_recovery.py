@@ -7,8 +7,10 @@ gradients, and may have the batch run once more. If it says no, the precision pl
 out, on all ranks alike, with the schedules of the learning rate standing still.
 
 What a batch changes besides gradients is noted before it begins, and put back before it runs again
-and when it is left out: random streams, running statistics of batch norms, histories of FP8 scales.
-A run from which a batch was left out is then, to the bit, one that never saw it.
+and when it is left out: random streams, running statistics of batch norms, histories of FP8 scales,
+and the means over the epoch of what is logged, of which one NaN would make NaN. A run from which a
+batch was left out is then, to the bit, one that never saw it. (What ``torchmetrics`` objects of the
+module have gathered stays.)
 
 A batch that is *passed over* is read, and counts for the position in the data and the Trainer's
 progress, but nothing is computed. Its loss is zero, and no callback is asked about its gradients.
@@ -58,7 +60,8 @@ class StepRecovery(StepHooks):
             # Of batches whose gradients are added up, all or none.
             self.passing = self.passed_over > 0
             if self.takes_back:
-                self._before = _Before(self._random_state.now(), self._statistics())
+                moment, results = self._random_state.now(), self._results()
+                self._before = _Before(moment, self._statistics(), results)
         self.passed_over = max(0, self.passed_over - 1) if self.passing else self.passed_over
 
     @override
@@ -111,7 +114,24 @@ class StepRecovery(StepHooks):
         with torch.no_grad():
             for held, value in zip(self._statistics_now(), before.statistics, strict=True):
                 held.copy_(value)
+        for key, sums in self._results().items():
+            metric = self._collection()[key]
+            for name, value in sums.items():
+                begun = torch.full_like(value, float(metric._defaults[name]))
+                setattr(metric, name, before.results.get(key, {}).get(name, begun))
         self._precision().forget_batch()
+
+    def _collection(self) -> Any:
+        """What is logged in training, as Lightning keeps it."""
+        return self._module().trainer.fit_loop.epoch_loop._results
+
+    def _results(self) -> dict[str, dict[str, Tensor]]:
+        """The sums over the epoch of what is logged; tensors that are replaced, not changed."""
+        return {
+            key: {name: getattr(metric, name) for name in metric._defaults}
+            for key, metric in self._collection().items()
+            if metric.is_tensor and metric.meta.on_epoch
+        }
 
     def _judged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, followed by the judge the first time that it is called."""
@@ -156,7 +176,10 @@ class _Before:
     Args:
         moment: of the generators.
         statistics: of batch norms.
+        results: sums of what is logged.
     """
 
-    def __init__(self, moment: Moment, statistics: list[Tensor]) -> None:
-        self.moment, self.statistics = moment, statistics
+    def __init__(
+        self, moment: Moment, statistics: list[Tensor], results: dict[str, dict[str, Tensor]]
+    ) -> None:
+        self.moment, self.statistics, self.results = moment, statistics, results

@@ -17,7 +17,7 @@ from tests.strategies.small import GLOBAL_BATCH, WIDTH, make_trainer
 class Guarded(pl.LightningModule):
     """Dropout, a batch norm, tied and split weights, momentum, and a schedule that counts steps."""
 
-    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]], reader: int = 0) -> None:
+    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         torch.manual_seed(3)
         first, last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
@@ -25,10 +25,13 @@ class Guarded(pl.LightningModule):
         self.net = PipelineSequential(
             first,
             nn.Sequential(ColumnParallelLinear(WIDTH, 8), nn.Tanh(), RowParallelLinear(8, WIDTH)),
-            nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)),
+            self.between(),
             last,
         )
-        self.batches, self.reader = batches, reader
+        self.batches = batches
+
+    def between(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.2))
 
     def train_dataloader(self) -> Any:
         axis = self.trainer.strategy.topology.batch
@@ -37,6 +40,7 @@ class Guarded(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = (self.net(batch[0]) - batch[1]).square().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=GLOBAL_BATCH)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -45,15 +49,10 @@ class Guarded(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halved, "interval": "step"}}
 
 
-def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        tuple(
-            torch.randn(GLOBAL_BATCH, WIDTH, generator=generator, dtype=torch.float64)
-            for _ in range(2)
-        )  # type: ignore[misc]
-        for _ in range(count)
-    ]
+def batches(count: int, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, count, GLOBAL_BATCH, WIDTH, generator=generator, dtype=dtype)
+    return list(zip(x, y, strict=True))
 
 
 def poisoned(
@@ -69,13 +68,15 @@ def poisoned(
 
 
 class BadGradient(pl.Callback):
-    """Makes one element of a gradient of one rank bad, in the batches named."""
+    """Makes one element of a gradient of one rank bad, in the batches named: so many times each."""
 
-    def __init__(self, at: Sequence[int], rank: int, value: float = torch.nan) -> None:
-        self.at, self.rank, self.value = list(at), rank, value
+    def __init__(self, at: Sequence[int], rank: int, times: int = 1_000) -> None:
+        self.left, self.rank, self.value = dict.fromkeys(at, times), rank, torch.nan
 
     def on_after_backward(self, trainer: Any, module: pl.LightningModule) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx in self.at and trainer.global_rank == self.rank:
+        batch = trainer.fit_loop.epoch_loop.batch_idx
+        if self.left.get(batch) and trainer.global_rank == self.rank:
+            self.left[batch] -= 1
             grads = [local(p.grad) for p in module.parameters() if p.grad is not None]
             next(g for g in grads if g.numel()).view(-1)[0] = self.value
 
@@ -110,6 +111,7 @@ def state_of(trainer: pl.Trainer) -> dict[str, Any]:
     found["random"] = torch.get_rng_state()
     for name, value in trainer.strategy.topology.rng.state_dict().items():
         found[f"random {name}"] = value
+    found["mean loss"] = trainer.callback_metrics.get("train_loss_epoch", torch.nan)
     return found
 
 
