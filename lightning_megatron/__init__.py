@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.console import ConsoleLine
     from lightning_megatron.callbacks.event_log import EventLogWriter
     from lightning_megatron.callbacks.gradients import GradientMonitor
+    from lightning_megatron.callbacks.hang_detector import HangDetector
     from lightning_megatron.callbacks.logger_guard import LoggerGuard
     from lightning_megatron.callbacks.memory import MemoryMonitor
     from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
@@ -73,6 +74,7 @@ _HOMES = {
     "Fp8Precision": "precision.fp8",
     "GradientMonitor": "callbacks.gradients",
     "GradientNoiseScale": "callbacks.noise_scale",
+    "HangDetector": "callbacks.hang_detector",
     "LanguageModel": "module",
     "LoggerGuard": "callbacks.logger_guard",
     "MegatronStrategy": "strategies.megatron",
@@ -118,6 +120,7 @@ __all__ = [
     "Fp8Precision",
     "GradientMonitor",
     "GradientNoiseScale",
+    "HangDetector",
     "LanguageModel",
     "LoggerGuard",
     "MegatronStrategy",

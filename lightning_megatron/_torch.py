@@ -4,7 +4,9 @@ Every use of such a name stands here, with the versions it concerns and the reas
 torch release is met in one file.
 """
 
-from collections.abc import Sequence
+import functools
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -170,6 +172,82 @@ def abandon_process_groups() -> list[Any]:
 def default_store() -> Any:
     """Return the store by which the ranks of the default group found each other (2.11-2.13)."""
     return dist.distributed_c10d._get_default_store()
+
+
+def flight_recorder(*, entries: bool) -> dict[str, Any]:
+    """What the flight recorder of this process knows about its collectives (2.11-2.13).
+
+    Args:
+        entries: list the latest collectives (the recorder's 2000 take a tenth of a second), or tell
+            no more than how many each group has begun and completed (a tenth of a millisecond).
+
+    Returns:
+        The recorder's own format, empty where it is not there.
+    """
+    c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
+        c10d, "_dump_nccl_trace_json", None
+    )
+    if dump is None:
+        return {}
+    try:
+        found = json.loads(dump(includeCollectives=entries, onlyActive=False))
+    except (RuntimeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """The process groups this rank is in, by the name that the flight recorder uses (2.11-2.13)."""
+    if not dist.is_initialized():
+        return {}
+    groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
+    # Groups that this rank is not in stand there as a number.
+    own = [(g, ranks) for g, ranks in groups if isinstance(g, dist.ProcessGroup)]
+    return {group.group_name: sorted(ranks) for group, ranks in own}
+
+
+def watch_waits(began: Callable[[], float], ended: Callable[[float], None]) -> Callable[[], None]:
+    """Call ``began`` and ``ended`` around every wait for a collective or message (2.11-2.13).
+
+    All of ``torch.distributed``, FSDP2 and our own communication wait by ``Work.wait``, a method of
+    a class written in C++ which no hook surrounds; functional collectives wait elsewhere, unseen.
+    On GPUs it returns at once and the device waits.
+
+    Returns:
+        A function that undoes it.
+    """
+    work: Any = dist.Work
+    observers: list[Any] | None = getattr(work.wait, "observers", None)
+    if observers is None:
+        work.wait = _observed(work.wait)
+        observers = work.wait.observers
+    own = (began, ended)
+    observers.append(own)
+
+    def undo() -> None:
+        if own in observers:
+            observers.remove(own)
+        if not observers and getattr(work.wait, "observers", None) is observers:
+            work.wait = work.wait.__wrapped__
+
+    return undo
+
+
+def _observed(original: Any) -> Any:
+    observers: list[Any] = []
+
+    @functools.wraps(original)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = [(ended, began()) for began, ended in observers]
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for ended, token in tokens:
+                ended(token)
+
+    wait.observers = observers  # type: ignore[attr-defined]
+    return wait
 
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -85,6 +85,15 @@ LAYERS = {
 """Layer of a package, or of one of its files, which then counts for more."""
 
 PURE = (
+    "resilience/announce",
+    "resilience/hang_report",
+    "resilience/heartbeat",
+    "resilience/limits",
+    "resilience/node_monitor",
+    "resilience/recorder",
+    "resilience/sections",
+    "resilience/stacks",
+    "resilience/verdict",
     "errors",
     "topology/degrees",
     "topology/coordinates",

@@ -10,8 +10,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-
-import torch.distributed as dist
+from typing import Any
 
 
 def announce(title: str, lines: Iterable[str] = (), *, rank: int | None = None) -> str:
@@ -25,8 +24,8 @@ def announce(title: str, lines: Iterable[str] = (), *, rank: int | None = None) 
     Returns:
         The block.
     """
-    if rank is None and dist.is_available() and dist.is_initialized():
-        rank = dist.get_rank()
+    if rank is None:
+        rank = _own_rank()
     prefix = "" if rank is None else f"[rank {rank}] "
     inner = [part for line in lines for part in line.splitlines()]
     rows = [f"=== {title} ===", *(f"  {row}" for row in inner)]
@@ -34,6 +33,14 @@ def announce(title: str, lines: Iterable[str] = (), *, rank: int | None = None) 
     with suppress(OSError, ValueError, AttributeError):  # closed, or there is none
         _write(block)
     return block
+
+
+def _own_rank() -> int | None:
+    # Looked up, not imported: a process without torch has things to say, too.
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return int(dist.get_rank())
 
 
 def _write(block: str) -> None:

@@ -18,6 +18,7 @@ start -> (data -> forward -> backward -> optimizer)* -> other
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
 START = "start"
 DATA = "data"
@@ -29,6 +30,18 @@ VALIDATION = "validation"
 OTHER = "other"
 
 SECTIONS = (START, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, VALIDATION, OTHER)
+
+
+class Mirror(Protocol):
+    """Somebody who follows a clock; called by the training thread, so it must be quick."""
+
+    def entered(self, clock: "SectionClock") -> None:
+        """A section was entered."""
+        ...
+
+    def waits(self, depth: int) -> None:
+        """A wait for other ranks has begun or ended; ``depth`` of them go on."""
+        ...
 
 
 class SectionClock:
@@ -44,16 +57,23 @@ class SectionClock:
         entries: how often a section was entered, the same one again included: it grows while the
             rank makes progress.
         longest: the longest stay so far in each section, in seconds, but for the current stay.
+        visits: completed stays in each section.
+        waits: how many calls that wait for other ranks the rank is in at the moment.
+        mirror: told of every change, by the training thread, if somebody wants to know.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
+        self._waited = dict.fromkeys(SECTIONS, 0.0)
         self.longest = dict.fromkeys(SECTIONS, 0.0)
+        self.visits = dict.fromkeys(SECTIONS, 0)
         self.current = START
         self.since = now()
         self.step = 0
         self.entries = 0
+        self.waits = 0
+        self.mirror: Mirror | None = None
 
     def enter(self, name: str) -> None:
         """Leave the current section for ``name``, which may be the same one."""
@@ -64,9 +84,27 @@ class SectionClock:
         seconds[left] += stay
         if stay > self.longest[left]:
             self.longest[left] = stay
+        self.visits[left] += 1
         self.since = now
         self.current = name
         self.entries += 1
+        if self.mirror is not None:
+            self.mirror.entered(self)
+
+    def began_to_wait(self) -> float:
+        """Another rank is waited for from now on; returns what `waited` wants."""
+        self.waits += 1
+        if self.mirror is not None:
+            self.mirror.waits(self.waits)
+        return self._now()
+
+    def waited(self, began: float) -> None:
+        """The wait is over that began then."""
+        self.waits -= 1
+        if not self.waits:  # of nested waits the outermost counts
+            self._waited[self.current] += self._now() - began
+        if self.mirror is not None:
+            self.mirror.waits(self.waits)
 
     def section(self, name: str) -> "Stay":
         """A context in ``name``; afterwards the section from before is entered again."""
@@ -77,6 +115,10 @@ class SectionClock:
         seconds, current, since = self._seconds.copy(), self.current, self.since
         seconds[current] += self._now() - since
         return seconds
+
+    def waited_seconds(self) -> dict[str, float]:
+        """Those of `seconds` that went by in waiting for other ranks, as far as that is seen."""
+        return self._waited.copy()
 
 
 class Stay:

@@ -32,6 +32,7 @@ class SectionHooks(ParallelStrategy):
         self.sections = SectionClock()
         self._section_outside = names.OTHER
         """Where an evaluation returns to."""
+        self._section_before_save: str | None = None
 
     @override
     def setup_environment(self) -> None:
@@ -95,17 +96,17 @@ class SectionHooks(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._begin_evaluation()
+        self._enter_evaluation()
         super().on_validation_start()
 
     @override
     def on_test_start(self) -> None:
-        self._begin_evaluation()
+        self._enter_evaluation()
         super().on_test_start()
 
     @override
     def on_predict_start(self) -> None:
-        self._begin_evaluation()
+        self._enter_evaluation()
         super().on_predict_start()
 
     @override
@@ -138,7 +139,7 @@ class SectionHooks(ParallelStrategy):
         super().on_predict_end()
         self.sections.enter(names.OTHER)
 
-    def _begin_evaluation(self) -> None:
+    def _enter_evaluation(self) -> None:
         self._section_outside = self.sections.current
         self.sections.enter(names.VALIDATION)
 
@@ -146,8 +147,12 @@ class SectionHooks(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.sections.section(names.CHECKPOINT):
-            return super().lightning_module_state_dict()
+        # What Lightning collects after it, from callbacks and the module, is part of the save. If
+        # none follows, the next batch ends the section.
+        if self.sections.current != names.CHECKPOINT:
+            self._section_before_save = self.sections.current
+        self.sections.enter(names.CHECKPOINT)
+        return super().lightning_module_state_dict()
 
     @override
     def save_checkpoint(
@@ -156,8 +161,11 @@ class SectionHooks(ParallelStrategy):
         filepath: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
+        before, self._section_before_save = self._section_before_save, None
         with self.sections.section(names.CHECKPOINT):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[arg-type]
+        if before is not None:
+            self.sections.enter(before)
 
     @override
     def load_checkpoint(

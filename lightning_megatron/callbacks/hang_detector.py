@@ -1,0 +1,174 @@
+"""Names the rank that hangs, instead of letting all of them wait for half an hour.
+
+One rank that stands still, in a data loader, a lock or a broken file system, stops all ranks: they
+wait for it in the next collective, until that fails after `ConnectionConfig.timeout_s` and names
+nobody. `HangDetector` watches from outside the training thread, from outside the process even
+(`resilience.node_monitor`), which section every rank is in, since when, and whether it waits for
+others.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.resilience.heartbeat import Member
+from lightning_megatron.resilience.limits import Limit, Limits
+from lightning_megatron.resilience.node_monitor import MonitorConfig
+from lightning_megatron.resilience.sections import SectionClock
+from lightning_megatron.resilience.watchdog import Watchdog, start_monitor, this_member
+
+Action = Literal["abort", "raise", "report"]
+FOLDER = "hangs"
+_MEMORY = Path("/dev/shm")
+
+
+class HangDetector(pl.Callback):
+    """Reports which rank hangs, where and in what, and ends the run.
+
+    A report goes to stderr, and with the stacks of all threads of all ranks to
+    ``run_dir/hangs/attempt_A-step_S.txt`` and ``.json``; it is also an event of kind ``hang``. It
+    works where the rank itself can do nothing: with Python's lock held by a C call, or stopped by a
+    signal. Works under `MegatronStrategy`, while it fits; validation and checkpoints included.
+
+    Args:
+        limit: seconds a rank may spend in one section (``data forward backward optimizer checkpoint
+            validation other``) without waiting for others; a dictionary gives them by section.
+            ``"auto"`` takes eight times the longest stay so far, and at least a minute for parts of
+            a step and five minutes for others; ten where a section is new, 30 for the start of the
+            run. Numbers hold from the third batch on.
+        action: what follows the report: all ranks end (``"abort"``, exit code 86, for launchers
+            that restart; those that cannot end themselves are killed), `HangError` is raised in the
+            training thread of all ranks (``"raise"``; who does not get to see it within 20 seconds
+            ends), or nothing (``"report"``).
+        check_s: seconds between looks.
+        run_dir: where the report goes; None for the Trainer's ``default_root_dir``.
+
+    Raises:
+        ConfigError: an argument is none of these.
+    """
+
+    def __init__(
+        self,
+        limit: Limit = "auto",
+        action: Action = "abort",
+        check_s: float = 0.5,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if action not in get_args(Action):
+            raise ConfigError(
+                f"action={action!r}: must be 'abort', 'raise' or 'report'; nearest valid: 'abort'"
+            )
+        if not check_s > 0:
+            raise ConfigError(f"check_s={check_s}: must be positive; nearest valid: check_s=0.5")
+        self._limits, self._action, self._check_s = Limits(limit), action, float(check_s)
+        self._run_dir = run_dir
+        self._watchdog: Watchdog | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if not isinstance(getattr(trainer.strategy, "sections", None), SectionClock):
+            raise ConfigError(
+                f"HangDetector under {type(trainer.strategy).__name__}: it asks a MegatronStrategy "
+                "what it is doing; nearest valid: strategy=MegatronStrategy()"
+            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop()
+        strategy: Any = trainer.strategy
+        rank = trainer.global_rank
+        members, directory = self._meet(this_member(rank))
+        first = members[0].rank == rank
+        self._watchdog = Watchdog(
+            strategy.sections,
+            directory,
+            rank,
+            self._limits,
+            self._check_s,
+            lambda report: self._tell(strategy, report),
+        )
+        self._watchdog.start()
+        _barrier()  # the monitor opens the pages of all ranks
+        if first:
+            run_dir = self._run_dir or trainer.default_root_dir
+            attempt = getattr(getattr(strategy, "events", None), "attempt", 0)
+            config = MonitorConfig(
+                members=tuple(members),
+                reports=str(Path(run_dir).absolute() / FOLDER),
+                name=f"attempt_{attempt}",
+                action=self._action,
+                check_s=self._check_s,
+            )
+            start_monitor(directory, config)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._stop()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        watchdog, self._watchdog = self._watchdog, None
+        if watchdog is not None:
+            watchdog.stop()
+
+    def _meet(self, member: Member) -> tuple[list[Member], Path]:
+        """The ranks of this node, and a directory in memory that they share; collective."""
+        everyone = _gather((_node(), member))
+        mine = sorted((m for node, m in everyone if node == _node()), key=lambda m: m.rank)
+        made = ""
+        if mine[0] == member:
+            parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+            made = tempfile.mkdtemp(prefix="lightning_megatron-", dir=parent)
+        shared = dict(_gather((member.rank, made)))
+        return mine, Path(shared[mine[0].rank])
+
+    def _tell(self, strategy: Any, report: Mapping[str, Any]) -> None:
+        events = getattr(strategy, "events", None)
+        if events is None:
+            return
+        for culprit in report["culprits"]:
+            events.write(
+                "hang",
+                report=report["path"],
+                rank_of_fault=culprit["rank"],
+                section=culprit["section"],
+                seconds=culprit["seconds"],
+                detail=report["reason"],
+                action=report["action"],
+            )
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _barrier() -> None:
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def _node() -> tuple[str, ...]:
+    """Where processes see each other: the machine, and its table of processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError as error:
+        raise ConfigError(
+            f"HangDetector needs the kernel's view of processes: {error}; nearest valid: Linux"
+        ) from error

@@ -1,0 +1,111 @@
+"""What is said about a hang: a dictionary for programs, a text for people, and a few lines.
+
+This file runs in a process without torch, see `node_monitor`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.resilience.recorder import Collective, Missing
+from lightning_megatron.resilience.stacks import Frame
+from lightning_megatron.resilience.verdict import ABSENT, GONE, Suspicion, View
+
+VERSION = 1
+_SHOWN, _KEPT = 4, 30
+"""Frames in the block on the console and in the dictionary; the text has all."""
+
+
+def describe(
+    suspicion: Suspicion,
+    views: Sequence[View],
+    collectives: Mapping[int, Sequence[Collective]],
+    missing: Missing | None,
+    stacks: Mapping[int, Sequence[Frame]],
+) -> dict[str, Any]:
+    """Everything that is known, for `json`.
+
+    Args:
+        suspicion: who hangs.
+        views: all ranks.
+        collectives: the last of each group, by rank.
+        missing: the one that is waited in.
+        stacks: frames of the training threads, innermost first.
+    """
+    ranks = [_of_rank(v, collectives.get(v.rank, ()), stacks.get(v.rank, ())) for v in views]
+    return {
+        "v": VERSION,
+        "step": max((v.beat.step for v in views if v.rank in suspicion.ranks), default=0),
+        "reason": suspicion.reason,
+        "culprits": [entry for entry in ranks if entry["rank"] in suspicion.ranks],
+        "waiting": [v.rank for v in views if v.late and v.rank not in suspicion.ranks],
+        "waiting_in": None if missing is None else str(missing.collective),
+        "ranks": ranks,
+    }
+
+
+def _of_rank(view: View, last: Sequence[Collective], frames: Sequence[Frame]) -> dict[str, Any]:
+    return {
+        "rank": view.rank,
+        "host": view.member.host,
+        "pid": view.member.pid,
+        "section": view.beat.section,
+        "step": view.beat.step,
+        "seconds": round(view.stall, 3),
+        "limit": view.limit,
+        "waits": view.beat.waiting,
+        "left": view.beat.left,
+        "silence": round(view.silence, 3),
+        "process": str(view.process),
+        "collectives": [str(collective) for collective in last],
+        "stack": [str(frame) for frame in frames[:_KEPT]],
+    }
+
+
+def title(report: Mapping[str, Any]) -> str:
+    """What has happened, in one line."""
+    parts = [_what(culprit, report["reason"]) for culprit in report["culprits"]]
+    return f"{'; '.join(parts)} at step {report['step']}"
+
+
+def _what(culprit: Mapping[str, Any], reason: str) -> str:
+    rank = f"rank {culprit['rank']}"
+    if reason == ABSENT:
+        return f"{rank} has left training while others wait for it"
+    if reason == GONE:
+        return f"{rank} is gone while others wait for it"
+    return f"{rank} hangs in {culprit['section']}"
+
+
+def summary(report: Mapping[str, Any]) -> list[str]:
+    """The block for the console."""
+    rows = []
+    for entry in report["culprits"]:
+        rows.append(
+            f"rank {entry['rank']} (host {entry['host']}, pid {entry['pid']}): {entry['section']} "
+            f"for {entry['seconds']:.1f} s, limit {entry['limit']:.1f} s; {report['reason']}; "
+            f"process {entry['process']}"
+        )
+        rows += [f"  at {frame}" for frame in entry["stack"][:_SHOWN]]
+        rows += [f"  last collective: {last}" for last in entry["collectives"]]
+    if report["waiting"]:
+        ranks = ", ".join(map(str, report["waiting"]))
+        where = f" in {report['waiting_in']}" if report["waiting_in"] else ""
+        rows.append(f"waiting for it: ranks {ranks}{where}")
+    return rows
+
+
+def write_text(path: Path, report: Mapping[str, Any], stacks: Mapping[int, str]) -> None:
+    """The whole report, for people, with the stacks of all threads."""
+    rows = [title(report), "", *summary(report), ""]
+    for entry in report["ranks"]:
+        state = "waits" if entry["waits"] else "has left" if entry["left"] else "does not wait"
+        rows += [
+            f"--- rank {entry['rank']}, host {entry['host']}, pid {entry['pid']} ---",
+            f"{entry['section']} of step {entry['step']} for {entry['seconds']:.1f} s "
+            f"(limit {entry['limit']:.1f} s); {state}; process {entry['process']}",
+            *(f"last collective: {last}" for last in entry["collectives"]),
+            stacks.get(entry["rank"], "") or "no stacks: the process did not answer",
+            "",
+        ]
+    path.write_text("\n".join(rows))

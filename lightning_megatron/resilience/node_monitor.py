@@ -1,0 +1,290 @@
+"""The process that watches the ranks of a node.
+
+It reads the ranks' pages (`heartbeat`), decides whether one of them hangs (`verdict`), collects
+evidence, writes a report and does what is to be done about it. It is a process of its own, because
+nothing in a rank can be relied on when the rank hangs: a C call that keeps Python's lock stops all
+threads, a signal stops all of them, and a run may have one rank only. It has no torch, 10 MB of
+memory, looks around twice a second, belongs to a session of its own so that signals to the job pass
+it by, and ends with the last of its ranks.
+
+A stall is the time in which the monitor itself has watched a rank make no progress. After a machine
+was suspended, nobody seems to have hung.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.resilience import stacks
+from lightning_megatron.resilience.announce import announce
+from lightning_megatron.resilience.hang_report import describe, summary, title, write_text
+from lightning_megatron.resilience.heartbeat import (
+    EXIT,
+    REPORTED,
+    TELL,
+    Beat,
+    Member,
+    Page,
+    page_file,
+    report_file,
+    stack_file,
+    trace_file,
+    write_whole,
+)
+from lightning_megatron.resilience.recorder import Collective, Missing, first_missing
+from lightning_megatron.resilience.stacks import Frame, state_of
+from lightning_megatron.resilience.verdict import Suspicion, View, confirm, suspect
+
+CONFIG = "monitor.json"
+_ANSWER_S = 1.0
+"""How long a rank may take to show its stacks and collectives."""
+_EXIT_GRACE_S = 2.0
+_RAISE_GRACE_S = 20.0
+_SILENCE = 4
+"""Looks after which a rank that gave no sign of life counts as unable to."""
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """What the monitor is told, see `watchdog.start_monitor`."""
+
+    members: tuple[Member, ...]
+    reports: str
+    """Directory for reports."""
+    name: str
+    """First part of the names of reports."""
+    action: str
+    check_s: float
+
+    @staticmethod
+    def read(directory: Path) -> "MonitorConfig":
+        """The configuration in a directory."""
+        found = json.loads((directory / CONFIG).read_text())
+        members = tuple(Member(**member) for member in found.pop("members"))
+        return MonitorConfig(members=members, **found)
+
+    def write(self, directory: Path) -> None:
+        """Leave the configuration in a directory."""
+        write_whole(directory / CONFIG, asdict(self))
+
+
+@dataclass
+class _Watched:
+    """A rank, and since when it stands still."""
+
+    member: Member
+    page: Page
+    progress: tuple[int, int] = (-1, -1)
+    stall: float = 0.0
+
+
+@dataclass
+class _Evidence:
+    """What the ranks answered."""
+
+    collectives: dict[int, list[Collective]]
+    groups: dict[str, list[int]]
+    texts: dict[int, str]
+    frames: dict[int, list[Frame]]
+
+    @property
+    def missing(self) -> Missing | None:
+        return first_missing(self.collectives, self.groups)
+
+
+class NodeMonitor:
+    """Watches the ranks that a directory belongs to.
+
+    Args:
+        directory: with their pages.
+        config: who they are, and what follows a hang.
+    """
+
+    def __init__(self, directory: Path, config: MonitorConfig) -> None:
+        self._directory, self._config = directory, config
+        self._watched = [_Watched(m, Page(page_file(directory, m.rank))) for m in config.members]
+        self._looked = time.monotonic()
+        self._orders = 0
+        self._told: dict[int, tuple[int, int]] = {}
+        """Progress of the ranks that stood still in the latest report."""
+        self._pause_until = 0.0
+
+    def run(self) -> None:
+        """Watch until all ranks have left or ended."""
+        while True:
+            time.sleep(self._config.check_s)
+            views = self.look()
+            if all(v.beat.left or v.gone for v in views):
+                return
+            self.act_on(views)
+
+    def look(self) -> list[View]:
+        """How the ranks are."""
+        now = time.monotonic()
+        passed = min(now - self._looked, 2 * self._config.check_s)
+        self._looked = now
+        beats = [w.page.read() for w in self._watched]
+        limits = {name: max(b.limits[name] for b in beats) for name in beats[0].limits}
+        views = []
+        for watched, beat in zip(self._watched, beats, strict=True):
+            moved = beat.progress != watched.progress
+            watched.stall = 0.0 if moved else watched.stall + passed
+            watched.progress = beat.progress
+            state = state_of(watched.member.pid)
+            if state.started and state.started != watched.member.started:
+                state = stacks.ProcessState()
+            limit = limits[beat.section]
+            silence = now - beat.alive
+            views.append(View(watched.member, beat, state, watched.stall, limit, silence))
+        return views
+
+    def act_on(self, views: Sequence[View]) -> None:
+        """Report a hang, once, and do what is to be done."""
+        by_rank = {v.rank: v.beat.progress for v in views}
+        self._told = {r: p for r, p in self._told.items() if by_rank[r] == p}
+        if self._told or time.monotonic() < self._pause_until:
+            return
+        suspicion = suspect(views, _SILENCE * self._config.check_s)
+        if suspicion is None:
+            return
+        evidence = self._collect(views)
+        found = confirm(suspicion, views, evidence.missing, evidence.frames)
+        if found is None:
+            self._pause_until = time.monotonic() + 4 * self._config.check_s
+            return
+        self._told = {v.rank: v.beat.progress for v in views if v.late}
+        report = describe(found, views, evidence.collectives, evidence.missing, evidence.frames)
+        path = self._write(report, evidence.texts)
+        rows = summary(report)
+        rows += [f"stacks of all ranks: {path}"] if path else []
+        announce(title(report), [*rows, f"action: {self._config.action}"])
+        self._do(found, views, {**report, "path": path})
+
+    # Evidence ------------------------------------------------------------------------------------
+
+    def _collect(self, views: Sequence[View]) -> _Evidence:
+        self._orders += 1
+        order, here = self._orders, [v for v in views if not v.beat.left and not v.gone]
+        sizes = {}
+        for view in here:
+            file = stack_file(self._directory, view.rank)
+            sizes[view.rank] = file.stat().st_size if file.exists() else 0
+            if not view.process.stopped:  # it would be shown when it goes on
+                stacks.ask(view.member.pid)
+            self._page(view.rank).give(order, TELL)
+        deadline = time.monotonic() + _ANSWER_S
+        evidence = _Evidence({}, {}, {}, {})
+        for view in here:
+            if not view.process.stopped:
+                file = stack_file(self._directory, view.rank)
+                text = stacks.wait_for(file, sizes[view.rank], deadline)
+                evidence.texts[view.rank] = text
+                evidence.frames[view.rank] = stacks.frames_of(text, view.member.thread)
+        for view in here:
+            self._read_trace(view, order, deadline, evidence)
+        return evidence
+
+    def _read_trace(self, view: View, order: int, deadline: float, evidence: _Evidence) -> None:
+        file = trace_file(self._directory, view.rank, order)
+        silent = view.process.stopped or view.silence > _SILENCE * self._config.check_s
+        while not file.exists() and not silent and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not file.exists():
+            evidence.collectives[view.rank] = _of_sample(view.beat)
+            return
+        answer = json.loads(file.read_text())
+        file.unlink()
+        evidence.collectives[view.rank] = [Collective(**c) for c in answer["collectives"]]
+        evidence.groups.update(answer["groups"])
+
+    def _page(self, rank: int) -> Page:
+        return next(w.page for w in self._watched if w.member.rank == rank)
+
+    # Consequences --------------------------------------------------------------------------------
+
+    def _write(self, report: Mapping[str, Any], texts: Mapping[int, str]) -> str | None:
+        """The path of the text; None if it cannot be written, which is no reason to say nothing."""
+        directory = Path(self._config.reports)
+        name = f"{self._config.name}-step_{report['step']}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            count = 2
+            while (directory / f"{name}.json").exists():
+                name = f"{name.partition('.')[0]}.{count}"
+                count += 1
+            write_text(directory / f"{name}.txt", report, texts)
+            write_whole(directory / f"{name}.json", report)
+        except OSError as error:
+            announce("the report of a hang cannot be written", [str(error)])
+            return None
+        return str(directory / f"{name}.txt")
+
+    def _do(self, found: Suspicion, views: Sequence[View], report: Mapping[str, Any]) -> None:
+        here = [v for v in views if not v.beat.left and not v.gone]
+        able = [v for v in here if v.silence <= _SILENCE * self._config.check_s]
+        able = [v for v in able if not v.process.stopped]
+        self._orders += 1
+        order = {"action": self._config.action, "teller": able[0].rank if able else -1}
+        write_whole(report_file(self._directory, self._orders), {**order, "report": report})
+        for view in here:
+            self._page(view.rank).give(self._orders, REPORTED)
+        if self._config.action == "abort":
+            self._kill([v for v in here if v not in able])
+            self._end(here, _EXIT_GRACE_S)
+        elif self._config.action == "raise":
+            self._end([v for v in here if v in able], _RAISE_GRACE_S)
+            self._kill([v for v in here if v not in able])
+
+    def _end(self, views: Sequence[View], grace: float) -> None:
+        """Give ranks time to end, or to move on, and kill those that do neither."""
+        deadline = time.monotonic() + grace
+        remaining = list(views)
+        while remaining and time.monotonic() < deadline:
+            time.sleep(0.05)
+            remaining = [v for v in remaining if not self._has_moved(v)]
+        for view in remaining:
+            self._page(view.rank).give(self._orders + 1, EXIT)
+        if remaining:
+            self._orders += 1
+            time.sleep(2 * self._config.check_s)
+            self._kill([v for v in remaining if not self._has_moved(v)])
+
+    def _has_moved(self, view: View) -> bool:
+        beat, state = self._page(view.rank).read(), state_of(view.member.pid)
+        same = state.exists and state.started == view.member.started
+        return beat.left or not same or beat.progress != view.beat.progress
+
+    def _kill(self, views: Sequence[View]) -> None:
+        for view in views:
+            if state_of(view.member.pid).started == view.member.started:
+                os.kill(view.member.pid, signal.SIGKILL)
+
+
+def _of_sample(beat: Beat) -> list[Collective]:
+    return [
+        Collective(group, begun, "collective", "", 0, begun == completed)
+        for group, (begun, completed) in beat.collectives.items()
+    ]
+
+
+def main() -> None:
+    """Watch the ranks of the directory in the first argument; runs on after the caller."""
+    directory = Path(sys.argv[1])
+    config = MonitorConfig.read(directory)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.chdir("/")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        NodeMonitor(directory, config).run()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

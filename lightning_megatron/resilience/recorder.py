@@ -1,0 +1,115 @@
+"""The latest collectives of every process group, from torch's flight recorder.
+
+The recorder numbers the collectives of each group. All ranks of a group go through the same
+numbers, so a rank whose highest number is below that of a collective which others have begun is
+the one that they wait for, whatever it does instead.
+
+This file runs in a process without torch, see `node_monitor`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of one rank."""
+
+    group: str
+    number: int
+    name: str
+    shapes: str
+    began: int
+    """Wall clock, nanoseconds."""
+    completed: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.shapes}, number {self.number} of group {self.group}"
+
+
+def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The last collective of each group, in words that JSON can carry.
+
+    Args:
+        trace: of `_torch.flight_recorder`.
+    """
+    last: dict[str, dict[str, Any]] = {}
+    for entry in trace.get("entries", ()):
+        if entry.get("is_p2p"):
+            continue
+        group = str(entry.get("process_group", ["?"])[0])
+        number = int(entry.get("collective_seq_id", 0))
+        if group in last and last[group]["number"] > number:
+            continue
+        shapes = entry.get("input_sizes") or entry.get("output_sizes") or []
+        last[group] = {
+            "group": group,
+            "number": number,
+            "name": str(entry.get("profiling_name", "?")).rpartition(":")[2],
+            "shapes": " ".join("x".join(map(str, shape)) or "scalar" for shape in shapes[:4]),
+            "began": int(entry.get("time_created_ns", 0)),
+            "completed": bool(entry.get("retired")) or entry.get("state") == "completed",
+        }
+    return list(last.values())
+
+
+def counts(status: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, list[int]]:
+    """Collectives begun and completed by group, from the recorder's status of the groups.
+
+    Args:
+        status: ``pg_status`` of the recorder, by its own numbers of groups.
+        names: from these numbers, the names of the groups.
+    """
+    found = {}
+    for number, state in status.items():
+        begun = int(state.get("last_enqueued_collective", -1))
+        completed = int(state.get("last_completed_collective", -1))
+        found[names.get(number, f"#{number}")] = [max(begun, 0), max(completed, 0)]
+    return found
+
+
+def group_names(trace: Mapping[str, Any]) -> dict[str, str]:
+    """Names of groups by the recorder's own numbers."""
+    return {
+        str(entry["pg_id"]): str(entry["process_group"][0])
+        for entry in trace.get("entries", ())
+        if "pg_id" in entry and entry.get("process_group")
+    }
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A collective that some ranks have begun and others have not."""
+
+    collective: Collective
+    begun_by: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Those that have not."""
+
+
+def first_missing(
+    collectives: Mapping[int, Sequence[Collective]], groups: Mapping[str, Iterable[int]]
+) -> Missing | None:
+    """The collective that ranks have waited in for the longest, for others to begin it.
+
+    Args:
+        collectives: the last of each group, by rank; ranks that could not tell are left out.
+        groups: the ranks of each group.
+    """
+    found: list[Missing] = []
+    for group, ranks in groups.items():
+        at = {
+            rank: next((c for c in collectives[rank] if c.group == group), None)
+            for rank in ranks
+            if rank in collectives
+        }
+        highest = max((c.number for c in at.values() if c is not None), default=0)
+        ahead = [c for c in at.values() if c is not None and c.number == highest]
+        behind = tuple(r for r, c in at.items() if c is None or c.number < highest)
+        if behind and ahead:
+            first = min(ahead, key=lambda c: c.began)
+            begun = tuple(r for r in at if r not in behind)
+            if not all(c.completed for c in ahead):
+                found.append(Missing(first, begun, behind))
+    return min(found, key=lambda m: m.collective.began, default=None)

@@ -1,0 +1,161 @@
+"""Who hangs, where, and no alarm when nobody does."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_megatron import ConfigError, ConnectionConfig, HangDetector
+from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.callbacks.hanging import HANG_S, Counted, Fault, Hanging, SaveAt, Skipping, Slow
+from tests.strategies.small import Small, loader, make_trainer, samples
+
+LIMIT = 0.8
+# At each batch another way to hang; the first three are not counted.
+FAULTS: dict[int, Fault] = {
+    3: ("data", "sleep"),
+    4: ("forward", "sleep"),
+    5: ("backward", "sleep"),
+    6: ("optimizer", "sleep"),
+    7: ("checkpoint", "sleep"),
+    8: ("backward", "lock"),
+    9: ("forward", "stop"),
+}
+
+
+def trainer_with(
+    run_dir: str, devices: int, *more: pl.Callback, limit: Any = LIMIT, action: Any = "report"
+) -> pl.Trainer:
+    detector = HangDetector(limit=limit, action=action, check_s=0.1, run_dir=run_dir)
+    return make_trainer({}, devices, callbacks=[detector, *more])
+
+
+def train_with_faults(faults: Mapping[int, Fault], run_dir: str, batches: int) -> int:
+    trainer = trainer_with(run_dir, 2, SaveAt(f"{run_dir}/at.ckpt", 7))
+    trainer.fit(Hanging(faults), loader(samples(8 * batches), dp=2))
+    return int(trainer.global_step)
+
+
+def train_skipping(run_dir: str) -> int:
+    trainer = trainer_with(run_dir, 2)
+    trainer.fit(Skipping(at=4), loader(samples(8 * 6), dp=2))
+    return int(trainer.global_step)
+
+
+def train_unevenly(run_dir: str) -> str:
+    trainer = trainer_with(run_dir, 2)
+    trainer.strategy._connection = ConnectionConfig(timeout_s=HANG_S)  # type: ignore[attr-defined]
+    count = 8 * (4 if trainer.global_rank == 1 else 6)
+    try:
+        trainer.fit(Small(), loader(Counted(count), dp=2))
+    except RuntimeError as error:
+        return str(error)
+    time.sleep(HANG_S)  # ends later, or rank 0 would see at once that its peer is gone
+    return ""
+
+
+def train_slowly(run_dir: str) -> int:
+    step = dict.fromkeys(("data", "forward", "backward", "optimizer"), LIMIT)
+    trainer = trainer_with(run_dir, 2, SaveAt(f"{run_dir}/at.ckpt", 4), limit=step)
+    module = Slow(1.5 * LIMIT)
+    trainer.fit(module, loader(samples(8 * 6), dp=2), loader(dp=2))
+    return int(trainer.global_step)
+
+
+def train_alone(run_dir: str) -> int:
+    trainer = trainer_with(run_dir, 1)
+    trainer.fit(Hanging({4: ("backward", "lock")}, rank=0), loader(samples(8 * 6)))
+    return int(trainer.global_step)
+
+
+def train_until_raised(run_dir: str) -> int:
+    trainer = trainer_with(run_dir, 2, action="raise")
+    trainer.fit(Hanging({4: ("forward", "loop")}), loader(samples(8 * 6), dp=2))
+    return int(trainer.global_step)
+
+
+def reports(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in (run_dir / "hangs").glob("*.json")]
+
+
+def test_every_hang_names_rank_section_and_stacks(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, train_with_faults, FAULTS, str(tmp_path), 11) == [11, 11]
+    found = reports(tmp_path)
+    seen = {r["culprits"][0]["step"]: r["culprits"][0]["section"] for r in found}
+    assert seen == {step: section for step, (section, _) in FAULTS.items()}
+    assert len(found) == len(FAULTS)
+    for report in found:
+        (culprit,) = report["culprits"]
+        _, kind = FAULTS[culprit["step"]]
+        assert culprit["rank"] == 1
+        assert LIMIT < culprit["seconds"] < HANG_S
+        assert report["waiting"] in ([0], [])
+        if kind == "stop":
+            assert "stopped" in report["reason"]
+            assert culprit["stack"] == []
+        else:
+            assert ("lock" in report["reason"]) == (kind == "lock")
+            assert any("hanging.py" in frame for frame in culprit["stack"])
+        assert culprit["collectives"]
+    assert any("number" in (report["waiting_in"] or "") for report in found)
+    texts = [path.read_text() for path in (tmp_path / "hangs").glob("*.txt")]
+    assert all("--- rank 0" in text and "--- rank 1" in text for text in texts)
+    assert all("all_" in text for text in texts)
+
+
+def test_a_skipped_collective_is_laid_to_the_rank_that_skipped_it(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    assert pool.run(2, train_skipping, str(tmp_path)) == [6, 6]
+    (report,) = reports(tmp_path)
+    assert [c["rank"] for c in report["culprits"]] == [1]
+    assert report["waiting_in"].startswith("all_reduce 5x3, number 5 of group")
+
+
+def test_a_rank_with_fewer_batches_is_named(pool: WorkerPool, tmp_path: Path) -> None:
+    errors = pool.run(2, train_unevenly, str(tmp_path))
+    assert errors[0]
+    report = reports(tmp_path)[0]
+    assert [c["rank"] for c in report["culprits"]] == [1]
+    assert report["waiting"] == [0]
+
+
+def test_slow_starts_saves_and_validations_raise_no_alarm(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(2, train_slowly, str(tmp_path)) == [6, 6]
+    assert reports(tmp_path) == []
+
+
+def test_a_single_rank_that_locks_python_is_seen(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(1, train_alone, str(tmp_path)) == [6]
+    (report,) = reports(tmp_path)
+    assert (report["culprits"][0]["rank"], report["culprits"][0]["section"]) == (0, "backward")
+
+
+def test_the_error_is_raised_in_the_rank_that_hangs(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="HangError.*rank 1 hangs in forward at step 4"):
+        pool.run(2, train_until_raised, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit": "automatic"}, "nearest valid: 'auto'"),
+        ({"limit": -1.0}, "seconds must be positive"),
+        ({"limit": {"foreward": 3.0}}, "there is no section 'foreward'"),
+        ({"action": "stop"}, "nearest valid: 'abort'"),
+        ({"check_s": 0}, "nearest valid: check_s=0.5"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        HangDetector(**options)
+
+
+def test_other_strategies_are_refused() -> None:
+    trainer = make_trainer(None, callbacks=[HangDetector()], max_steps=1)
+    with pytest.raises(ConfigError, match="HangDetector under SingleDeviceStrategy"):
+        trainer.fit(Small(), loader())
