@@ -25,6 +25,23 @@ def chaos_directory() -> str | None:
     return os.environ.get("LIGHTNING_MEGATRON_CHAOS_DIR") or None
 
 
+def with_chaos(faults: str, directory: str, python_path: str) -> dict[str, str]:
+    """The environment of a command that is to be made to fail.
+
+    Args:
+        faults: as text.
+        directory: where the rehearsal is kept.
+        python_path: found by its Python before everything else.
+    """
+    before = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "LIGHTNING_MEGATRON_CHAOS": faults,
+        "LIGHTNING_MEGATRON_CHAOS_DIR": directory,
+        "PYTHONPATH": os.pathsep.join([python_path, *([before] if before else [])]),
+    }
+
+
 def restart_count() -> int:
     """How often torchrun has restarted this node's processes; 0 under other launchers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)

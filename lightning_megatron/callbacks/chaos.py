@@ -11,7 +11,6 @@ it says otherwise, and not again in the steps that a restart does anew. A run th
 without having been restarted is another run, and forgets what an earlier one left there.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +31,16 @@ from typing_extensions import override
 from lightning_megatron import env
 from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.resilience.announce import announce
 from lightning_megatron.testing.faults import Fault, FaultMemory, Moment, parse_faults
-from lightning_megatron.testing.injury import ACTS, flip_bit, kill_loader_worker
+from lightning_megatron.testing.injury import (
+    ACTS,
+    fill_disk,
+    flip_bit,
+    flip_bit_of_newest,
+    kill_loader_worker,
+)
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.rng import derive_seed
 
@@ -73,13 +79,18 @@ class ChaosMonkey(pl.Callback):
             for fault in (parse_faults(entry) if isinstance(entry, str) else [entry])
         )
         self._directory = env.chaos_directory() if directory is None else os.fspath(directory)
-        self._rehearsal = env.chaos_directory() is not None
+        self._diary = EventLog() if env.chaos_directory() else None
+        """Of a rehearsal that somebody else started: the steps, for its ledger."""
+        self._last_batch = 0.0
+        self._full_disk = ExitStack()
         self._memory: FaultMemory | None = None
         self._began = 0.0
         self._until: dict[int, int] = {}
         """Of faults that last: the first step without them."""
         self._struck: dict[int, int] = {}
         """The last step in which each fault struck."""
+        self._filled = -1
+        """The fault that filled the disk."""
         self._unwrap: Callable[[], None] | None = None
 
     # Hooks ---------------------------------------------------------------------------------------
@@ -100,7 +111,9 @@ class ChaosMonkey(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._memory is None:
             return
-        if not self._rehearsal and not env.restart_count() and not trainer.global_step:
+        if self._diary is not None:
+            self._open_diary(self._diary, trainer)
+        elif not env.restart_count() and not trainer.global_step:
             self._memory.forget()
         loop: Any = trainer.fit_loop.epoch_loop
         loop._on_before_fetch = partial(self._before_fetch, loop._on_before_fetch, trainer)
@@ -137,8 +150,16 @@ class ChaosMonkey(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._release()
-        if self._rehearsal and trainer.is_global_zero:
-            _note_progress(self._place(trainer), trainer.global_step)
+        if self._diary is not None and trainer.global_step > self._diary.step:
+            now, before = time.monotonic(), self._last_batch
+            self._last_batch, self._diary.step = now, trainer.global_step
+            self._diary.write("step", seconds=now - before)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._full_disk.close()
+        if self._diary is not None and self._memory is not None:
+            self._diary.write("end", status="completed")
 
     @override
     def on_save_checkpoint(
@@ -163,6 +184,15 @@ class ChaosMonkey(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._release()
+        self._full_disk.close()
+
+    def _open_diary(self, diary: EventLog, trainer: pl.Trainer) -> None:
+        diary.identify(rank=trainer.global_rank, run="rehearsal", attempt=env.restart_count())
+        diary.step, self._last_batch = trainer.global_step, time.monotonic()
+        diary.open(self._place(trainer))
+        events = getattr(trainer.strategy, "events", None)
+        where = None if events is None or events.run_dir is None else str(events.run_dir.absolute())
+        diary.write("start", run_dir=where)
 
     # What is due ---------------------------------------------------------------------------------
 
@@ -213,19 +243,29 @@ class ChaosMonkey(pl.Callback):
 
     def _strike(self, section: str, trainer: pl.Trainer) -> None:
         """Commit what is due in a section; may not return."""
+        if trainer.global_step >= self._until.get(self._filled, 0):
+            self._full_disk.close()
         for index, fault in self._due(section, trainer):
             if fault.kind not in _POISONS and self._claim(index, fault, section, trainer):
-                self._commit(fault, trainer)
+                self._commit(index, fault, trainer)
 
-    def _commit(self, fault: Fault, trainer: pl.Trainer) -> None:
+    def _commit(self, index: int, fault: Fault, trainer: pl.Trainer) -> None:
         draw = derive_seed(fault.seed, fault.kind, trainer.global_step)
         if fault.kind == "bitflip":
             done = flip_bit(trainer.lightning_module.parameters(), draw)
-            announce("CHAOS", [done], rank=trainer.global_rank)
         elif fault.kind == "worker_kill":
-            announce("CHAOS", [kill_loader_worker(draw)], rank=trainer.global_rank)
+            done = kill_loader_worker(draw)
+        elif fault.kind == "corrupt":
+            folders = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+            done = flip_bit_of_newest(filter(None, folders), draw)
+        elif fault.kind == "disk_full":
+            self._full_disk.close()
+            self._full_disk, self._filled = fill_disk(), index
+            done = "no space left for checkpoints"
         else:
             ACTS[fault.kind](fault)
+            return
+        announce("CHAOS", [done], rank=trainer.global_rank)
 
     # Within a step -------------------------------------------------------------------------------
 
@@ -319,13 +359,3 @@ def _announce(fault: Fault, now: Moment, trainer: pl.Trainer) -> None:
         doing = now.section if sections is None else sections.current
         about = {"section": now.section, "doing": doing, "detail": str(fault), "step": now.step}
         events.write("injected", what=fault.kind, **about)
-
-
-def _note_progress(directory: Path, step: int) -> None:
-    """One line, whole even if the process is killed: what the rehearsal's ledger is made of."""
-    line = json.dumps({"t": time.time(), "step": step, "attempt": env.restart_count()}) + "\n"
-    descriptor = os.open(directory / "progress.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)

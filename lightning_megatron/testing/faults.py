@@ -69,6 +69,12 @@ KINDS: dict[str, Kind] = {
     "spike": Kind(does="loss, and so its gradients, times AMOUNT", amount=100, lasts=True),
     "bitflip": Kind(does="one bit of one weight of this rank flips", section="optimizer"),
     "worker_kill": Kind(does="SIGKILL to a DataLoader worker of this rank", section="data"),
+    "corrupt": Kind(does="one bit of the newest checkpoint flips", section="data"),
+    "disk_full": Kind(
+        does="for STEPS steps this rank's part of a checkpoint meets a full disk",
+        section="checkpoint",
+        lasts=True,
+    ),
 }
 
 

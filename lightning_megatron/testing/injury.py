@@ -5,17 +5,23 @@ whoever holds what they break.
 """
 
 import ctypes
+import errno
 import math
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from lightning_megatron.testing.faults import Fault, InjectedFaultError
@@ -129,3 +135,73 @@ def kill_loader_worker(draw: int, sent: signal.Signals = signal.SIGKILL) -> str:
     assert worker.pid is not None
     os.kill(worker.pid, sent)
     return f"{sent.name} to worker process {worker.pid}"
+
+
+def flip_bit_of_newest(folders: Iterable[str | os.PathLike[str]], draw: int) -> str:
+    """Flip one bit of the largest file of the newest checkpoint, as a bad disk does.
+
+    Args:
+        folders: where checkpoints are: directories whose names end in ``.ckpt``.
+        draw: chooses the bit.
+
+    Returns:
+        What was flipped, in words.
+    """
+    found = [path for folder in folders for path in Path(folder).glob("*.ckpt") if path.is_dir()]
+    files = sorted(
+        (file for file in max(found, key=_changed).rglob("*") if file.is_file()) if found else [],
+        key=lambda file: (file.stat().st_size, file),
+    )
+    if not files:
+        return "nothing: there is no checkpoint yet"
+    with files[-1].open("r+b") as file:
+        place = draw % files[-1].stat().st_size
+        file.seek(place)
+        octet = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([octet ^ 1 << draw % 8]))
+    return f"bit {draw % 8} of byte {place} of {files[-1]}"
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def fill_disk() -> ExitStack:
+    """Have this process and its children write no checkpoints: there is no space left.
+
+    Limits of the system would meet logs as well; so what writes shards in this process (torch's
+    `FileSystemWriter`, which all of Lightning's sharded strategies use) raises what a full disk
+    raises, and only processes that it started, as our writer is one, have a limit set.
+
+    Returns:
+        What makes room again when it is closed.
+    """
+    room = ExitStack()
+    write = FileSystemWriter.write_data
+
+    def refuse(self: FileSystemWriter, *args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    setattr(FileSystemWriter, "write_data", refuse)  # noqa: B010 (a method)
+    room.callback(setattr, FileSystemWriter, "write_data", write)
+    for pid in _children():
+        with suppress(OSError):
+            soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+            room.callback(_set_limit, pid, (soft, hard))
+    return room
+
+
+def _set_limit(pid: int, limits: tuple[int, int]) -> None:
+    with suppress(OSError):  # it has ended
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+def _children() -> list[int]:
+    """Processes that this one has started, whatever started them."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found

@@ -11,10 +11,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_megatron import ChaosMonkey
 from lightning_megatron.callbacks.chaos import chaos_from_environment
+from lightning_megatron.cli import main
+from lightning_megatron.cli.rehearsal import read_rehearsal
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerError, WorkerPool
 from lightning_megatron.testing.faults import InjectedFaultError, read_deeds
@@ -221,3 +224,30 @@ def test_sections_are_those_of_the_strategy(layout: dict[str, Any], tmp_path: Pa
     events = [event for event in trainer.strategy.events._early if event["kind"] == "injected"]
     assert [event["section"] for event in events] == sections
     assert [event["doing"] for event in events] == sections
+
+
+def test_corrupt_and_full_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of the checkpoints of steps 1 to 4, that of step 2 is not written, and 3 does not verify."""
+    faults = ["disk_full:step=2", "corrupt:step=3,section=optimizer"]
+    checkpoints = ModelCheckpoint(tmp_path / "c", every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        {},
+        callbacks=[ChaosMonkey(faults, tmp_path), checkpoints],
+        enable_checkpointing=True,
+    )
+    trainer.fit(Small(), loader())
+    names = sorted(path.name for path in (tmp_path / "c").glob("*.ckpt"))
+    assert names == [f"epoch=0-step={step}.ckpt" for step in (1, 3, 4)]
+    assert [main(["ckpt", "verify", str(tmp_path / "c" / name)]) for name in names] == [0, 1, 0]
+    assert "no space left for checkpoints" in capfd.readouterr().err
+
+
+def test_diary_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS", "slow:step=1,amount=1")
+    monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS_DIR", str(tmp_path))
+    trainer = make_trainer({}, callbacks=chaos_from_environment())
+    trainer.fit(Small(), loader())
+    rehearsal = read_rehearsal(tmp_path)
+    assert rehearsal.ledger.attempts[-1].to_step == 4
+    assert rehearsal.recovered
+    assert [outcome.deed["what"] for outcome in rehearsal.outcomes] == ["slow"]
