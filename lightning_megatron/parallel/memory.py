@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.parallel.selective import OPERATIONS, Operation
+from lightning_megatron.parallel.selective import DEAR, OPERATIONS, is_operation
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 
 Mode = Literal["none", "full", "selective", "adaptive"]
@@ -23,15 +23,20 @@ class MemoryConfig:
 
     recompute: Mode = "none"
     """Activations that are computed again in the backward: none, all inside a block (full), or all
-    but the results of the operations in ``keep`` (selective); or all inside of as few blocks as
-    ``activation_gib`` allows, by their sizes and times in the second batch (adaptive)."""
+    but the results of the operations in ``keep`` (selective); or for each block one of these, at
+    the least cost of time that memory allows, by sizes and times in the second batch (adaptive)."""
     activation_gib: float | None = None
     """For adaptive: most that the activations of a rank's blocks may take. What is outside of
     blocks, parameters, gradients and optimizer state come on top."""
-    keep: list[Operation] | None = None
-    """For selective: ``attention`` (fused, without dropout) and ``matmul``, the products of linear
-    layers. None: both, so that norms, activation functions, dropout and rotary embeddings are
-    computed again. ``["matmul"]`` also recomputes attention."""
+    activation_fraction: float | None = None
+    """The same, as a part of the memory of the device (on CPUs: that of the host, divided by the
+    processes on it)."""
+    keep: list[str] | None = None
+    """For selective and adaptive: ``attention`` (fused, without dropout), ``matmul``, the products
+    of linear layers, ``norm`` (those that are one operator; RMS norms are on GPUs), ``activation``
+    functions, or single operators of torch (``"aten.bmm"``). None: attention and matmul, so that
+    all else, dropout and rotary embeddings too, is computed again. ``["matmul"]`` also recomputes
+    attention."""
     blocks: list[str] | None = None
     """Modules to recompute and to offload, by class name or by a pattern of their names
     (``"*.mlp"``), outermost. None: the composite modules in the lists of the network (every
@@ -54,10 +59,13 @@ class MemoryConfig:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Operations whose results blocks keep."""
-        if self.recompute != "selective":
-            return ()
-        return OPERATIONS if self.keep is None else tuple(self.keep)
+        """Operations whose results blocks keep that are recomputed."""
+        return self.selection if self.recompute == "selective" else ()
+
+    @property
+    def selection(self) -> tuple[str, ...]:
+        """Operations whose results are kept wherever blocks are recomputed selectively."""
+        return DEAR if self.keep is None else tuple(self.keep)
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of applying them to it."""
@@ -117,7 +125,8 @@ class MemoryConfig:
         return problems
 
     def _limit_problems(self) -> list[str]:
-        limit, adaptive = self.activation_gib, self.recompute == "adaptive"
+        gib, fraction = self.activation_gib, self.activation_fraction
+        adaptive = self.recompute == "adaptive"
         if adaptive and self.compile != "none":
             return [
                 f"memory.recompute='adaptive', compile={self.compile!r}: compiled blocks are not "
@@ -128,11 +137,18 @@ class MemoryConfig:
                 f"memory.recompute='adaptive', every={self.every}: it chooses the blocks itself; "
                 "nearest valid: every=1, or recompute='full'"
             ]
-        if (limit is not None) != adaptive or (limit is not None and not limit > 0):
+        given = [limit for limit in (gib, fraction) if limit is not None]
+        if len(given) != adaptive or not all(limit > 0 for limit in given):
             return [
-                f"memory.recompute={self.recompute!r}, activation_gib={limit}: a number above 0 "
-                "is what adaptive recomputation, and only that, has to keep to; nearest valid: "
+                f"memory.recompute={self.recompute!r}, activation_gib={gib}, activation_fraction="
+                f"{fraction}: one number above 0 is what adaptive recomputation, and only that, "
+                "has to keep to; nearest valid: "
                 + ("activation_gib=1.0" if adaptive else "activation_gib=None")
+            ]
+        if fraction is not None and fraction > 1:
+            return [
+                f"memory.activation_fraction={fraction}: a device has no more than all of its "
+                "memory; nearest valid: activation_fraction=1.0"
             ]
         return []
 
@@ -160,16 +176,16 @@ class MemoryConfig:
     def _keep_problems(self) -> list[str]:
         if self.keep is None:
             return []
-        if self.recompute != "selective":
+        if self.recompute not in ("selective", "adaptive"):
             return [
                 f"memory.recompute={self.recompute!r}, keep={self.keep}: only selective "
                 "recomputation keeps results; nearest valid: recompute='selective'"
             ]
-        wrong = [name for name in self.keep if name not in OPERATIONS]
-        if wrong or not self.keep:
+        if not self.keep or not all(is_operation(str(name)) for name in self.keep):
             return [
-                f"memory.keep={self.keep}: must name some of {', '.join(OPERATIONS)}; nearest "
-                "valid: keep=['attention', 'matmul'], or recompute='full' to keep nothing"
+                f"memory.keep={self.keep}: must name some of {', '.join(OPERATIONS)}, or operators "
+                "of torch ('aten.mm'); nearest valid: keep=['attention', 'matmul'], or "
+                "recompute='full' to keep nothing"
             ]
         return []
 

@@ -22,9 +22,9 @@ Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the i
 Without gradients (evaluation, generation) blocks run as they are.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten
+from lightning_megatron.parallel.knapsack import BlockCosts, combined
 from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.parallel.offload import Offloader
 from lightning_megatron.parallel.selective import Notes, Noting, Replaying, kept_operations
@@ -56,30 +57,48 @@ def recompute(
         config: which results they keep.
         offloader: where these results wait.
     """
-    wanted = set(chosen)
+    recompute_each(module, dict.fromkeys(chosen, config.kept), offloader)
+
+
+def recompute_each(
+    module: nn.Module,
+    chosen: Mapping[nn.Module, Sequence[str]],
+    offloader: Offloader | None = None,
+) -> None:
+    """Let blocks inside ``module``, and no others, forget all but results of some operations.
+
+    Args:
+        module: whose blocks may forget already.
+        chosen: some modules inside, and the operations.
+        offloader: where the results wait.
+    """
     for child in module.modules():
         held = child.__dict__.get("forward")
         if isinstance(held, _Forgetful):
             held.remove()
-        if child in wanted:
-            _Forgetful(child, config.kept, offloader)
+        if child in chosen:
+            _Forgetful(child, chosen[child], offloader)
 
 
 def measure(
-    blocks: Iterable[nn.Module], now: Callable[[], float] | None
-) -> list[tuple[float, int, int]]:
+    blocks: Iterable[nn.Module], now: Callable[[], float] | None, kept: Sequence[str] = ()
+) -> list[BlockCosts]:
     """Have recomputed blocks measure themselves in their forwards from now on; with None, no more.
 
+    Args:
+        blocks: all of which are recomputed.
+        now: the time in seconds.
+        kept: operations whose results they would keep if they were recomputed selectively.
+
     Returns:
-        Of every block what it has measured so far: seconds of a forward (the least), bytes that
-        autograd keeps of it, bytes of its inputs (the most).
+        Of every block what it has measured so far, the largest sizes and the least times.
     """
+    nothing = BlockCosts(seconds=0.0, kept=0, input=0)
     found = []
     for block in blocks:
         held = block.__dict__["forward"]
-        seconds, kept, size = zip(*(held.measured or [(0.0, 0, 0)]), strict=True)
-        found.append((min(seconds), max(kept), max(size)))
-        held.now, held.measured = now, []
+        found.append(reduce(partial(combined, time=min), held.measured or [nothing]))
+        held.now, held.selection, held.measured = now, kept, []
     return found
 
 
@@ -97,7 +116,8 @@ class _Forgetful(BlockForward):
     ) -> None:
         super().__init__(block)
         self.now: Callable[[], float] | None = None
-        self.measured: list[tuple[float, int, int]] = []
+        self.selection: Sequence[str] = ()
+        self.measured: list[BlockCosts] = []
         self._counting = counting = [
             m for m in block.modules() if getattr(m, "track_running_stats", False)
         ]
@@ -116,29 +136,43 @@ class _Forgetful(BlockForward):
             self.measured.append(self._measure(self.now, args, kwargs))
         return checkpoint(self._forward, *args, use_reentrant=False, **self._options, **kwargs)
 
-    def _measure(self, now: Callable[[], float], args: Any, kwargs: Any) -> tuple[float, int, int]:
-        """Run once more for its own sake: seconds, bytes that autograd keeps, bytes of inputs."""
+    def _measure(self, now: Callable[[], float], args: Any, kwargs: Any) -> BlockCosts:
+        """Run more often for its own sake: plainly, noting results, and with these results."""
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         devices = {t.device.index or 0 for t in inputs if t.device.type == "cuda"}
         own = {address(p) for p in self._block.parameters()}
-        sizes: dict[int, int] = {}
+        held = {address(t): t.untyped_storage().nbytes() for t in inputs}
+        sizes = dict(held)
 
         def pack(tensor: Tensor) -> Tensor:
             if address(tensor) not in own:
                 sizes[address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with (
-            torch.random.fork_rng(devices=list(devices)),
-            _without_counting(self._counting),
-            saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
-            start = now()
-            result = self._forward(*args, **kwargs)
-            seconds = now() - start
-        del result
-        held = {address(t): t.untyped_storage().nbytes() for t in inputs}
-        return seconds, sum({**sizes, **held}.values()), sum(held.values())
+        def run(context: AbstractContextManager[Any], pack: Callable[[Tensor], Any]) -> float:
+            with (
+                torch.random.fork_rng(devices=list(devices)),
+                _without_counting(self._counting),
+                saved_tensors_hooks(pack, lambda packed: packed),
+                context,
+            ):
+                start = now()
+                self._forward(*args, **kwargs)
+                return now() - start
+
+        notes = Notes(kept_operations(self.selection))
+        seconds, again, noted = run(nullcontext(), pack), None, 0
+        if self.selection:
+            noting = run(Noting(notes), lambda tensor: None)
+            noted = notes.bytes
+            again = max(noting - seconds, 0.0) + run(Replaying(notes), lambda tensor: tensor)
+        return BlockCosts(
+            seconds=seconds,
+            kept=sum(sizes.values()),
+            input=sum(held.values()),
+            selective_seconds=again,
+            selective_kept=sum(held.values()) + noted,
+        )
 
 
 def _contexts(

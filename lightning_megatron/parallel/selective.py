@@ -11,6 +11,7 @@ has made, and the recomputation does so again. (Which is why this is not
 ``create_selective_checkpoint_contexts`` of torch, whose notes are aliases.) Sums over tp are
 repeated. An operation that draws random numbers (attention with dropout) is never noted: what
 draws after it in the block would else find the generator at another place than in the forward.
+(For the same reason ``aten.native_dropout`` and its like should not be named by users.)
 """
 
 from collections import deque
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import TorchDispatchMode, tree_map
+from lightning_megatron._torch import TorchDispatchMode, tree_flatten, tree_map
 
-Operation = Literal["attention", "matmul"]
+Operation = Literal["attention", "matmul", "norm", "activation"]
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "attention": (
         "_scaled_dot_product_flash_attention",
@@ -33,13 +34,35 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     # Not bmm: where attention is not fused, it makes the s x s weights.
     "matmul": ("mm", "addmm", "_scaled_mm"),
+    "norm": ("native_layer_norm", "_fused_rms_norm", "native_group_norm"),
+    "activation": ("gelu", "silu", "relu", "sigmoid", "tanh", "leaky_relu", "elu", "hardswish"),
 }
+_ATEN = "aten."
 OPERATIONS: tuple[str, ...] = get_args(Operation)
+DEAR: tuple[str, ...] = ("attention", "matmul")
+"""What takes most of the time of a network, and is kept if nothing else is asked for."""
+
+
+def is_operation(name: str) -> bool:
+    """Whether results can be kept under ``name``."""
+    leaf = name.removeprefix(_ATEN)
+    if leaf == name:
+        return name in OPERATIONS
+    found = getattr(torch.ops.aten, leaf, None) if leaf.isidentifier() else None
+    return "default" in found.overloads() if found is not None else False
 
 
 def kept_operations(names: Sequence[str]) -> frozenset[Any]:
-    """The operators of ``names`` of which this version of torch knows."""
-    wanted = [leaf for name in names for leaf in _NAMES[name]]
+    """The operators of ``names`` of which this version of torch knows.
+
+    Args:
+        names: members of `OPERATIONS`, or names of operators (``"aten.mm"``).
+    """
+    wanted = [
+        leaf
+        for name in names
+        for leaf in ((name.removeprefix(_ATEN),) if name.startswith(_ATEN) else _NAMES[name])
+    ]
     return frozenset(
         getattr(torch.ops.aten, leaf).default for leaf in wanted if hasattr(torch.ops.aten, leaf)
     )
@@ -73,12 +96,19 @@ class Notes:
         """Whether the result of a call is, or was, noted."""
         if func not in self.operations:
             return False
-        # Of these operations, only the probability of a dropout is a positional float.
-        return not any(isinstance(arg, float) and arg > 0.0 for arg in args)
+        # Of attention, only the probability of a dropout is a positional float.
+        attention = "attention" in func.name()
+        return not (attention and any(isinstance(arg, float) and arg > 0.0 for arg in args))
 
     def add(self, func: Any, result: Any) -> None:
         """Note a result."""
         self._results[func].append(tree_map(self._keep, result))
+
+    @property
+    def bytes(self) -> int:
+        """Of what is noted, where it is not kept elsewhere."""
+        leaves = tree_flatten([list(results) for results in self._results.values()])[0]
+        return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
     def next(self, func: Any) -> Any:
         """The results of an operator in their order.

@@ -1,15 +1,18 @@
-"""``memory.recompute="adaptive"``: recompute as few blocks as the memory allows, by measurement.
+"""``memory.recompute="adaptive"``: recompute as little as the memory allows, by measurement.
 
 Training begins with all blocks recomputed. The first batch pays for whatever happens once; during
-the second every block runs once more and is measured: the time of its forward and what autograd
-keeps of it. From these numbers, the largest and slowest of all ranks, and from how many
-microbatches the schedule has under way on a stage, every rank works out which blocks of every
-pipeline rank to recompute (`parallel.knapsack`), and goes on with its own. Rank 0 reports the plan.
+the second every block runs three times more and is measured: the time of its forward and what
+autograd keeps of it, and the time and the notes of recomputing it selectively. From these numbers,
+the largest and slowest of all ranks, and from how many microbatches the schedule has under way on a
+stage, every rank works out how to recompute each block of every pipeline rank, or not at all
+(`parallel.knapsack`), and goes on with its own. Rank 0 reports the plan.
 """
 
+import os
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,9 +20,9 @@ from torch import nn
 
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.knapsack import BlockCosts, choose_recomputed, needed
+from lightning_megatron.parallel.knapsack import BlockCosts, Way, choose, combined, needed
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
-from lightning_megatron.parallel.recompute import measure, recompute
+from lightning_megatron.parallel.recompute import measure, recompute_each
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.pipeline.sequential import RemoteItem
 from lightning_megatron.pipeline.simulate import peak_live_activations
@@ -46,7 +49,7 @@ class AdaptiveMemory:
         report: called with the plan, on every rank.
 
     Attributes:
-        recomputed: names of the blocks of all ranks that are; None until the choice.
+        ways: of every block of all ranks by name, how it is recomputed; None until the choice.
         measured: what every block costs; empty until the choice.
     """
 
@@ -66,13 +69,13 @@ class AdaptiveMemory:
             if not isinstance(block, RemoteItem)
         }
         self._seen = 0
-        self.recomputed: tuple[str, ...] | None = None
+        self.ways: dict[str, Way] | None = None
         self.measured: dict[str, Measured] = {}
 
     def before_batch(self, count: int) -> None:
         """A training batch begins; the one before had ``count`` microbatches; collective."""
         if self._seen == _MEASURED:
-            measure(self._blocks.values(), self._now)
+            measure(self._blocks.values(), self._now, self._config.selection)
         elif self._seen == _MEASURED + 1:
             self._choose(count)
         self._seen += 1
@@ -84,36 +87,53 @@ class AdaptiveMemory:
         return time.perf_counter()
 
     def _choose(self, count: int) -> None:
-        topology, limit = self._parallel.topology, int((self._config.activation_gib or 0.0) * 2**30)
+        topology, limit = self._parallel.topology, self._limit()
         blocks = self.measured = self._gather(self._measure(count))
-        plans, problems = {}, []
+        plan: dict[str, Way] = {}
+        problems = []
         for rank in range(topology.pp.size):
             own = {name: b.costs for name, b in blocks.items() if b.rank == rank}
-            chosen = choose_recomputed(list(own.values()), limit)
-            if chosen is None:
-                least = needed(list(own.values()), range(len(own))) / 2**30
+            ways = choose(list(own.values()), limit)
+            if ways is None:
+                least = needed(list(own.values()), ["full"] * len(own)) / 2**30
                 problems.append(
-                    f"memory.activation_gib={self._config.activation_gib}: the blocks of pipeline "
-                    f"rank {rank} need {least:.4g} GiB even if all are recomputed; nearest valid: "
+                    f"memory.activation_gib={limit / 2**30:.4g}: the blocks of pipeline rank "
+                    f"{rank} need {least:.4g} GiB even if all are recomputed; nearest valid: "
                     f"activation_gib={least * 1.001:.4g}, or smaller microbatches"
                 )
                 continue
-            plans[rank] = [name for i, name in enumerate(own) if i in chosen]
+            plan |= dict(zip(own, ways, strict=True))
         raise_if_any(problems)
-        self.recomputed = tuple(name for plan in plans.values() for name in plan)
-        mine = [self._blocks[name] for name in plans[topology.pp.rank]]
-        recompute(self._parallel.module, mine)
-        self._report(_table(blocks, self.recomputed, limit))
+        self.ways = plan
+        kept: dict[Way, tuple[str, ...]] = {"selective": self._config.selection, "full": ()}
+        chosen = {
+            block: kept[plan[name]] for name, block in self._blocks.items() if plan[name] in kept
+        }
+        recompute_each(self._parallel.module, chosen)
+        self._report(_table(blocks, plan, limit))
+
+    def _limit(self) -> int:
+        """Bytes that the blocks of this rank may take; the least of all ranks."""
+        config, topology = self._config, self._parallel.topology
+        if config.activation_gib is not None:
+            return int(config.activation_gib * 2**30)
+        assert config.activation_fraction is not None
+        memory = _memory(topology.device)
+        everyone = [(socket.gethostname(), memory)]
+        if topology.world_size > 1:
+            everyone = everyone * topology.world_size
+            dist.all_gather_object(everyone, everyone[0])
+        if topology.device.type == "cpu":
+            hosts = [host for host, _ in everyone]
+            everyone = [(host, size // hosts.count(host)) for host, size in everyone]
+        return int(config.activation_fraction * min(size for _, size in everyone))
 
     def _measure(self, count: int) -> dict[str, Measured]:
         """What this rank found; ends the measurement."""
         rank, found = self._parallel.topology.pp.rank, {}
         results = measure(self._blocks.values(), None)
-        for (name, block), (seconds, kept, size) in zip(self._blocks.items(), results, strict=True):
-            costs = BlockCosts(
-                seconds=seconds, kept=kept, input=size, live=self._live(block, count)
-            )
-            found[name] = Measured(rank=rank, costs=costs)
+        for (name, block), one in zip(self._blocks.items(), results, strict=True):
+            found[name] = Measured(rank=rank, costs=replace(one, live=self._live(block, count)))
         return found
 
     def _live(self, block: nn.Module, count: int) -> int:
@@ -140,38 +160,38 @@ class AdaptiveMemory:
         for held in everyone:
             for name, block in held.items():
                 known = merged.get((block.rank, name))
-                merged[block.rank, name] = block if known is None else _larger(known, block)
+                if known is not None:
+                    larger = combined(known.costs, block.costs, time=max)
+                    block = Measured(rank=block.rank, costs=larger)
+                merged[block.rank, name] = block
         return {name: merged[rank, name] for rank, name in sorted(merged, key=lambda k: k[0])}
 
 
-def _larger(one: Measured, other: Measured) -> Measured:
-    first, second = one.costs, other.costs
-    return Measured(
-        rank=one.rank,
-        costs=BlockCosts(
-            seconds=max(first.seconds, second.seconds),
-            kept=max(first.kept, second.kept),
-            input=max(first.input, second.input),
-            live=max(first.live, second.live),
-        ),
-    )
+def _memory(device: torch.device) -> int:
+    """Bytes that a device has in all."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _table(blocks: Mapping[str, Measured], recomputed: Sequence[str], limit: int) -> str:
+def _table(blocks: Mapping[str, Measured], ways: Mapping[str, Way], limit: int) -> str:
+    again = sum(way != "none" for way in ways.values())
     lines = [
-        f'memory.recompute="adaptive": {len(recomputed)} of {len(blocks)} blocks are recomputed',
-        f"{'block':30} {'pp':>3} {'live':>4} {'kept MiB':>9} {'input MiB':>9} {'ms':>8}",
+        f'memory.recompute="adaptive": {again} of {len(blocks)} blocks are recomputed',
+        f"{'':36} {'MiB kept if recomputed':^32} {'ms lost':^17}",
+        f"{'block':27} {'pp':>3} {'live':>4} {'none':>10} {'selective':>10} {'full':>10} "
+        f"{'selective':>9} {'full':>7}  chosen",
     ]
     for name, block in blocks.items():
         costs = block.costs
+        sizes = (costs.kept, costs.selective_kept, costs.input)
         lines.append(
-            f"{name:30} {block.rank:3} {costs.live:4} {costs.kept / 2**20:9.2f} "
-            f"{costs.input / 2**20:9.2f} {1e3 * costs.seconds:8.2f}"
-            f"{'  recomputed' if name in recomputed else ''}"
+            f"{name:27} {block.rank:3} {costs.live:4} "
+            f"{' '.join(f'{size / 2**20:10.2f}' for size in sizes)} "
+            f"{1e3 * costs.time('selective'):9.2f} {1e3 * costs.time('full'):7.2f}  {ways[name]}"
         )
     for rank in sorted({block.rank for block in blocks.values()}):
         own = [name for name, block in blocks.items() if block.rank == rank]
-        chosen = [i for i, name in enumerate(own) if name in recomputed]
-        held = needed([blocks[name].costs for name in own], chosen)
+        held = needed([blocks[name].costs for name in own], [ways[name] for name in own])
         lines.append(f"pipeline rank {rank}: {held / 2**20:.2f} MiB of {limit / 2**20:.2f}")
     return "\n".join(lines)

@@ -1,15 +1,18 @@
 """Blocks that forget their activations: the same numbers, fewer bytes."""
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.recomputation import LiveBytes
 from lightning_megatron import MegatronStrategy, MemoryConfig, PipelineSequential, ShardingConfig
 from lightning_megatron._torch import TorchDispatchMode
 from lightning_megatron.errors import ConfigError
@@ -20,6 +23,7 @@ from lightning_megatron.parallel.knapsack import needed
 from lightning_megatron.parallel.memory import blocks_to_recompute, find_blocks
 from lightning_megatron.parallel.recompute import recompute
 from lightning_megatron.pipeline.measure import saved_bytes
+from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
 from tests.parity import reference
 from tests.parity.jobs import (
@@ -297,26 +301,28 @@ def adaptive_run(options: dict[str, Any], memory: MemoryConfig) -> tuple[Any, ..
     return strategy, whole_parameters(module.model, strategy.topology), kept.sizes
 
 
-def adaptive_job(options: dict[str, Any]) -> tuple[str, ...]:
+def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
     """Without, with much, with some and with too little memory; what is recomputed with some."""
     _, expected, all_bytes = adaptive_run(options, MemoryConfig())
     much = MemoryConfig(recompute="adaptive", activation_gib=1.0)
     strategy, weights, kept_bytes = adaptive_run(options, much)
     assert kept_bytes[-1] == all_bytes[-1] > kept_bytes[0]
-    assert strategy.adaptive_memory.recomputed == ()
+    assert set(strategy.adaptive_memory.ways.values()) == {"none"}
     needs, rank = [], strategy.topology.pp.rank
     for stages in range(strategy.topology.pp.size):
         own = [b.costs for b in strategy.adaptive_memory.measured.values() if b.rank == stages]
-        needs.append((needed(own, range(len(own))), needed(own, ())))
+        needs.append((needed(own, ["full"] * len(own)), needed(own, ["none"] * len(own))))
     limit = (max(least for least, _ in needs) + max(most for _, most in needs)) / 2
     some = MemoryConfig(recompute="adaptive", activation_gib=limit / 2**30)
     strategy, others, few_bytes = adaptive_run(options, some)
     for name, value in expected.items():
         assert torch.equal(weights[name], value)
         assert torch.equal(others[name], value)
-    chosen, table = strategy.adaptive_memory.recomputed, strategy.adaptive_memory.measured
+    ways, table = strategy.adaptive_memory.ways, strategy.adaptive_memory.measured
+    chosen = [name for name, way in ways.items() if way != "none"]
     mine = {name: block.costs for name, block in table.items() if block.rank == rank}
     assert 0 < len(chosen) < len(table)
+    # The results that a block keeps are not in autograd's hands.
     saved = sum(c.kept - c.input for name, c in mine.items() if name in chosen)
     passes = len(few_bytes) // 4  # the step runs once for every microbatch and stage
     assert sum(all_bytes[-passes:]) - sum(few_bytes[-passes:]) == pytest.approx(
@@ -325,7 +331,7 @@ def adaptive_job(options: dict[str, Any]) -> tuple[str, ...]:
     little = MemoryConfig(recompute="adaptive", activation_gib=needs[0][0] / 2**31)
     with pytest.raises(ConfigError, match="nearest valid: activation_gib="):
         adaptive_run(options, little)
-    return tuple(chosen)
+    return tuple(ways.items())
 
 
 ADAPTIVE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -345,3 +351,79 @@ def test_adaptive_recomputes_some_blocks(pool: WorkerPool, name: str) -> None:
 def test_the_same_under_bfloat16(pool: WorkerPool) -> None:
     options = {"tp": 2, "sequence_parallel": True, "zero": 3}
     pool.run(4, compare_job, options, "llama", 0.2, "bf16-mixed")
+
+
+class Peak(L.Callback):
+    """The most bytes that are alive in the last of five steps, from its forward to its update."""
+
+    most = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.live = LiveBytes()
+            self.live.__enter__()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 4:
+            self.live.__exit__(None, None, None)
+            self.most = self.live.most
+
+
+def peak_of(memory: MemoryConfig) -> tuple[int, Any]:
+    L.seed_everything(1, verbose=False)
+    strategy, peak = MegatronStrategy(memory=memory), Peak()
+    module = ParityModule("deep", Data(steps=5, batch=64))
+    quiet_trainer(strategy, callbacks=[peak]).fit(module)
+    return peak.most, strategy.adaptive_memory
+
+
+def peak_job() -> list[set[str]]:
+    # Of each block: a forward of ten seconds, noting at no cost, and a repetition of one.
+    clock = itertools.cycle([0.0, 10.0, 0.0, 10.0, 0.0, 1.0])
+    with patch.object(AdaptiveMemory, "_now", lambda _: next(clock)):
+        return peaks_under_limits()
+
+
+def peaks_under_limits() -> list[set[str]]:
+    much = MemoryConfig(recompute="adaptive", activation_fraction=0.5)
+    most, plan = peak_of(much)
+    costs = [block.costs for block in plan.measured.values()]
+    outside = most - needed(costs, ["none"] * len(costs))
+    least, whole = (needed(costs, [way] * len(costs)) for way in ("full", "none"))
+    found = []
+    for part in (0.1, 0.7):
+        limit = int(least + part * (whole - least))
+        peak, plan = peak_of(MemoryConfig(recompute="adaptive", activation_gib=limit / 2**30))
+        assert peak - outside <= limit < whole
+        found.append(set(plan.ways.values()))
+    return found
+
+
+def test_the_peak_stays_under_the_limit(pool: WorkerPool) -> None:
+    """What is outside of the blocks, the backward's own tensors too, is the same in all modes."""
+    found = pool.run(1, peak_job)[0]
+    assert "full" in found[0]
+    assert found[-1] >= {"none", "selective"}
+
+
+@pytest.mark.parametrize(
+    ("keep", "func"),
+    [
+        (["norm"], torch.ops.aten.native_layer_norm.default),
+        (["activation"], torch.ops.aten.gelu.default),
+        (["aten.gelu"], torch.ops.aten.gelu.default),
+        (["aten.silu"], torch.ops.aten.silu.default),
+    ],
+)
+def test_other_operations_can_be_kept(keep: list[str], func: Any) -> None:
+    config = transformer_config("gpt" if "layer" in str(func) or "gelu" in str(func) else "llama")
+    blocks = nn.ModuleList([TransformerBlock(config, None)])
+    x = torch.randn(2, 4, config.hidden_size, requires_grad=True)
+    counts = []
+    for memory in (MemoryConfig(recompute="full"), MemoryConfig(recompute="selective", keep=keep)):
+        recompute(blocks, [blocks[0]], memory)
+        y = blocks[0](x).sum()
+        with Counted(func) as counted:
+            y.backward()
+        counts.append(counted.count)
+    assert counts[0] > counts[1] == 0

@@ -227,9 +227,17 @@ CASES = {
         },
         says=("recompute='adaptive', offload_activations=True", "recompute='selective'"),
     ),
+    "more of a device than there is": Case(
+        layout={"memory": MemoryConfig(recompute="adaptive", activation_fraction=1.5)},
+        says=("activation_fraction=1.5", "activation_fraction=1.0"),
+    ),
+    "keeping what torch does not have": Case(
+        layout={"memory": MemoryConfig(recompute="selective", keep=["aten.mmm"])},
+        says=("keep=['aten.mmm']", "'aten.mm'", "keep=['attention', 'matmul']"),
+    ),
     "adaptive recomputation without a limit": Case(
         layout={"memory": MemoryConfig(recompute="adaptive")},
-        says=("activation_gib=None", "nearest valid: activation_gib=1.0"),
+        says=("activation_gib=None, activation_fraction=None", "valid: activation_gib=1.0"),
     ),
     "adaptive recomputation and schedule": Case(
         layout={
