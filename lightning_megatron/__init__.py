@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.hang_detector import HangDetector
     from lightning_megatron.callbacks.logger_guard import LoggerGuard
     from lightning_megatron.callbacks.memory import MemoryMonitor
+    from lightning_megatron.callbacks.monitor import Monitor
     from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
     from lightning_megatron.callbacks.number_guard import NumberGuard
     from lightning_megatron.callbacks.parameter_norm import ParameterNorm
@@ -80,6 +81,7 @@ _HOMES = {
     "MegatronStrategy": "strategies.megatron",
     "MemoryConfig": "parallel.memory",
     "MemoryMonitor": "callbacks.memory",
+    "Monitor": "callbacks.monitor",
     "NumberGuard": "callbacks.number_guard",
     "ParameterNorm": "callbacks.parameter_norm",
     "PipelineConfig": "parallel.plan",
@@ -126,6 +128,7 @@ __all__ = [
     "MegatronStrategy",
     "MemoryConfig",
     "MemoryMonitor",
+    "Monitor",
     "NumberGuard",
     "ParameterNorm",
     "PipelineConfig",

@@ -29,20 +29,25 @@ class GradientMonitor(pl.Callback):
             (``"keep"``), left out, on all ranks and with the schedule standing still (``"skip"``,
             counted in ``optim/skipped_steps``), or training ends (``"raise"``). Looking at it waits
             for the device once a step, as ``clip`` does.
+        every: optimizer steps from one logged norm to the next, where nothing else needs it.
 
     Attributes:
         nonfinite: the argument.
         skipped: steps left out so far.
 
     Raises:
-        ConfigError: ``nonfinite`` is none of these.
+        ConfigError: ``nonfinite`` is none of these, or ``every`` smaller than one step.
     """
 
     def __init__(
         self,
         clip: PercentileClip | ZScoreClip | UnitClip | None = None,
         nonfinite: Nonfinite = "keep",
+        every: int = 1,
     ) -> None:
+        if every < 1:
+            raise ConfigError(f"every={every}: must be at least 1; nearest valid: every=1")
+        self._every, self._steps = every, 0
         if nonfinite not in get_args(Nonfinite):
             raise ConfigError(
                 f"nonfinite={nonfinite!r}: must be 'keep', 'skip' or 'raise'; nearest valid: 'keep'"
@@ -62,6 +67,10 @@ class GradientMonitor(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        self._steps += 1
+        idle = self._clip is None and self.nonfinite == "keep"
+        if idle and self._steps % self._every and self._steps != 1:
+            return
         strategy: Any = trainer.strategy
         gradients = strategy.parallel_gradients
         norm = gradients.norm()
