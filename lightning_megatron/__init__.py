@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.number_guard import NumberGuard
     from lightning_megatron.callbacks.parameter_norm import ParameterNorm
     from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
+    from lightning_megatron.callbacks.preemption import Preemption
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.prometheus import PrometheusEndpoint
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
@@ -87,6 +88,7 @@ _HOMES = {
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "callbacks.pipeline_monitor",
     "PipelineSequential": "pipeline.sequential",
+    "Preemption": "callbacks.preemption",
     "ProfilerWindow": "callbacks.profiler_window",
     "PrometheusEndpoint": "callbacks.prometheus",
     "ResumableSampler": "data.sampler",
@@ -134,6 +136,7 @@ __all__ = [
     "PipelineConfig",
     "PipelineMonitor",
     "PipelineSequential",
+    "Preemption",
     "ProfilerWindow",
     "PrometheusEndpoint",
     "ResumableSampler",

@@ -91,3 +91,11 @@ def use_interface(name: str, *, explicit: bool) -> None:
 def set_meeting_place(address: str, port: int) -> None:
     """Tell whoever asks the environment where the processes of the run meet."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+
+
+def slurm_job() -> str | None:
+    """The Slurm job, as ``scontrol`` names it, that this process belongs to."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array:
+        return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '0')}"
+    return os.environ.get("SLURM_JOB_ID") or None

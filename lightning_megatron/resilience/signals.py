@@ -14,10 +14,11 @@ signals from its parent only: a DataLoader's last resort at the end is to send i
 """
 
 import os
+import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -35,17 +36,20 @@ class StopFlag:
     Attributes:
         number: of the first signal, 0 when there was none.
         exit_code: of a process that leaves because of a signal.
+        grace_s: how long the process may live after the first signal, wherever it may hang; None
+            leaves that to whoever sent it.
         same_s: see `SAME_S`.
     """
 
     def __init__(self, exit_code: int = 143) -> None:
         self.number = 0
         self.exit_code = exit_code
+        self.grace_s: float | None = None
         self.same_s = SAME_S
         self._process = os.getpid()
-        self._since = 0.0
-        self._wakes: int | None = None
-        self._closed = threading.Event()
+        self._since: float | None = None
+        self._pipe: int | None = None
+        self._former = -1
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the signal; the second one ends the process."""
@@ -54,40 +58,65 @@ class StopFlag:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        now = time.monotonic()
-        if not self.number:
-            self.number, self._since = int(number), now
-            if self._wakes is not None:
-                os.write(self._wakes, b"!")
-        elif now - self._since > self.same_s:
-            self._leave(f"{name_of(number)} again: leaving at once, without a save")
+        self.number = self.number or int(number)
+        if self._pipe is None:  # else the thread keeps the time: a handler may come to run late
+            self._came(number)
 
     def clear(self) -> None:
         """Begin anew, in this process: the next signal is a first one."""
-        self.number, self._process = 0, os.getpid()
+        self.number, self._since, self._process = 0, None, os.getpid()
 
-    def limit(self, seconds: float) -> None:
-        """From the first signal on, let the process live for so long, wherever it may hang."""
+    def watch(self, numbers: Collection[int]) -> None:
+        """Have a thread see signals, also while the main thread hangs, and keep time."""
         self.release()
-        reading, self._wakes = os.pipe()
-        self._closed = threading.Event()
+        if threading.current_thread() is not threading.main_thread():
+            return
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        self._former = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if self._former != -1:  # an event loop's, which needs it more
+            signal.set_wakeup_fd(self._former)
+            os.close(writing)
+            os.close(reading)
+            return
+        self._pipe = writing
+        arguments = reading, frozenset(numbers)
         threading.Thread(
-            target=self._end_late, args=(reading, seconds, self._closed), daemon=True, name="grace"
+            target=self._keep_watch, args=arguments, daemon=True, name="signals"
         ).start()
 
     def release(self) -> None:
-        """Take the limit back."""
-        self._closed.set()
-        wakes, self._wakes = self._wakes, None
-        if wakes is not None:
-            os.close(wakes)
+        """End the thread."""
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None and os.getpid() == self._process:
+            signal.set_wakeup_fd(self._former)
+            os.close(pipe)
 
-    def _end_late(self, reading: int, seconds: float, closed: threading.Event) -> None:
-        came = os.read(reading, 1)  # empty when the other end is closed
-        os.close(reading)
-        if came and not closed.wait(max(self._since + seconds - time.monotonic(), 0)):
-            name = name_of(self.number)
-            self._leave(f"{seconds:g} s after {name} the run has not ended: leaving without it")
+    def _keep_watch(self, reading: int, numbers: frozenset[int]) -> None:
+        while True:
+            ready, _, _ = select.select([reading], [], [], self._left())
+            if not ready:
+                name = name_of(self.number)
+                self._leave(f"{self.grace_s:g} s after {name} the run has not ended: leaving it")
+            came = os.read(reading, 64)
+            if not came:  # released
+                os.close(reading)
+                return
+            for number in came:
+                if number in numbers:
+                    self._came(number)
+
+    def _left(self) -> float | None:
+        if self._since is None or self.grace_s is None:
+            return None
+        return max(self._since + self.grace_s - time.monotonic(), 0)
+
+    def _came(self, number: int) -> None:
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+        elif now - self._since > self.same_s:
+            self._leave(f"{name_of(number)} again: leaving at once, without a save")
 
     def _leave(self, why: str) -> None:
         # Not through sys.stderr: the main thread may be amid a write.
@@ -117,6 +146,7 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         """Begin a worker."""
+        signal.set_wakeup_fd(-1)  # a forked worker's is the parent's
         if self.first is not None:
             self.first(worker)
         # Threads that the dataset starts inherit the mask.

@@ -126,7 +126,8 @@ class CheckpointHooks:
                 filepath, model, checkpoint, optimizers=optimizers, layout=layout, group=group
             )
             return
-        at_once = self._links_checkpoints or trainer.state.status != TrainerStatus.RUNNING
+        ends = trainer.received_sigterm or trainer.state.status != TrainerStatus.RUNNING
+        at_once = self._links_checkpoints or ends
         self._saver.save(
             filepath,
             model,

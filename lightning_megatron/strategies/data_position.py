@@ -84,6 +84,8 @@ class DataPosition:
     def __init__(self) -> None:
         self._readings: WeakKeyDictionary[Any, _Reading] = WeakKeyDictionary()
         self._saved: dict[str, Any] | None = None
+        self._awaits: dict[str, Any] | None = None
+        """The same, until the validation at an epoch's end is over that the run goes on with."""
         self._moved = 0
         """How many of the training loaders are where they were when the checkpoint was saved."""
         self._discard: list[Any] = []
@@ -258,6 +260,8 @@ class DataPosition:
         """Finish what `load` began, when training is about to start."""
         self.after_step(trainer)
         saved, self._saved = self._saved, None
+        if saved is not None and _validates_first(trainer):
+            self._awaits = saved
         combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
         if saved is None or combined is None or fetcher is None:
             return
@@ -282,6 +286,25 @@ class DataPosition:
                 next(fetcher)
             fetcher.fetched = 0  # Lightning adds what was read before the interruption
 
+    def after_epoch(self, trainer: Trainer) -> None:
+        """Move the loaders anew, which Lightning is going to iterate anew.
+
+        So it does after every epoch; but the one that is over was validation only, as the run was
+        interrupted before that, and the loaders stand at the beginning of the next one.
+        """
+        saved, self._awaits = self._awaits, None
+        combined = trainer.fit_loop._combined_loader
+        if saved is None or saved["batch"] or combined is None:
+            return
+        self._saved, self._moved = saved, 0
+        for loader in combined.flattened:
+            self._resume(loader)
+            known = isinstance(loader, DataLoader)
+            batches = _stateful_batches(self._readings.get(loader)) if known else None
+            if batches is not None:  # the first batch may have been fetched
+                batches.go_to(0, batches.state_before(0))
+        self._saved, self._discard = None, []
+
     def _count_batches(self, saved: dict[str, Any], loaders: list[Any], trainer: Trainer) -> None:
         """Have the epoch end with its last sample, if batches have another size than before."""
         readings = [self._readings[one] for one in loaders if isinstance(one, DataLoader)]
@@ -302,7 +325,8 @@ def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
     assert combined is not None
     assert fetcher is not None
     loop = trainer.fit_loop.epoch_loop
-    if trainer.num_training_batches == float("inf") and loop.batch_progress.is_last_batch:
+    ended = loop.batch_progress.is_last_batch and not _validates_first(trainer)
+    if trainer.num_training_batches == float("inf") and ended:
         # It would go on counting from the epoch before, as it knows no last batch.
         loop.batch_progress.reset_on_run()
         loop.batch_progress.current.completed = -1 if loop.restarted_on_train_batch_end else 0
@@ -317,6 +341,11 @@ def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
             again = True
     if again:
         iter(fetcher)
+
+
+def _validates_first(trainer: Trainer) -> bool:
+    """Whether the run goes on with a validation."""
+    return trainer.fit_loop.epoch_loop.val_loop.restarted_mid_evaluation
 
 
 def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:

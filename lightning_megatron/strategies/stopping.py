@@ -4,43 +4,45 @@ Lightning's handler of SIGTERM broadcasts, and that of Slurm's requeue signal sa
 from wherever a rank is at that moment, while its peers are somewhere else. A signal that reaches
 one rank only then pairs its broadcast with their gradients, and all hang. Here a handler notes the
 signal (`resilience.signals`), the note rides on the agreement of every batch (`strategies.
-agreement`), and from there on Lightning sees it on all ranks, at the same place: it leaves at the
-end of the batch, by `SIGTERMException`. `callbacks.Preemption` saves a checkpoint before.
+agreement`), and when that batch is over, all ranks leave by `SIGTERMException`.
+
+Before they do, whoever registered as `StopHooks.before_leaving` may save a checkpoint. What comes
+after it must be what would have come, which depends on where Lightning is:
+
+* after a batch: nothing to mend, Lightning's end of the batch is behind it;
+* before or during a validation: the checkpoint says that validation has yet to begin, and the run
+  that goes on from it validates from the first batch;
+* after the last batch of an epoch: the run goes on to the epoch's end, callbacks included.
 
 Evaluation is ended likewise where all ranks have the same number of batches, which they compare at
 its beginning; elsewhere a signal waits for its end.
 """
 
-import logging
 import os
-import signal
 import subprocess
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors.signal_connector import (
-    _HandlersCompose,
-    _SignalConnector,
-)
-from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.resilience.signals import StopFlag, name_of
 from lightning_megatron.strategies.agreement import Agreement
-
-logger = logging.getLogger(__name__)
+from lightning_megatron.strategies.data_position import DataPosition
+from lightning_megatron.strategies.stop_connector import StopConnector
 
 _PATIENCE_S = 20.0
 """How long the processes that Lightning started may take to leave by themselves."""
+
+_VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 @dataclass(frozen=True)
@@ -57,66 +59,6 @@ class Stop:
         return f"{name_of(self.number)} on rank{'s' if len(self.ranks) > 1 else ''} {ranks}"
 
 
-class StopConnector(_SignalConnector):
-    """Handlers that communicate nothing, in place of Lightning's.
-
-    Args:
-        trainer: whose handlers these are.
-        flag: what they set.
-        signals: that end the run, beside SIGTERM.
-        replaces_requeue: whether someone else sees to Slurm's requeue.
-    """
-
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        flag: StopFlag,
-        signals: tuple[int, ...],
-        *,
-        replaces_requeue: bool,
-    ) -> None:
-        super().__init__(trainer)
-        self._flag, self._signals = flag, signals
-        self._replaces_requeue = replaces_requeue
-        self.requeue_signal: int | None = None
-
-    @override
-    def register_signal_handlers(self) -> None:
-        self.received_sigterm = False
-        self._original_handlers = self._get_current_signal_handlers()
-        self._flag.clear()
-        environment = self.trainer._accelerator_connector.cluster_environment
-        slurm = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        self.requeue_signal = None
-        if slurm and not self._replaces_requeue:
-            assert isinstance(environment, SLURMEnvironment)
-            self.requeue_signal = environment.requeue_signal or signal.SIGUSR1
-        extra = () if self.requeue_signal is None else (self.requeue_signal,)
-        for number in dict.fromkeys((signal.SIGTERM, *self._signals, *extra)):
-            existing = signal.getsignal(number)
-            handlers: list[Any] = [self._flag]
-            if callable(existing) and existing is not self._flag:
-                handlers.append(existing)
-            self._register_signal(number, _HandlersCompose(handlers))
-
-    def requeue(self, number: int) -> None:
-        """Save a checkpoint and have Slurm queue the job again; collective."""
-        frame: Any = None  # which Lightning's handler does not look at
-        self._slurm_sigusr_handler_fn(number, frame)
-
-    @override
-    def teardown(self) -> None:
-        had = bool(self._original_handlers)
-        super().teardown()
-        self._flag.release()
-        number, acted = self._flag.number, self.received_sigterm
-        self._flag.clear()
-        failed = self.trainer.state.status == TrainerStatus.INTERRUPTED
-        if had and number and not acted and not failed:
-            # No batch was left to agree in: let it do what it does after the run.
-            os.kill(os.getpid(), number)
-
-
 class StopHooks(ParallelStrategy):
     """The part of the strategy that settles the agreement and ends the run; mixed in first.
 
@@ -126,7 +68,10 @@ class StopHooks(ParallelStrategy):
         stop_signals: that end the run, beside SIGTERM.
         replaces_requeue: whether a callback does what Slurm's requeue signal asks for.
         stop: set on all ranks at the same batch, when they have agreed to end; None until then.
+        before_leaving: called on all ranks, where they may save a checkpoint.
     """
+
+    _data_position: DataPosition
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,9 +80,11 @@ class StopHooks(ParallelStrategy):
         self.stop_signals: tuple[int, ...] = ()
         self.replaces_requeue = False
         self.stop: Stop | None = None
+        self.before_leaving: Callable[[Stop], None] | None = None
         self._settled: int | None = None
         self._evaluates_evenly = False
-        self._requeues: StopConnector | None = None
+        self._requeues = False
+        self._mend: Callable[[dict[str, Any]], None] | None = None
         self._children: list[subprocess.Popen[Any]] = []
 
     def start_agreement(self, trainer: pl.Trainer, group: Any) -> None:
@@ -147,18 +94,22 @@ class StopHooks(ParallelStrategy):
             trainer: whose handlers and broadcast are replaced, in this instance.
             group: all processes, for tensors on the host; None for the default group.
         """
-        self.stop, self._settled = None, None
+        self.stop, self._settled, self._requeues, self._mend = None, None, False, None
         self._slot = self.agreement.register("stop signal")
         self.agreement.start(group)
         trainer._signal_connector = StopConnector(
             trainer, self.stop_flag, self.stop_signals, replaces_requeue=self.replaces_requeue
         )
-        # The agreement takes the place of its broadcast before every batch.
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = (  # type: ignore[method-assign]
-            self._requeue_if_agreed
-        )
+        fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+        for loop, name, ours in (
+            # The agreement takes the place of a broadcast before every batch.
+            (batches, "_broadcast_sigterm_tensor", _nothing),
+            (batches, "on_advance_end", self._end_batch),
+            (fit, "on_advance_end", self._end_epoch),
+        ):
+            setattr(loop, name, ours)
 
-    # Batches --------------------------------------------------------------------------------------
+    # Agreeing -------------------------------------------------------------------------------------
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -175,33 +126,30 @@ class StopHooks(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(super().validation_step(*args, **kwargs))
+        return self._end_evaluation(super().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluated(super().test_step(*args, **kwargs))
+        return self._end_evaluation(super().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._evaluated(super().predict_step(*args, **kwargs))
-        if self.stop is not None:  # the loop of Lightning does not look
-            raise SIGTERMException
-        return output
+        return self._end_evaluation(super().predict_step(*args, **kwargs))
 
     @override
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        self._begin_evaluation()
+        self._compare_evaluations()
 
     @override
     def on_test_start(self) -> None:
         super().on_test_start()
-        self._begin_evaluation()
+        self._compare_evaluations()
 
     @override
     def on_predict_start(self) -> None:
         super().on_predict_start()
-        self._begin_evaluation()
+        self._compare_evaluations()
 
     def _settle(self) -> None:
         """Once per batch, though a backward may run more often."""
@@ -213,7 +161,7 @@ class StopHooks(ParallelStrategy):
         self.agreement.settle()
         self._decide(self._slot.values)
 
-    def _begin_evaluation(self) -> None:
+    def _compare_evaluations(self) -> None:
         trainer = self._trainer_of_run()
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         batches = [float(count) for count in loop.max_batches]
@@ -222,45 +170,79 @@ class StopHooks(ParallelStrategy):
         [everyone] = self.agreement.exchange([digest])
         self._evaluates_evenly = all(other == digest for other in everyone)
 
-    def _evaluated(self, output: Any) -> Any:
-        if self._evaluates_evenly and self.stop is None:
-            [numbers] = self.agreement.exchange([self.stop_flag.number])
-            self._decide(numbers)
-        return output
-
     def _decide(self, numbers: tuple[float, ...]) -> None:
         ranks = tuple(rank for rank, number in enumerate(numbers) if number)
         if not ranks or self.stop is not None:
             return
-        connector = self._trainer_of_run()._signal_connector
-        assert isinstance(connector, StopConnector)
+        connector = self._connector()
         number = int(numbers[ranks[0]])
         if number == connector.requeue_signal:
-            self._requeues = connector
+            self._requeues = True
             self.stop_flag.clear()
             return
         self.stop = Stop(number, ranks)
         connector.received_sigterm = True
         if isinstance(self._launcher, _SubprocessScriptLauncher):
-            # Else its observer kills this process because one of them leaves, with 143.
+            # Else its observer kills this process as soon as one of them leaves.
             self._children = list(self._launcher.procs)
             self._launcher.procs.clear()
-        if self.is_global_zero:
-            logger.warning("%s: the run ends with this batch", self.stop)
 
-    def _requeue_if_agreed(self) -> None:
-        """What Lightning does in its handler: save, have the job queued again, and go on."""
-        connector, self._requeues = self._requeues, None
-        if connector is not None:
-            assert connector.requeue_signal is not None
-            connector.requeue(connector.requeue_signal)
+    # Leaving --------------------------------------------------------------------------------------
 
-    # End ------------------------------------------------------------------------------------------
+    def _end_batch(self, fetcher: Any) -> None:
+        """Lightning's end of a batch, and that of the run if so agreed."""
+        loop = self._trainer_of_run().fit_loop.epoch_loop
+        if self.stop is not None and loop._should_check_val_fx(fetcher):
+            self._leave(_validate_first)
+        with suppress(SIGTERMException) if self.stop is not None else nullcontext():
+            type(loop).on_advance_end(loop, fetcher)
+        if self.stop is not None and not loop._num_ready_batches_reached():
+            self._leave()
+        if self._requeues:  # what Lightning does in its handler
+            self._requeues = False
+            self._connector().requeue()
+
+    def _end_epoch(self) -> None:
+        """Lightning's end of an epoch, and that of the run if so agreed."""
+        loop = self._trainer_of_run().fit_loop
+        if self.stop is None:
+            type(loop).on_advance_end(loop)
+            self._data_position.after_epoch(loop.trainer)
+            return
+        with suppress(SIGTERMException):
+            type(loop).on_advance_end(loop)
+        self._leave()
+
+    def _end_evaluation(self, output: Any) -> Any:
+        """End the run within the evaluation of a batch, if so agreed."""
+        if self._evaluates_evenly and self.stop is None:
+            [numbers] = self.agreement.exchange([self.stop_flag.number])
+            self._decide(numbers)
+        if self.stop is not None:
+            self._leave(_validate_first)
+        return output
+
+    def _leave(self, mend: Callable[[dict[str, Any]], None] | None = None) -> None:
+        assert self.stop is not None
+        self._mend = mend
+        if self.before_leaving is not None:
+            self.before_leaving(self.stop)
+        raise SIGTERMException(self.stop_flag.exit_code)
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write it, with what the resumed run has to do before it reads the next batch."""
+        progress = checkpoint.get("loops", {}).get("fit_loop")
+        if self._mend is not None and progress is not None:
+            self._mend(progress)
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[arg-type]
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException) and exception.code is None:
-            exception.code = self.stop_flag.exit_code
         super().on_exception(exception)
         deadline = time.monotonic() + _PATIENCE_S
         for process in self._children:
@@ -268,6 +250,27 @@ class StopHooks(ParallelStrategy):
                 process.wait(max(deadline - time.monotonic(), 0))
             process.kill()
 
+    def _connector(self) -> StopConnector:
+        connector = self._trainer_of_run()._signal_connector
+        assert isinstance(connector, StopConnector)
+        return connector
+
     def _trainer_of_run(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+def _nothing() -> None:
+    """In the place of what need not be done."""
+
+
+def _validate_first(progress: dict[str, Any]) -> None:
+    """Make Lightning believe that it is in the first batch of a validation, which it then repeats.
+
+    It takes a validation for done unless one of its batches was begun and not evaluated.
+    """
+    batches = progress[_VALIDATION]
+    begun = batches["total"]["completed"] + 1
+    batches["total"].update(ready=begun, started=begun, processed=begun - 1, completed=begun - 1)
+    batches["current"].update(ready=0, started=0, processed=0, completed=0)
+    batches["is_last_batch"] = False
