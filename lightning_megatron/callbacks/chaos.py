@@ -89,6 +89,9 @@ class ChaosMonkey(pl.Callback):
         """Of faults that last: the first step without them."""
         self._struck: dict[int, int] = {}
         """The last step in which each fault struck."""
+        self._spent: dict[int, int] = {}
+        """Of poisoned losses: the last step whose batch is through with its forward. All of its
+        microbatches are poisoned; but when it is run again, the fault is over."""
         self._filled = -1
         """The fault that filled the disk."""
         self._unwrap: Callable[[], None] | None = None
@@ -129,6 +132,14 @@ class ChaosMonkey(pl.Callback):
         self._release()
         if self._due("forward", trainer) or self._due("backward", trainer):
             self._wrap(trainer, pl_module)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        for index, step in self._struck.items():
+            if step == trainer.global_step:
+                self._spent[index] = step
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -211,8 +222,9 @@ class ChaosMonkey(pl.Callback):
             return []
         now, due = self._moment(section, trainer), []
         for index, fault in enumerate(self.faults):
-            if self._struck.get(index) == now.step and fault.kind not in _OF_THE_LOSS:
-                continue  # losses are poisoned in every microbatch
+            done = self._spent if fault.kind in _OF_THE_LOSS else self._struck
+            if done.get(index) == now.step:
+                continue
             lasting = now.step < self._until.get(index, -1) and section == fault.section
             if lasting or any(fault.is_due(moment) for moment in _moments(fault, now, trainer)):
                 due.append((index, fault))

@@ -21,7 +21,7 @@ from importlib import import_module
 
 from lightning_megatron.errors import ConfigError
 
-_SUBCOMMANDS = ("chaos", "ckpt", "convert", "generate", "schedule")
+_SUBCOMMANDS = ("chaos", "ckpt", "convert", "doctor", "generate", "schedule")
 """Each is a function of its name in a file of its name; the others are those of LightningCLI."""
 
 _READER_GONE = 128 + signal.SIGPIPE

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,7 @@ def run_command(
     *,
     limit_s: float | None = None,
     output: Any = None,
+    on_start: Callable[[int], None] = lambda pid: None,
 ) -> int | None:
     """Run a command with faults, to its end or that of the time; leaves no process behind.
 
@@ -87,6 +88,7 @@ def run_command(
         directory: of the rehearsal.
         limit_s: seconds that it may take.
         output: file for standard output and error; those of this process by default.
+        on_start: told the command's process id.
 
     Returns:
         The exit code of the command, negative if a signal ended it; None if its time was over.
@@ -103,6 +105,7 @@ def run_command(
             list(command), env=environment, stdout=output, stderr=output, start_new_session=True
         )
         try:
+            on_start(process.pid)
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             _end(process)

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_megatron import ChaosMonkey
+from lightning_megatron import ChaosMonkey, NumberGuard
 from lightning_megatron.callbacks.chaos import chaos_from_environment
 from lightning_megatron.cli import main
 from lightning_megatron.cli.rehearsal import read_rehearsal
@@ -251,3 +251,18 @@ def test_diary_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert rehearsal.ledger.attempts[-1].to_step == 4
     assert rehearsal.recovered
     assert [outcome.deed["what"] for outcome in rehearsal.outcomes] == ["slow"]
+
+
+def test_a_batch_that_is_run_again_is_sound(tmp_path: Path) -> None:
+    """What `NumberGuard` takes for a transient fault; weights are those of a clean run."""
+    clean: list[Any] = []
+    for faults in ("", "nan_loss:step=1; nan_gradient:step=2"):
+        guard = NumberGuard(nonfinite="rerun", after_rerun="raise")
+        module = Small()
+        callbacks = [ChaosMonkey(faults, tmp_path), guard]
+        layout = {"num_microbatches": 2}
+        make_trainer(layout, callbacks=callbacks).fit(module, loader())
+        clean.append(weights(module))
+    assert len(read_deeds(tmp_path)) == 2
+    for name, value in clean[0].items():
+        torch.testing.assert_close(clean[1][name], value, rtol=0, atol=0)
