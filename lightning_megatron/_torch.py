@@ -250,6 +250,12 @@ def _observed(original: Any) -> Any:
     return wait
 
 
+def own_connection(store: Any) -> Any:
+    """The same store, by a connection that does not wait for what others ask it (2.11-2.13)."""
+    clone = getattr(store, "clone", None)
+    return store if clone is None else clone()
+
+
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Euclidean norm of each tensor, in one kernel where the device has one (2.11-2.13)."""
     norms: Any = torch._foreach_norm(list(tensors), 2, dtype=dtype) if tensors else []

@@ -51,7 +51,8 @@ def restart_count() -> int:
 class TorchElastic:
     """What torchrun tells its workers."""
 
-    run_id: str
+    run_id: str | None
+    """None where torchrun was given none."""
     restarts: int
     """Failures after which this node's workers were started again."""
     max_restarts: int
@@ -67,7 +68,7 @@ def torch_elastic() -> TorchElastic | None:
     if run_id is None:
         return None
     return TorchElastic(
-        run_id=run_id,
+        run_id=None if run_id == "none" else run_id,
         restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         max_restarts=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
         agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
@@ -99,3 +100,22 @@ def slurm_job() -> str | None:
     if array:
         return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '0')}"
     return os.environ.get("SLURM_JOB_ID") or None
+
+
+_PARENT = "LIGHTNING_MEGATRON_PARENT"
+
+
+def started_by() -> int | None:
+    """Process of rank 0 that started this one, if it did."""
+    value = os.environ.get(_PARENT)
+    return int(value) if value and int(value) != os.getpid() else None
+
+
+def announce_parent() -> None:
+    """Let processes that this one starts know who did."""
+    os.environ[_PARENT] = str(os.getpid())
+
+
+def error_file() -> str | None:
+    """Where torchrun reads how a worker of it failed."""
+    return os.environ.get("TORCHELASTIC_ERROR_FILE") or None

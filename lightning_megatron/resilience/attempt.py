@@ -35,7 +35,9 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_megatron._torch import PrefixStore, Store
@@ -55,11 +57,17 @@ class Peer:
 
     host: str
     pid: int
+    machine: str = ""
+    """The same for processes that know each other by the same process ids."""
 
     @classmethod
     def here(cls) -> "Peer":
         """This process."""
-        return cls(host=socket.gethostname(), pid=os.getpid())
+        machine = socket.gethostname()
+        with suppress(OSError):  # other systems than Linux
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return cls(host=socket.gethostname(), pid=os.getpid(), machine=machine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,10 +164,10 @@ class _Host:
         if not self._store.check([_hello(rank, self._world_size)]):
             return None
         hello = json.loads(self._store.get(_hello(rank, self._world_size)))
-        token: str = hello["token"]
+        token: str = hello.pop("token")
         if self._latest.get(rank) != token:
             self._latest[rank] = token
-            self._peers[rank] = Peer(host=hello["host"], pid=hello["pid"])
+            self._peers[rank] = Peer(**hello)
             self._store.set(f"invitation/{token}", str(self._number))
         return token
 

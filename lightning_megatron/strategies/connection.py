@@ -2,10 +2,7 @@
 
 import atexit
 import difflib
-import signal
-import subprocess
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,8 +16,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from typing_extensions import override
@@ -28,13 +23,11 @@ from typing_extensions import override
 from lightning_megatron import env
 from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
 from lightning_megatron.errors import ConfigError, ConnectError
-from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.resilience import interfaces
 from lightning_megatron.resilience.attempt import Attempt, join, recall, remember
 from lightning_megatron.resilience.meeting_place import host_store, reach_store
-
-_GRACE_S = 3.0
-"""How long after a failure of rank 0 the other processes of the node may go on."""
+from lightning_megatron.strategies.endings import EndingHooks
+from lightning_megatron.strategies.launcher import Launcher, watch_parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +188,10 @@ def _open_store(
     return host_store(address, port, listen_on, timeout_s)
 
 
-class Processes(ParallelStrategy):
+class Processes(EndingHooks):
     """The part of the strategy that starts and ends the processes of this node."""
 
     num_nodes = 1
-    events: EventLog
     attempt: Attempt
     """Which start of the processes this is; exists once they are connected."""
 
@@ -218,9 +210,7 @@ class Processes(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     def on_one_machine(self) -> bool:
@@ -233,6 +223,7 @@ class Processes(ParallelStrategy):
     def find_peers(self, config: ConnectionConfig, settings: Any, from_host: bool) -> None:
         """Find the other ranks; see `connect`."""
         assert self.cluster_environment is not None
+        watch = watch_parent()
         self.attempt = connect(
             config,
             self.cluster_environment,
@@ -241,7 +232,10 @@ class Processes(ParallelStrategy):
             single_machine=self.on_one_machine,
             from_host=from_host,
         )
+        if watch is not None:
+            watch.close()
         self.events.identify(run=self.attempt.run_id, attempt=self.attempt.number)
+        self.begin_watch(self.attempt)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers who this process is."""
@@ -251,17 +245,3 @@ class Processes(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         for function in (rank_zero_only, utilities_rank_zero_only):
             setattr(function, "rank", self.global_rank)  # noqa: B010 (of a function)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """End the processes that this one started, which may wait for it for ever.
-
-        They get a moment to fail by themselves: when this exception is but the echo of theirs, it
-        is their traceback that tells the user what went wrong.
-        """
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            deadline = time.monotonic() + _GRACE_S
-            for process in self._launcher.procs:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(deadline - time.monotonic(), 0))
-            self._launcher.kill(signal.SIGKILL)

@@ -394,6 +394,7 @@ class MegatronStrategy(
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self.note_ending(exception)
         self.stop_saver(self._checkpoint.drain_timeout_s)
         super().on_exception(exception)
 
@@ -406,6 +407,7 @@ class MegatronStrategy(
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self.end_watch()
         self.stop_saver()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

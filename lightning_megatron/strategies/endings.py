@@ -1,0 +1,139 @@
+"""What a rank does when the run breaks off: find out who began, say so, and let nobody wait.
+
+The rank that failed by itself posts that (`resilience.root_cause`). The others, whose exceptions
+are echoes, look for the cause, mark their own exception as secondary, and the first of them prints
+one block. Under torchrun each leaves its error file, so that torchrun's summary names the
+same rank. No collective: the peers may be gone, or in another one.
+"""
+
+import time
+import traceback
+
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_megatron import env
+from lightning_megatron._torch import default_store, own_connection
+from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.resilience.announce import announce
+from lightning_megatron.resilience.attempt import Attempt
+from lightning_megatron.resilience.peer_watch import PeerWatch
+from lightning_megatron.resilience.root_cause import (
+    Ending,
+    EndingBoard,
+    is_echo,
+    write_error_file,
+)
+from lightning_megatron.resilience.signals import StopFlag
+from lightning_megatron.strategies.launcher import Launcher
+
+_GRACE_S = 3.0
+"""How long after a failure of rank 0 the processes that it started may go on."""
+_SEARCH_S = 2.0
+"""How long to look for a cause."""
+_LAUNCHER_S = 0.5
+"""How long a rank with an echo lives on, for torchrun to see first who died before."""
+_PAUSE_S = 0.05
+
+
+class EndingHooks(ParallelStrategy):
+    """The part of the strategy that ends the processes.
+
+    Attributes:
+        board: where ranks post how they end; exists once the processes are connected.
+    """
+
+    events: EventLog
+    stop_flag: StopFlag
+    board: EndingBoard | None = None
+    _watch: PeerWatch | None = None
+
+    def begin_watch(self, attempt: Attempt) -> None:
+        """Begin a run of connected processes."""
+        if len(attempt.peers) > 1:
+            store = own_connection(default_store())
+            elastic = env.torch_elastic()
+            board = self.board = EndingBoard(
+                store,
+                self.global_rank,
+                attempt.peers,
+                held_by_rank_0=elastic is None or not elastic.agent_store,
+            )
+            self._watch = PeerWatch(lambda: board.deaths(self._codes()), self.global_rank)
+
+    def end_watch(self) -> None:
+        """Leave in order."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        board, self.board = self.board, None
+        if board is not None:
+            board.post("left")
+
+    def _codes(self) -> dict[int, int]:
+        return self._launcher.codes() if isinstance(self._launcher, Launcher) else {}
+
+    def note_ending(self, exception: BaseException) -> None:
+        """Post the cause, or find it; the first thing to do after an exception."""
+        if self._watch is not None:
+            self._watch.close()
+        leaves = isinstance(exception, SIGTERMException | KeyboardInterrupt | SystemExit)
+        if self.board is None or leaves:
+            return  # teardown posts that it has left
+        if is_echo(exception):
+            self._find_cause(exception, self.board)
+            return
+        text = f"{type(exception).__name__}: {exception}"
+        self.board.post("failed", f"failed with {text.splitlines()[0]}")
+        self._tell_torchrun(text, time.time())
+
+    def _find_cause(self, exception: BaseException, board: EndingBoard) -> None:
+        deadline = time.monotonic() + _SEARCH_S
+        while not (causes := board.causes(self._codes())) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        board.post("echo")
+        what = str(causes[0]) if causes else "a peer has gone; which one is not known"
+        if board.is_first_to_tell():
+            announce(f"root cause: {what}", self._lines(causes), rank=self.global_rank)
+        self.events.write(
+            "fault",
+            what="peer lost",
+            rank_of_fault=causes[0].rank if causes else None,
+            detail=what,
+            action="end",
+        )
+        mark_secondary(exception, what)
+        self._tell_torchrun(f"secondary failure; root cause: {what}", time.time() + _SEARCH_S)
+        self._let_launcher_look()
+
+    def _lines(self, causes: list[Ending]) -> list[str]:
+        others = [f"then: {cause}" for cause in causes[1:9]]
+        return [*others, "the other ranks lost their connections to it, which is secondary"]
+
+    def _let_launcher_look(self) -> None:
+        elastic, deadline = env.torch_elastic(), time.monotonic() + _LAUNCHER_S
+        if elastic is not None and elastic.agent_store:
+            while not self.stop_flag.number and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+
+    def _tell_torchrun(self, message: str, at: float) -> None:
+        file = env.error_file()
+        if file is not None:
+            write_error_file(file, message, traceback.format_exc(), at)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """End the processes that this one started, which may wait for it for ever.
+
+        They get a moment to fail by themselves: when this exception is but the echo of theirs, it
+        is their traceback that tells the user what went wrong.
+        """
+        if isinstance(self._launcher, Launcher):
+            self._launcher.end_children(_GRACE_S)
+
+
+def mark_secondary(exception: BaseException, cause: str) -> None:
+    """Have the traceback of an echo say what it is an echo of."""
+    if len(exception.args) == 1 and isinstance(exception.args[0], str):
+        exception.args = (f"SECONDARY FAILURE (root cause: {cause})\n{exception.args[0]}",)
