@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.preemption import Preemption
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.prometheus import PrometheusEndpoint
+    from lightning_megatron.callbacks.slow_rank import SlowRankDetector
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
     from lightning_megatron.callbacks.worker_guard import WorkerGuard
     from lightning_megatron.checkpoint.config import CheckpointConfig
@@ -96,6 +97,7 @@ _HOMES = {
     "Rule": "monitoring.alert_rules",
     "ShardingConfig": "parallel.data",
     "SpikeConfig": "resilience.spikes",
+    "SlowRankDetector": "callbacks.slow_rank",
     "ThroughputMonitor": "callbacks.throughput",
     "WorkerGuard": "callbacks.worker_guard",
     "convert_to_lightning": "checkpoint.export",
@@ -144,6 +146,7 @@ __all__ = [
     "Rule",
     "ShardingConfig",
     "SpikeConfig",
+    "SlowRankDetector",
     "ThroughputMonitor",
     "WorkerGuard",
     "convert_to_lightning",

@@ -1,0 +1,44 @@
+"""Scores of ranks that do the same work."""
+
+from lightning_megatron.resilience.sections import SectionClock
+from lightning_megatron.resilience.slow_rank import OwnWork, Verdicts, scores
+from tests.resilience.test_sections import Time
+
+
+def test_waiting_is_not_own_work() -> None:
+    time = Time()
+    clock = SectionClock(time)
+    clock.enter("backward")
+    work = OwnWork(clock)
+    for own in (1.0, 3.0, 2.0):
+        time.now += own
+        outer = clock.began_to_wait()
+        inner = clock.began_to_wait()  # a collective that calls another
+        time.now += 10.0
+        clock.waited(inner)
+        clock.waited(outer)
+        work.end()
+    assert len(work) == 3
+    assert work.take() == [0.0, 0.0, 2.0, 0.0]
+    assert len(work) == 0
+
+
+def test_the_slow_rank_has_the_lowest_score_in_its_section() -> None:
+    work = [[0.1, 1.0, 2.0, 0.3], [0.1, 2.0, 2.0, 0.3], [0.1, 1.1, 2.1, 0.3]]
+    found = scores(work, [0.0, 0.0, 0.0])
+    assert (found[0].rank, found[0].section, found[0].score) == (1, "forward", 0.5)
+    assert found[1].score == 1.0  # 0.1 of 3.6 does not matter
+
+
+def test_stages_of_a_pipeline_are_not_compared() -> None:
+    work = [[0.0, 1.0, 1.0, 0.0], [0.0, 5.0, 5.0, 0.0]]
+    assert {s.score for s in scores(work, [0.0, 1.0])} == {1.0}
+
+
+def test_two_windows_in_a_row_make_a_slow_rank_once() -> None:
+    slow = scores([[0.0, 1.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0]], [0.0, 0.0])
+    fast = scores([[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]], [0.0, 0.0])
+    verdicts = Verdicts(0.7, 2)
+    told = [verdicts.add(window) for window in (slow, fast, slow, slow, slow, fast, slow, slow)]
+    assert [len(t) for t in told] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert (told[3][0].rank, told[3][0].section) == (1, "forward")
