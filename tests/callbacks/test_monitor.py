@@ -38,7 +38,7 @@ def watched(layout: Mapping[str, Any], devices: int, folder: str) -> dict[str, f
         (2, {"pp": 2}, {"pp/bubble_fraction", "comm/mib/pp", "time/comm_exposed_s/pp"}),
         (2, {"zero": 1}, {"comm/mib/dp", "optim/gradient_signal"}),
     ],
-    ids=str,
+    ids=["one process", "pp=2", "zero 1"],
 )
 def test_every_layout_logs_the_same_names_and_its_own(
     pool: WorkerPool, tmp_path: Path, devices: int, layout: dict[str, Any], more: set[str]
