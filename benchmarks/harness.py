@@ -30,15 +30,16 @@ WARMUP = 5
 
 
 class StepTimer(pl.Callback):
-    """Seconds from the end of one training batch to the end of the next."""
+    """Seconds from the end of one training batch to the end of the next, by some clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.seconds: list[float] = []
         self._last: float | None = None
 
     @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         if self._last is not None:
             self.seconds.append(now - self._last)
         self._last = now
@@ -77,10 +78,15 @@ class Model(pl.LightningModule):
 
 
 def fit(
-    module: pl.LightningModule, strategy: Any, steps: int, batch_size: int, length: int
+    module: pl.LightningModule,
+    strategy: Any,
+    steps: int,
+    batch_size: int,
+    length: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Train for ``steps`` steps; seconds of each counted step."""
-    timer = StepTimer()
+    timer = StepTimer(clock)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),

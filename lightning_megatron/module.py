@@ -5,14 +5,12 @@ It is an ordinary LightningModule and uses nothing that a user's own could not: 
 that takes vocabulary-parallel logits. Copy it as the start of your own.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
@@ -26,8 +24,13 @@ from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
-from lightning_megatron.optim.groups import decay_groups
-from lightning_megatron.optim.schedule import warmup_cosine
+from lightning_megatron.optim.choice import (
+    OptimizerName,
+    ScheduleName,
+    choice_problems,
+    make_optimizer,
+    make_schedule,
+)
 from lightning_megatron.pipeline.sequential import PipelineSequential
 
 
@@ -45,13 +48,17 @@ class LanguageModel(pl.LightningModule):
             `import_hugging_face` makes one; the weights come with `ckpt_path`).
         lr: peak learning rate.
         warmup_steps: steps of linear warmup.
-        min_lr_ratio: the cosine ends at this part of the peak, at the Trainer's last step.
+        min_lr_ratio: the schedule ends at this part of the peak, at the Trainer's last step.
         weight_decay: decay of matrices; vectors (norms, biases) are not decayed.
-        betas: of AdamW.
+        betas: of AdamW and Lion.
         label_smoothing: probability mass spread over the vocabulary.
         z_loss: weight of the squared log-partition that keeps logits from drifting.
         chunked_loss: compute head and loss together, 1024 tokens at a time, so that the logits of a
             batch are never in memory (`layers.linear_loss`).
+        optimizer: ``adamw``, ``adamw-bfloat16`` or ``adamw-int8`` (by the format of its state),
+            ``muon``, ``lion`` or ``adafactor`` (`optim.choice`).
+        schedule: what follows the warmup: ``cosine``, ``stable-decay`` (a plateau, and a fall in
+            the last fifth), ``inverse-sqrt`` or ``constant``.
 
     Raises:
         ConfigError: an option is out of range.
@@ -71,9 +78,14 @@ class LanguageModel(pl.LightningModule):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         chunked_loss: bool = False,
+        optimizer: OptimizerName = "adamw",
+        schedule: ScheduleName = "cosine",
     ) -> None:
         super().__init__()
-        raise_if_any(_option_problems(lr, warmup_steps, min_lr_ratio, weight_decay))
+        raise_if_any(
+            _option_problems(lr, warmup_steps, min_lr_ratio, weight_decay)
+            + choice_problems(optimizer, schedule)
+        )
         self.config = _as_config(config)
         if self.config.vocab_padding and label_smoothing:
             raise ConfigError(
@@ -86,6 +98,7 @@ class LanguageModel(pl.LightningModule):
         self.weight_decay = weight_decay
         self.betas = (betas[0], betas[1])
         self.chunked_loss = chunked_loss
+        self.optimizer, self.schedule = optimizer, schedule
         # Plain values only: they are stored in the checkpoint and read by `load_from_checkpoint`.
         self.save_hyperparameters(
             {
@@ -98,6 +111,8 @@ class LanguageModel(pl.LightningModule):
                 "label_smoothing": label_smoothing,
                 "z_loss": z_loss,
                 "chunked_loss": chunked_loss,
+                "optimizer": optimizer,
+                "schedule": schedule,
             }
         )
         self.loss = VocabParallelCrossEntropy(
@@ -165,19 +180,19 @@ class LanguageModel(pl.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Return AdamW and a schedule over the Trainer's steps."""
-        optimizer = torch.optim.AdamW(
-            decay_groups(self, self.weight_decay), lr=self.lr, betas=self.betas
+        """Return the optimizer and a schedule over the Trainer's steps."""
+        optimizer = make_optimizer(
+            self.optimizer, self, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas
         )
-        total = self.trainer.estimated_stepping_batches
-        if not math.isfinite(total) or total < 1:
-            return optimizer
-        schedule = warmup_cosine(
+        schedule = make_schedule(
+            self.schedule,
             optimizer,
             warmup_steps=self.warmup_steps,
-            total_steps=int(total),
+            total_steps=self.trainer.estimated_stepping_batches,
             min_lr_ratio=self.min_lr_ratio,
         )
+        if schedule is None:
+            return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @classmethod

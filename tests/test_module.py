@@ -95,6 +95,38 @@ def test_optimizer_and_schedule(tmp_path: Path) -> None:
     assert groups[0]["lr"] == pytest.approx(0.05)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "lr"),
+    [
+        ("adamw-bfloat16", "cosine", 1e-2),
+        ("adamw-int8", "stable-decay", 1e-2),
+        ("muon", "inverse-sqrt", 1e-2),
+        ("lion", "constant", 3e-3),
+        ("adafactor", "constant", 1e-1),
+    ],
+)
+def test_optimizers_and_schedules_by_name(
+    tmp_path: Path, optimizer: Any, schedule: Any, lr: float
+) -> None:
+    model = make(lr=lr, warmup_steps=2, optimizer=optimizer, schedule=schedule, min_lr_ratio=0.1)
+    run = trainer(tmp_path, max_epochs=5, enable_checkpointing=False)
+    run.fit(model, batches())
+    assert run.callback_metrics["train_loss"] < math.log(32) - 0.15
+    assert type(run.optimizers[0]).__name__.lower() == optimizer.partition("-")[0]
+    ends = {"constant": 1.0, "inverse-sqrt": (2 / 30) ** 0.5}
+    rate = run.optimizers[0].param_groups[0]["lr"] / lr
+    assert rate == pytest.approx(ends.get(schedule, 0.1))
+    copy = LanguageModel(**model.hparams)
+    assert (copy.optimizer, copy.schedule) == (optimizer, schedule)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(optimizer="adamw-int4", schedule="cosin")
+    assert "nearest valid: 'adamw-int8'" in str(caught.value)
+    assert "nearest valid: 'cosine'" in str(caught.value)
+
+
 def test_configure_model_builds_once() -> None:
     model = make()
     trunk = model.trunk

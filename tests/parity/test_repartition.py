@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import PipelineMonitor, PipelineSequential
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.transformer import TransformerBlock
+from lightning_megatron.optim.choice import make_optimizer
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.pipeline.repartition import Repartition
@@ -191,6 +192,37 @@ def test_the_curve_goes_on_after_the_move(pool: WorkerPool, layout: str) -> None
     outcomes = pool.run(world, forced_job, options, data, to, accumulate)
     check(outcomes, reference_curve("deep", data, accumulate))
     assert outcomes[0].extra.after == tuple(to)
+
+
+# Optimizers whose state has other shapes, or formats ----------------------------------------------
+
+
+class OtherOptimizer(ParityModule):
+    """In float32, with an optimizer by name."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__("deep", Data(steps=MOVES_BEFORE + 3))
+        self.float()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return make_optimizer(self.optimizer, self, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+
+
+def optimizer_job(optimizer: str, options: dict[str, Any], to: Sequence[int] | None) -> Outcome:
+    L.seed_everything(1, verbose=False)
+    with forced(to):
+        still = {} if to else {"pipeline": PipelineConfig()}
+        return fit(OtherOptimizer(optimizer), {**options, **still}, precision="32-true")
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw-int8"])
+def test_narrow_and_factored_state_moves(pool: WorkerPool, optimizer: str) -> None:
+    options = {"pp": 2, "num_microbatches": 2}
+    still = pool.run(2, optimizer_job, optimizer, options, None)
+    moved = pool.run(2, optimizer_job, optimizer, options, [2, 6])
+    assert moved[0].extra.after == (2, 6)
+    torch.testing.assert_close(moved[0].losses, still[0].losses, rtol=1e-6, atol=0)
 
 
 # Items of any kind --------------------------------------------------------------------------------

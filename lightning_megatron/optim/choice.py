@@ -1,0 +1,116 @@
+"""Optimizers and learning rate schedules by name, for modules whose configuration chooses.
+
+A name stands for an optimizer with its usual parameter groups: vectors do not decay, and Muon
+leaves embeddings and heads to AdamW. A module of your own that wants other groups makes its
+optimizer itself.
+"""
+
+import difflib
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_megatron.optim.adafactor import Adafactor
+from lightning_megatron.optim.adamw import AdamW
+from lightning_megatron.optim.groups import decay_groups, muon_groups
+from lightning_megatron.optim.lion import Lion
+from lightning_megatron.optim.muon import Muon
+from lightning_megatron.optim.schedule import (
+    WarmupCosine,
+    WarmupInverseSqrt,
+    WarmupStableDecay,
+    scheduler,
+)
+
+OptimizerName = Literal["adamw", "adamw-bfloat16", "adamw-int8", "muon", "lion", "adafactor"]
+ScheduleName = Literal["cosine", "stable-decay", "inverse-sqrt", "constant"]
+FALL = 0.2
+"""Part of the steps after the warmup in which ``stable-decay`` falls."""
+
+
+def choice_problems(optimizer: str, schedule: str) -> list[str]:
+    """Faults of the names."""
+    problems = []
+    for what, given, names in (
+        ("optimizer", optimizer, get_args(OptimizerName)),
+        ("schedule", schedule, get_args(ScheduleName)),
+    ):
+        if given not in names:
+            close = difflib.get_close_matches(str(given), names, n=1, cutoff=0.0)
+            problems.append(
+                f"{what}={given!r}: must be one of {', '.join(names)}; nearest valid: {close[0]!r}"
+            )
+    return problems
+
+
+def make_optimizer(
+    name: OptimizerName,
+    module: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+) -> Optimizer:
+    """Return the optimizer of a name.
+
+    Args:
+        name: ``adamw`` is torch's; the suffix of the others is the format of its state.
+        module: all its parameters are optimized.
+        lr: peak learning rate; of ``adafactor`` relative to the size of the weights.
+        weight_decay: of matrices.
+        betas: of ``adamw`` (that beside ``muon`` too) and ``lion``.
+    """
+    if name == "muon":
+        return Muon(
+            muon_groups(module, weight_decay), lr=lr, weight_decay=weight_decay, betas=betas
+        )
+    groups: Any = decay_groups(module, weight_decay)
+    make: dict[str, Callable[[], Optimizer]] = {
+        "adamw": lambda: torch.optim.AdamW(groups, lr=lr, betas=betas),
+        "adamw-bfloat16": lambda: AdamW(groups, lr=lr, betas=betas, state_dtype="bfloat16"),
+        "adamw-int8": lambda: AdamW(groups, lr=lr, betas=betas, state_dtype="int8"),
+        "lion": lambda: Lion(groups, lr=lr, betas=betas),
+        "adafactor": lambda: Adafactor(groups, lr=lr),
+    }
+    return make[name]()
+
+
+def make_schedule(
+    name: ScheduleName,
+    optimizer: Optimizer,
+    *,
+    warmup_steps: int,
+    total_steps: float,
+    min_lr_ratio: float,
+) -> LambdaLR | None:
+    """Return the schedule of a name, by the step.
+
+    Args:
+        name: of what follows the linear warmup.
+        optimizer: its groups' learning rates are the peaks.
+        warmup_steps: steps of the warmup.
+        total_steps: all steps; may be infinite.
+        min_lr_ratio: end of ``cosine`` and ``stable-decay``, as a part of the peak.
+
+    Returns:
+        None where the schedule has an end, and the run has none.
+    """
+    if name == "inverse-sqrt":
+        return scheduler(optimizer, WarmupInverseSqrt(max(warmup_steps, 1)))
+    if name == "constant":
+        return scheduler(optimizer, WarmupStableDecay(warmup_steps, 0, _LONG, 1.0))
+    if not math.isfinite(total_steps) or total_steps < 1:
+        return None
+    total = int(total_steps)
+    if name == "cosine":
+        return scheduler(optimizer, WarmupCosine(warmup_steps, total, min_lr_ratio))
+    fall = int(FALL * max(total - warmup_steps, 0))
+    return scheduler(optimizer, WarmupStableDecay(warmup_steps, fall, total, min_lr_ratio))
+
+
+_LONG = 2**62
