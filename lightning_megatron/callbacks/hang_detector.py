@@ -35,7 +35,8 @@ class HangDetector(pl.Callback):
     A report goes to stderr, and with the stacks of all threads of all ranks to
     ``run_dir/hangs/attempt_A-step_S.txt`` and ``.json``; it is also an event of kind ``hang``. It
     works where the rank itself can do nothing: with Python's lock held by a C call, or stopped by a
-    signal. Works under `MegatronStrategy`, while it fits; validation and checkpoints included.
+    signal. On several nodes each watches its own ranks, and ends them. Works under
+    `MegatronStrategy`, while it fits; validation and checkpoints included.
 
     Args:
         limit: seconds a rank may spend in one section (``data forward backward optimizer checkpoint
@@ -99,12 +100,14 @@ class HangDetector(pl.Callback):
         if first:
             run_dir = self._run_dir or trainer.default_root_dir
             attempt = getattr(getattr(strategy, "events", None), "attempt", 0)
+            whole = len(members) == trainer.world_size
             config = MonitorConfig(
                 members=tuple(members),
                 reports=str(Path(run_dir).absolute() / FOLDER),
-                name=f"attempt_{attempt}",
+                name=f"attempt_{attempt}" if whole else f"attempt_{attempt}-node_of_rank_{rank}",
                 action=self._action,
                 check_s=self._check_s,
+                whole=whole,
             )
             start_monitor(directory, config)
 

@@ -3,6 +3,7 @@
 This file runs in a process without torch, see `node_monitor`.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def describe(
     ranks = [_of_rank(v, collectives.get(v.rank, ()), stacks.get(v.rank, ())) for v in views]
     return {
         "v": VERSION,
+        "t": time.time(),
+        "mono": time.monotonic(),
         "step": max((v.beat.step for v in views if v.rank in suspicion.ranks), default=0),
         "reason": suspicion.reason,
         "culprits": [entry for entry in ranks if entry["rank"] in suspicion.ranks],

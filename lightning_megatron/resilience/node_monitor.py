@@ -62,6 +62,8 @@ class MonitorConfig:
     """First part of the names of reports."""
     action: str
     check_s: float
+    whole: bool = True
+    """Whether ``members`` are all ranks of the run; else other nodes have monitors of their own."""
 
     @staticmethod
     def read(directory: Path) -> "MonitorConfig":
@@ -151,11 +153,12 @@ class NodeMonitor:
         self._told = {r: p for r, p in self._told.items() if by_rank[r] == p}
         if self._told or time.monotonic() < self._pause_until:
             return
-        suspicion = suspect(views, _SILENCE * self._config.check_s)
+        whole = self._config.whole
+        suspicion = suspect(views, _SILENCE * self._config.check_s, whole=whole)
         if suspicion is None:
             return
         evidence = self._collect(views)
-        found = confirm(suspicion, views, evidence.missing, evidence.frames)
+        found = confirm(suspicion, views, evidence.missing, evidence.frames, whole=whole)
         if found is None:
             self._pause_until = time.monotonic() + 4 * self._config.check_s
             return

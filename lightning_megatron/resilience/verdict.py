@@ -14,6 +14,9 @@ A rank that waits is never to blame, however long: its peer may save for minutes
 the peer's own section allows. What "waits" means is seen in most places but not in all, so 3 is
 checked against the flight recorder and the stacks before anything is said.
 
+Of a run on several nodes each is watched by itself. Where all ranks of a node wait, it may well be
+for a rank of another node, and only that one's node can tell why: 4 and 5 are then left to it.
+
 This file runs in a process without torch, see `node_monitor`.
 """
 
@@ -88,12 +91,13 @@ class Suspicion:
     certain: bool
 
 
-def suspect(views: Sequence[View], patience: float) -> Suspicion | None:
+def suspect(views: Sequence[View], patience: float, *, whole: bool = True) -> Suspicion | None:
     """Who seems to hang by what is seen without disturbing anybody; None while nobody does.
 
     Args:
         views: all ranks that can be seen.
         patience: seconds without a sign of life after which Python's lock counts as held.
+        whole: whether these are all ranks of the run.
     """
     here = [v for v in views if not v.beat.left and not v.gone]
     late = [v for v in here if v.late]
@@ -109,7 +113,7 @@ def suspect(views: Sequence[View], patience: float) -> Suspicion | None:
         ranks = tuple(v.rank for v in views if test(v))
         if ranks:
             return Suspicion(ranks, reason, certain)
-    if len(late) < len(here):  # somebody works, within the limit
+    if len(late) < len(here) or not whole:  # somebody works, within the limit, or may do so
         return None
     left = tuple(v.rank for v in views if v.beat.left)
     if left:
@@ -123,6 +127,8 @@ def confirm(
     views: Sequence[View],
     missing: Missing | None,
     stacks: Mapping[int, Sequence[Frame]],
+    *,
+    whole: bool = True,
 ) -> Suspicion | None:
     """The suspicion in the light of collectives and stacks; None if nobody is to blame yet.
 
@@ -131,6 +137,7 @@ def confirm(
         views: the same.
         missing: the collective that is waited in, if the flight recorders show one.
         stacks: frames of the training thread by rank, innermost first.
+        whole: whether these are all ranks of the run.
     """
     if suspicion.certain:
         return suspicion
@@ -147,7 +154,7 @@ def confirm(
     if suspicion.reason == BUSY and busy:
         return Suspicion(busy, BUSY, certain=True)
     here = [v for v in views if not v.beat.left]
-    if len(late) < len(here):
+    if len(late) < len(here) or not whole:
         return None
     longest = max(here, key=lambda v: v.stall)
     return Suspicion((longest.rank,), ENTANGLED, certain=True)

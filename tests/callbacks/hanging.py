@@ -24,6 +24,10 @@ def sleep() -> None:
     time.sleep(HANG_S)
 
 
+def sleep_on() -> None:
+    time.sleep(600)
+
+
 def lock_python() -> None:
     """A C call that does not release Python's lock."""
     ctypes.PyDLL(None).usleep(int(HANG_S * 1e6))
@@ -45,7 +49,13 @@ def loop() -> None:
         time.sleep(0.01)
 
 
-KINDS = {"loop": loop, "sleep": sleep, "lock": lock_python, "stop": stop_process}
+KINDS = {
+    "for ever": sleep_on,
+    "loop": loop,
+    "sleep": sleep,
+    "lock": lock_python,
+    "stop": stop_process,
+}
 
 Fault = tuple[str, str]
 """Section and kind."""

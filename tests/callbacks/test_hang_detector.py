@@ -5,11 +5,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 
 from lightning_megatron import ConfigError, ConnectionConfig, HangDetector
+from lightning_megatron.callbacks import hang_detector
+from lightning_megatron.resilience.watchdog import EXIT_CODE
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.callbacks.hanging import HANG_S, Counted, Fault, Hanging, SaveAt, Skipping, Slow
 from tests.strategies.small import Small, loader, make_trainer, samples
@@ -61,6 +64,7 @@ def train_unevenly(run_dir: str) -> str:
 def train_slowly(run_dir: str) -> int:
     step = dict.fromkeys(("data", "forward", "backward", "optimizer"), LIMIT)
     trainer = trainer_with(run_dir, 2, SaveAt(f"{run_dir}/at.ckpt", 4), limit=step)
+    trainer.limit_val_batches = 2
     module = Slow(1.5 * LIMIT)
     trainer.fit(module, loader(samples(8 * 6), dp=2), loader(dp=2))
     return int(trainer.global_step)
@@ -75,6 +79,19 @@ def train_alone(run_dir: str) -> int:
 def train_until_raised(run_dir: str) -> int:
     trainer = trainer_with(run_dir, 2, action="raise")
     trainer.fit(Hanging({4: ("forward", "loop")}), loader(samples(8 * 6), dp=2))
+    return int(trainer.global_step)
+
+
+def train_until_aborted(run_dir: str) -> None:
+    trainer = trainer_with(run_dir, 2, action="abort")
+    trainer.fit(Hanging({4: ("forward", "for ever")}), loader(samples(8 * 6), dp=2))
+
+
+def train_on_two_nodes(run_dir: str, rank: int) -> int:
+    trainer = trainer_with(run_dir, 4)
+    node = str(trainer.global_rank // 2)
+    with mock.patch.object(hang_detector, "_node", return_value=(node,)):
+        trainer.fit(Hanging({4: ("forward", "sleep")}, rank), loader(samples(8 * 6), dp=4))
     return int(trainer.global_step)
 
 
@@ -138,6 +155,22 @@ def test_a_single_rank_that_locks_python_is_seen(pool: WorkerPool, tmp_path: Pat
 def test_the_error_is_raised_in_the_rank_that_hangs(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="HangError.*rank 1 hangs in forward at step 4"):
         pool.run(2, train_until_raised, str(tmp_path))
+
+
+def test_all_ranks_end_with_a_code_of_their_own(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=str(EXIT_CODE)):
+        pool.run(2, train_until_aborted, str(tmp_path))
+    (report,) = reports(tmp_path)
+    assert report["culprits"][0]["rank"] == 1
+
+
+def test_only_the_node_of_the_culprit_reports_it(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(4, train_on_two_nodes, str(tmp_path), 2) == [6] * 4
+    (path,) = (tmp_path / "hangs").glob("*.json")
+    assert path.name == "attempt_0-node_of_rank_2-step_4.json"
+    (report,) = reports(tmp_path)
+    assert [c["rank"] for c in report["culprits"]] == [2]
+    assert [r["rank"] for r in report["ranks"]] == [2, 3]
 
 
 @pytest.mark.parametrize(
