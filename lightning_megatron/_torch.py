@@ -7,6 +7,7 @@ torch release is met in one file.
 import functools
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -351,6 +352,49 @@ def accumulate_gradients(root: FSDPModule) -> None:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
+
+
+def gather_through(units: Sequence[FSDPModule], weight: DTensor, extension: Any) -> None:
+    """Have FSDP2 gather a weight through ``extension``, or with None as it is (2.11-2.13).
+
+    It looks for two functions on the shard; a subclass of Tensor, where they are meant to be, would
+    meet every optimizer and checkpoint. What it prepared for another way of gathering is dropped.
+
+    Args:
+        units: one of which manages the weight.
+        weight: sharded.
+        extension: with ``before`` and ``after``.
+    """
+    for unit in units:
+        for group in _parameter_groups(unit._get_fsdp_state()):
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                if getattr(info.module, info.param_name) is weight:
+                    # Materialised weights are taken over at the first forward, else, and shards
+                    # that need padding replaced.
+                    parameter.reset_sharded_param()
+                    parameter.all_gather_outputs = []
+                    parameter.__dict__.pop("_unsharded_param", None)
+    shard: Any = weight._local_tensor
+    if extension is not None:
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = extension.before, extension.after
+    elif hasattr(shard, "fsdp_pre_all_gather"):
+        del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
+
+
+def gathers_through(weight: Tensor) -> bool:
+    """Whether `gather_through` gave the weight an extension (2.11-2.13)."""
+    return isinstance(weight, DTensor) and hasattr(weight._local_tensor, "fsdp_pre_all_gather")
+
+
+def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """Within the block autograd does not see that ``tensor`` is written (2.11-2.13).
+
+    What is gathered again in the backward has the values that the forward saved.
+    """
+    autograd: Any = torch.autograd
+    kept: AbstractContextManager[None] = autograd._unsafe_preserve_version_counter(tensor)
+    return kept
 
 
 def keep_reduced_gradients_in(module: FSDPModule, dtype: torch.dtype) -> None:

@@ -221,6 +221,11 @@ class DataParallel:
                 )
 
     @property
+    def units(self) -> Sequence[FSDPModule]:
+        """What is gathered and freed as one."""
+        return self._units
+
+    @property
     def accumulates_in_grad(self) -> bool:
         """Whether gradients of blocked backwards lie in ``.grad`` until later ones are reduced."""
         return any(stage.whole is not None for stage in self._stages)

@@ -7,24 +7,29 @@ layers inside the stack of blocks run in FP8, and of these not those of the firs
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron._torch import gather_through
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.deferral import multiply_with
+from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.products import Products
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.precision.fp8_gather import Fp8Extension, WeightScales
 from lightning_megatron.precision.fp8_products import (
     BlockProducts,
     DelayedProducts,
@@ -57,7 +62,7 @@ log = logging.getLogger(__name__)
 class Fp8Precision(MixedShardedPrecision):
     """``bf16-mixed`` with linear layers in FP8: ``Trainer(plugins=Fp8Precision("rowwise"))``.
 
-    Composes with every layout, schedule and ZeRO stage. Parameters are gathered in bfloat16.
+    Composes with every layout, schedule and ZeRO stage.
 
     Args:
         recipe: ``"tensorwise"``, ``"rowwise"``, ``"delayed"``, ``"blockwise"`` or ``"mxfp8"``, see
@@ -70,6 +75,9 @@ class Fp8Precision(MixedShardedPrecision):
         exclude: patterns of names to leave in bfloat16; these have the last word.
         plain_linear: whether ``nn.Linear`` counts, besides the parallel layers.
         history: steps that ``"delayed"`` looks back.
+        gather: format in which ZeRO gathers the weights of the layers that run in FP8: ``"bf16"``,
+            or with ``"tensorwise"`` and ``zero`` 1 to 3 ``"fp8"``, which halves the bytes and
+            changes no number (`precision.fp8_gather`).
 
     Raises:
         ConfigError: an argument is not valid, or the backend's package is missing.
@@ -86,8 +94,10 @@ class Fp8Precision(MixedShardedPrecision):
         exclude: Sequence[str] = (),
         plain_linear: bool = False,
         history: int = 16,
+        gather: Literal["bf16", "fp8"] = "bf16",
     ) -> None:
-        raise_if_any(_problems(recipe, backend, keep_first, keep_last, history))
+        problems = _problems(recipe, backend, keep_first, keep_last, history)
+        raise_if_any(problems + _gather_problems(gather, recipe, backend))
         super().__init__("bf16-mixed", "cpu")
         self.recipe = recipe
         self.backend = "torch" if backend == "auto" else backend
@@ -96,6 +106,7 @@ class Fp8Precision(MixedShardedPrecision):
         self._include, self._exclude, self._plain = tuple(include), tuple(exclude), plain_linear
         self._delayed: dict[str, DelayedProducts] = {}
         self._topology: Topology | None = None
+        self._gather, self._scales = gather, cast(WeightScales | None, None)
         self._said = False
 
     @override
@@ -117,7 +128,25 @@ class Fp8Precision(MixedShardedPrecision):
             multiply_with(layer, products)
         for name, history in known.items():  # of before a measured partition
             self._restore(name, history.tolist())
+        if self._gather == "fp8" and topology.dp_shard.size > 1:
+            self._gather_low(parallel, chosen)
         self._report(parallel, chosen, misfits)
+
+    def _gather_low(self, parallel: ParallelModule, chosen: Mapping[str, nn.Module]) -> None:
+        """Have ZeRO gather in FP8 the weights that nothing but FP8 products reads."""
+        uses = Counter(p for _, p in parallel.module.named_parameters(remove_duplicate=False))
+        weights: dict[DTensor, nn.Module] = {}
+        for layer in chosen.values():
+            weight: Tensor = layer.get_parameter("weight")
+            if isinstance(weight, DTensor) and uses[layer.get_parameter("weight")] == 1:
+                weights[weight] = layer
+        self._scales = scales = WeightScales(list(weights), parallel.topology)
+        for index, (weight, layer) in enumerate(weights.items()):
+            extension = Fp8Extension(weight, partial(scales.of, index))
+            gather_through(parallel.data.units, weight, extension)
+            products = getattr(layer, PRODUCTS)
+            assert isinstance(products, TensorProducts)
+            products.weight_scale = extension.scale
 
     def _choose(self, module: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
         """Linear layers to run in FP8 by name, and those whose sizes forbid it."""
@@ -236,6 +265,8 @@ class Fp8Precision(MixedShardedPrecision):
             products.current.zero_()
 
     def _watch(self, on: bool) -> None:
+        if not on:
+            self._forget_scales()
         for products in self._delayed.values():
             products.watching = on
 
@@ -254,7 +285,13 @@ class Fp8Precision(MixedShardedPrecision):
             self._advance()
             return result
 
-        return super().optimizer_step(optimizer, model, advancing, **kwargs)
+        result = super().optimizer_step(optimizer, model, advancing, **kwargs)
+        self._forget_scales()
+        return result
+
+    def _forget_scales(self) -> None:
+        if self._scales is not None:
+            self._scales.forget()
 
     def _advance(self) -> None:
         """Give the largest magnitudes of this step to the history; collective over the stage."""
@@ -286,6 +323,7 @@ class Fp8Precision(MixedShardedPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the histories of a checkpoint."""
+        self._forget_scales()
         super().load_state_dict(state_dict)
         for name, rows in state_dict.get("amax_history", {}).items():
             self._restore(name, rows)
@@ -297,6 +335,18 @@ class Fp8Precision(MixedShardedPrecision):
         kept = torch.tensor(rows[: len(held.history)], device=held.history.device)
         held.history[: len(kept)] = kept
         held.steps = len(rows)
+
+
+def _gather_problems(gather: str, recipe: str, backend: str) -> list[str]:
+    if gather not in ("bf16", "fp8"):
+        return [f"gather={gather!r}: must be 'bf16' or 'fp8'; nearest valid: gather='bf16'"]
+    if gather == "fp8" and (recipe != "tensorwise" or backend not in ("auto", "torch")):
+        return [
+            f"gather='fp8', recipe={recipe!r}, backend={backend!r}: only a scale for the whole "
+            "tensor can be applied before gathering; nearest valid: recipe='tensorwise', "
+            "backend='torch', or gather='bf16'"
+        ]
+    return []
 
 
 def _local_sizes(layer: nn.Module) -> tuple[int, int]:

@@ -16,6 +16,7 @@ the scales of the forward: the same values, also where the forward is recomputed
 gradient deferred.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,6 +55,9 @@ class TensorProducts:
         gradient_format: of gradients; values are e4m3.
         group: the tp ranks, None where there is one.
         split: which operands are parts.
+
+    Attributes:
+        weight_scale: finds the scale of the weight where it comes in FP8 (`precision.fp8_gather`).
     """
 
     def __init__(
@@ -61,10 +65,14 @@ class TensorProducts:
     ) -> None:
         self._formats = (E4M3, E4M3, gradient_format)
         self._group, self._split = group, split
+        self.weight_scale: Callable[[], Tensor] | None = None
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `layers.products`."""
-        kept = self._scales((X, x_ni), (WEIGHT, weight_oi))
+        if self.weight_scale is not None:
+            kept = (*self._scales((X, x_ni)), self.weight_scale())
+        else:
+            kept = self._scales((X, x_ni), (WEIGHT, weight_oi))
         x, weight = self._low(X, x_ni, kept[0]), self._low(WEIGHT, weight_oi, kept[1])
         return scaled_mm(x, weight.t(), kept[0], kept[1], x_ni.dtype), kept
 

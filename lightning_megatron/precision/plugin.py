@@ -22,7 +22,7 @@ sees them. float16 needs a loss scale, which is that of `precision.loss_scale`.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_megatron._torch import shard_of
+from lightning_megatron._torch import gather_through, gathers_through, shard_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
 from lightning_megatron.optim.local_step import LocalStep, steps_on_shards
@@ -151,6 +151,9 @@ class ShardedPrecision(Precision):
         for layer in parallel.module.modules():
             if getattr(layer, PRODUCTS, None) is not None:  # of an earlier Trainer's plugin
                 multiply_with(layer, None)
+        for parameter in parallel.module.parameters():
+            if gathers_through(parameter):
+                gather_through(parallel.data.units, cast(DTensor, parameter), None)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step on this rank's part of the parameters, with the gradients that are there."""

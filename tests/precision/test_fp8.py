@@ -15,7 +15,13 @@ from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.precision.recipe import RECIPES
 from lightning_megatron.testing import WorkerPool
-from tests.parity.jobs import GlobalBatches, Outcome, Recorder, quiet_trainer
+from tests.parity.jobs import (
+    GlobalBatches,
+    Outcome,
+    Recorder,
+    quiet_trainer,
+    whole_parameters,
+)
 from tests.parity.reference import Data
 
 CONFIG = TransformerConfig(
@@ -204,3 +210,63 @@ def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="4 options are wrong") as caught:
         Fp8Precision("fp4", "cuda", keep_first=-1, history=0)  # type: ignore[arg-type]
     assert "recipe='fp4': must be one of tensorwise" in str(caught.value)
+
+
+def gather_job(options: dict[str, Any], gather: str) -> tuple[Outcome, int]:
+    """Training, and the bytes that a rank sent over the data-parallel axis."""
+    L.seed_everything(3, verbose=False)
+    strategy, recorder = MegatronStrategy(**options), Recorder(1)
+    plugin = Fp8Precision(keep_first=0, keep_last=0, gather=gather)  # type: ignore[arg-type]
+    trainer = quiet_trainer(
+        strategy, callbacks=[recorder], precision=None, plugins=[plugin], gradient_clip_val=10.0
+    )
+    module = Model(2)
+    trainer.fit(module)
+    sent = strategy.topology.batch.meter.bytes
+    weights = whole_parameters(module.model, strategy.topology)
+    # A run that follows in another precision finds weights that are gathered as they are.
+    other = MegatronStrategy(**options)
+    quiet_trainer(other, precision="bf16-mixed").fit(module)
+    assert other.topology.batch.meter.bytes > 0
+    return Outcome([float(x) for x in recorder.losses], recorder.norms, weights), sent
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "gathers"),
+    [
+        (2, {"zero": 3}, 2),
+        (2, {"zero": 1, "num_microbatches": 2}, 1),
+        (4, {"zero": 3, "tp": 2, "num_microbatches": 2}, 4),
+    ],
+    ids=str,
+)
+def test_gathering_in_fp8_changes_no_bit(
+    pool: WorkerPool, world: int, options: dict[str, Any], gathers: int
+) -> None:
+    wide = pool.run(world, gather_job, options, "bf16")
+    low = pool.run(world, gather_job, options, "fp8")
+    for (expected, more), (found, less) in zip(wide, low, strict=True):
+        assert found.losses == expected.losses
+        assert found.norms == expected.norms
+        for name, weight in expected.weights.items():
+            assert torch.equal(found.weights[name], weight), name
+        # A byte less for each element of the blocks' matrices, of which dp=2 ranks send half each.
+        sizes = [
+            w.numel() for name, w in expected.weights.items() if "layers" in name and w.ndim == 2
+        ]
+        per_gather = sum(sizes) // 2 // options.get("tp", 1)
+        assert more - less == gathers * 2 * per_gather
+
+
+def test_shards_of_unequal_size_are_gathered_in_fp8(pool: WorkerPool) -> None:
+    """64 rows on three ranks."""
+    (wide, _), *_ = pool.run(3, gather_job, {"zero": 3}, "bf16")
+    for low, _ in pool.run(3, gather_job, {"zero": 3}, "fp8"):
+        assert low.norms == wide.norms
+        assert all(torch.equal(low.weights[name], weight) for name, weight in wide.weights.items())
+
+
+def test_only_whole_tensors_are_gathered_in_fp8() -> None:
+    for arguments in ({"recipe": "rowwise"}, {"backend": "torchao"}):
+        with pytest.raises(ConfigError, match="gather='fp8'.*nearest valid: recipe='tensorwise'"):
+            Fp8Precision(gather="fp8", **arguments)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""Gathering the weights of FP8 layers in FP8: half the bytes of bfloat16 on the wire.
+
+FSDP2 gathers the shards of a unit in the format of the computation. Weights with which only FP8
+products are made need not be wider than those products read them: each rank rounds its shard to
+e4m3 with the scale of the whole tensor, sends that, and what arrives is widened to bfloat16::
+
+    rest     float32 shards --round(w / s)--> e4m3 --gather--> e4m3 --times s--> bfloat16 --> layer
+    scale    s = amax / 448 over all shards, of all weights at once, after an optimizer step
+
+``s`` is the scale that the layer would have found (`TensorProducts` is given it), and an e4m3 value
+survives the way through bfloat16: rounding moves it by at most 2**-8 of itself, and the next e4m3
+value is 2**-4 away. So the products are those without it, to the bit.
+
+It costs one small all-reduce a step over the ranks that share the weights, and over tp. Only scales
+of whole tensors allow it; rows and blocks have others forward than backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from lightning_megatron._torch import keep_version, shard_of
+from lightning_megatron.precision.scaling import E4M3, amax_of, quantise, scale_of
+from lightning_megatron.topology.mesh import Topology
+
+
+class WeightScales:
+    """The scales of the weights that are gathered in FP8, found again when weights have changed.
+
+    Args:
+        weights: sharded parameters.
+        topology: the layout.
+    """
+
+    def __init__(self, weights: Sequence[DTensor], topology: Topology) -> None:
+        self._weights, self._topology = list(weights), topology
+        self._scales: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Weights may have changed; on all ranks alike."""
+        self._scales = []
+
+    def of(self, index: int) -> Tensor:
+        """The scale of a weight; collective over dp and tp when it has been forgotten."""
+        if not self._scales:
+            self._scales = self._find()
+        return self._scales[index]
+
+    def _find(self) -> list[Tensor]:
+        # Layers see bfloat16, and rounding to it keeps the order: round the largest only.
+        found = torch.stack([amax_of(shard_of(weight)) for weight in self._weights])
+        found = found.to(torch.bfloat16).float()
+        for axis in (self._topology.batch, self._topology.tp):
+            if axis.group is not None:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
+        return list(scale_of(found, E4M3))
+
+
+class Fp8Extension:
+    """What FSDP2 asks a shard for before and after it gathers it.
+
+    Args:
+        weight: sharded.
+        find_scale: of the whole weight; called when it is gathered, by all ranks alike.
+    """
+
+    def __init__(self, weight: DTensor, find_scale: Callable[[], Tensor]) -> None:
+        self._weight, self._find_scale = weight, find_scale
+        self._scale: Tensor | None = None
+
+    def scale(self) -> Tensor:
+        """Of the weight as it was gathered last."""
+        assert self._scale is not None, "FSDP2 gathers before a layer runs"
+        return self._scale
+
+    def before(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[Tensor], tuple[Tensor]]:
+        """What to send, and what to remember; the signature is FSDP2's."""
+        del outer_stride, module, mp_policy
+        self._scale = scale = self._find_scale()
+        shard = shard_of(self._weight).detach().to(torch.bfloat16)
+        low = quantise(shard, scale, E4M3).view(torch.uint8)
+        missing = -(-outer_size[0] // mesh.size()) - low.shape[0]
+        return (F.pad(low, (0, 0, 0, missing)) if missing else low,), (scale,)
+
+    def after(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: tuple[Tensor],
+        param_dtype: torch.dtype,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight from what was sent; written to ``out`` if there is one."""
+        (low,), (scale,) = all_gather_outputs, metadata
+        with torch.no_grad():
+            wide = low.view(E4M3).float().mul_(scale).to(param_dtype)
+            if out is None:
+                return wide, (wide,)
+            with keep_version(out):
+                out.copy_(wide[: out.shape[0]])
+        return None
