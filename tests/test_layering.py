@@ -36,8 +36,9 @@ LAYERS = {
     "monitoring/__init__": 1,
     "monitoring/redact": 1,
     "monitoring/events": 1,  # everybody writes events
-    # 2: bytes on wires
+    # 2: bytes on wires, and what follows from events
     "comm": 2,
+    "monitoring/ledger": 2,
     "data/sampler": 2,
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "resilience": 2,  # mechanisms without Lightning: what notices faults and survives them
@@ -116,6 +117,8 @@ PURE = (
     "models/config",
     "models/flops",
     "monitoring/events",
+    "monitoring/ledger",
+    "monitoring/report/page",
 )
 """Arithmetic: files that import no torch, so that planning is quick and needs no installation."""
 

@@ -19,8 +19,10 @@ excluded. They are logged every ``trainer.log_every_n_steps`` steps.
 
 import os
 import platform
+import resource
 import secrets
 import socket
+import sys
 import time
 from typing import Any
 
@@ -66,6 +68,7 @@ class EventLogWriter(pl.Callback):
         self._run_dir, self._every = run_dir, every_n_steps
         self.ledger = Ledger()
         self._log = EventLog()
+        self._formula: str | None = None
         self._clear(0, 0.0, {})
 
     def _clear(self, step: int, now: float, sections: dict[str, float]) -> None:
@@ -105,6 +108,7 @@ class EventLogWriter(pl.Callback):
             log.write(
                 "resumed", checkpoint=str(trainer.ckpt_path or ""), from_step=trainer.global_step
             )
+        self._formula = None
         # By now a checkpoint has told which run this is.
         if log.run_dir is not None:
             self.ledger = ledger_of(log.run_dir, log.run, log.rank)
@@ -138,7 +142,11 @@ class EventLogWriter(pl.Callback):
             self._write_step(trainer, _loss(outputs, wait=window), count)
         if window:
             pl_module.log_dict(self.ledger.metrics(time.time()), batch_size=1)
-            self._log.write("window", metrics=metrics_of(trainer))
+            memory, formula = _peaks_gib(trainer), _formula(trainer)
+            if formula != self._formula:
+                self._formula = formula
+                self._log.write("formula", text=formula)
+            self._log.write("window", metrics=metrics_of(trainer), memory=memory)
 
     def _write_step(self, trainer: pl.Trainer, loss: float | None, count: int) -> None:
         now, sections = self._batch_end, _section_seconds(trainer)
@@ -216,6 +224,27 @@ def _layout(strategy: Any) -> dict[str, int] | None:
 def _section_seconds(trainer: pl.Trainer) -> dict[str, float]:
     clock = getattr(trainer.strategy, "sections", None)
     return {} if clock is None else dict(clock.seconds())
+
+
+def _peaks_gib(trainer: pl.Trainer) -> dict[str, float]:
+    """The most memory that this process has had so far; on a device, since it was last reset."""
+    unit = 1024 if sys.platform == "darwin" else 1  # the others count in KiB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit / 2**20
+    peaks = {"peak_rss_gib": round(peak, 4)}
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        peaks["peak_allocated_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 4)
+    return peaks
+
+
+def _formula(trainer: pl.Trainer) -> str | None:
+    """By which FLOPs are counted, as `ThroughputMonitor` says, alone or in a group."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        for member in getattr(callback, "members", (callback,)):
+            if isinstance(formula := getattr(member, "formula", None), str):
+                return formula
+    return None
 
 
 def _loss(outputs: Any, wait: bool) -> float | None:

@@ -9,6 +9,8 @@ from there or from Lightning's other strategies; `generate` has them continue a 
 checkpoints, shows what one contains and verifies them. `schedule` draws a pipeline schedule and
 says what it costs.
 
+`report` makes an HTML page of a run, from the events that it left behind.
+
 A mistake in the configuration ends the command with exit code 2 and the message alone: the stack of
 our own calls would hide it.
 """
@@ -21,8 +23,11 @@ from importlib import import_module
 
 from lightning_megatron.errors import ConfigError
 
-_SUBCOMMANDS = ("chaos", "ckpt", "convert", "doctor", "generate", "schedule")
-"""Each is a function of its name in a file of its name; the others are those of LightningCLI."""
+_SUBCOMMANDS = ("chaos", "ckpt", "convert", "doctor", "generate", "report", "schedule")
+"""Each is a function of its name; the others are those of LightningCLI."""
+
+_FILES = {"report": "run_report"}
+"""Where a subcommand is, if not in a file of its name."""
 
 _READER_GONE = 128 + signal.SIGPIPE
 """Exit code of a program whose output nobody reads any more, as a shell reports it."""
@@ -56,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, args: Sequence[str]) -> int:
-    command = getattr(import_module(f"lightning_megatron.cli.{name}"), name)
+    command = getattr(import_module(f"lightning_megatron.cli.{_FILES.get(name, name)}"), name)
     try:
         code: int = command(args)
         sys.stdout.flush()

@@ -17,8 +17,8 @@ kind    what happened; the other fields depend on it
 ======= ==========================================================================================
 
 Kinds: ``start resumed step window save validation fault hang slow_rank rollback skip preempted
-alert end``, and ``renamed`` (the run turned out to go on from another, ``was``). Writing never
-raises: what cannot be written is counted, and said once. Neither the environment nor
+alert formula end``, and ``renamed`` (the run turned out to go on from another, ``was``). Writing
+never raises: what cannot be written is counted, and said once. Neither the environment nor
 hyper-parameters are written, and texts pass through `redact`. Numbers that JSON does not know are
 words ("NaN").
 """
@@ -217,17 +217,31 @@ def read_events(
         steps_of: the only rank whose steps are all wanted; of the others there is the last before
             each other event.
     """
-    folder = Path(run_dir) / FOLDER
-    files = sorted(folder.glob("rank_*.jsonl")) if rank is None else [event_file(run_dir, rank)]
-    every = {event_file(run_dir, steps_of)} if steps_of is not None else set(files)
+    files = event_files(run_dir)
+    wanted = files if rank is None else {r: f for r, f in files.items() if r == rank}
     events = [
         event
-        for file in files
-        if file.exists()
-        for event in _parsed(_lines(file) if file in every else _without_steps(_lines(file)))
+        for owner, file in wanted.items()
+        for event in iterate_events(file, thin=steps_of is not None and owner != steps_of)
     ]
     # Stable: events of a rank stay in their order where the clock stands.
     return sorted(events, key=lambda event: event["t"])
+
+
+def event_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """Return the files of a run directory by rank."""
+    found = {}
+    for file in sorted((Path(run_dir) / FOLDER).glob("rank_*.jsonl")):
+        number = file.stem.removeprefix("rank_")
+        if number.isdecimal():
+            found[int(number)] = file
+    return found
+
+
+def iterate_events(file: Path, *, thin: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file in its order; ``thin`` leaves out most steps, as above."""
+    lines = _lines(file)
+    return _parsed(_without_steps(lines) if thin else lines)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -42,6 +42,8 @@ class Attempt:
     """Wall time of the last event."""
     status: str = ""
     """How it ended; empty while it runs, or where nothing could be written."""
+    first_step_at: float | None = None
+    """Wall time at which its first step began."""
     from_step: int | None = None
     """Steps that were done when it took its first one; None if it took none."""
     to_step: int | None = None
@@ -59,6 +61,8 @@ class Attempt:
     """Seconds from `noticed` to the first step of the next attempt."""
     last_steps: dict[int, float] = field(default_factory=dict)
     """Wall time of the last step of each rank."""
+    reached: dict[int, int] = field(default_factory=dict)
+    """Steps that are done after it."""
 
 
 class _Kept:
@@ -160,8 +164,12 @@ class Ledger:
         attempt = self.attempts[-1]
         if kind == "step":
             attempt.last_steps[event["rank"]] = event["t"]
+            attempt.reached[event["rank"]] = int(event["step"])
             if mine:
                 self._step(attempt, event)
+        back = event.get("updates_back")  # weights went back while steps are counted on
+        if mine and kind == "rollback" and isinstance(back, int) and self._kept.position:
+            self._undo(max(self._kept.position - back, 0))
         alarm = kind in ALARMS or (kind == "end" and event.get("status") != "completed")
         if alarm and attempt.noticed is None:
             attempt.noticed = event["t"]
@@ -185,23 +193,30 @@ class Ledger:
     def _step(self, attempt: Attempt, event: dict[str, Any]) -> None:
         high, count = int(event["step"]), int(event.get("steps", 1))
         seconds = float(event.get("seconds", 0.0))
-        low, position = high - count, self._kept.position
-        if position is not None and low < position:
-            self.steps_lost += position - low
-            for number, gone in self._kept.cut(low):
-                self.attempts[number].kept_s -= gone
-                self.attempts[number].redone_s += gone
+        low = high - count
+        self._undo(low)
         self._kept.push(low, high, seconds, attempt.number)
         attempt.kept_s += seconds
         attempt.to_step = high
         if attempt.from_step is None:
             attempt.from_step = low
+            attempt.first_step_at = event["t"] - seconds
             if (
                 attempt.number
                 and (before := self.attempts[attempt.number - 1]).detect_s is not None
             ):
                 assert before.noticed is not None
                 before.recover_s = max(event["t"] - before.noticed, 0.0)
+
+    def _undo(self, step: int) -> None:
+        """What was done above ``step`` does not count any more."""
+        position = self._kept.position
+        if position is None or step >= position:
+            return
+        self.steps_lost += position - step
+        for number, gone in self._kept.cut(step):
+            self.attempts[number].kept_s -= gone
+            self.attempts[number].redone_s += gone
 
 
 def runs_of(events: Iterable[dict[str, Any]]) -> dict[str, str]:

@@ -97,6 +97,7 @@ def test_events_of_an_ordinary_run(tmp_path: Path) -> None:
     assert float(trainer.callback_metrics["ft/restarts_total"]) == 0
     window = [e for e in events if e["kind"] == "window"][-1]
     assert window["metrics"]["ft/steps_lost_total"] == 0
+    assert 0.05 < window["memory"]["peak_rss_gib"] < 16
 
 
 def test_a_failed_run_that_is_resumed_twice_is_one_run(tmp_path: Path) -> None:

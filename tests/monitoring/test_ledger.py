@@ -104,6 +104,14 @@ def test_a_rollback_within_an_attempt() -> None:
     assert found.goodput() == pytest.approx(12 / 17)
 
 
+def test_a_rollback_after_which_steps_are_counted_on() -> None:
+    back = event(10, "rollback", updates_back=4, batches_since=5)
+    found = ledger(event(0, "start"), steps(0, 1, 10), back, steps(10, 11, 14))
+    assert (found.steps_lost, found.productive_s) == (4, 10)
+    again = ledger(event(0, "start"), back, steps(0, 1, 3))
+    assert (again.steps_lost, again.productive_s) == (0, 3)
+
+
 def test_windows_of_steps_are_cut_in_proportion() -> None:
     found = ledger(
         event(0, "start"),

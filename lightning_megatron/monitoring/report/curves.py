@@ -1,0 +1,197 @@
+"""Curves over steps, as SVG that stretches with the page and labels that do not.
+
+A run of any length is thinned out to `BUCKETS` points, each the mean of the steps around it, with
+the smallest and largest as a band, so that no peak is lost. What was done again later is a line of
+its own for each attempt. Faults are numbered lines; their numbers stand in the table of faults.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_megatron.monitoring.report.story import Mark, Point
+from lightning_megatron.monitoring.report.text import escape, number
+
+BUCKETS = 480
+_AGAIN_BUCKETS = 120
+_WIDTH, _HEIGHT = 1000.0, 300.0
+_NEAR = 0.03
+"""Marks that are nearer to each other than this share of the width have one label."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The steps around one."""
+
+    step: float
+    low: float
+    mean: float
+    high: float
+
+
+def thin_out(
+    values: Iterable[tuple[int, float]], first: int, last: int, count: int
+) -> list[Bucket]:
+    """Return at most ``count`` buckets of the finite values, which are steps and numbers."""
+    width = max((last - first + 1) / count, 1.0)
+    found: dict[int, list[float]] = {}
+    for step, value in values:
+        if math.isfinite(value):
+            held = found.setdefault(int((step - first) / width), [0.0, 0.0, value, value])
+            held[0] += 1
+            held[1] += value
+            held[2], held[3] = min(held[2], value), max(held[3], value)
+    centre = first + (width - 1) / 2
+    return [
+        Bucket(centre + width * i, low, total / n, high)
+        for i, (n, total, low, high) in sorted(found.items())
+    ]
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Return round numbers between two, about so many."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    unit = 10 ** math.floor(math.log10(span / count))
+    step = next(unit * m for m in (1, 2, 2.5, 5, 10) if span / (unit * m) <= count + 0.5)
+    begin = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(begin, int(math.floor(high / step + 1e-9)) + 1)]
+
+
+def curve(
+    title: str,
+    points: Sequence[Point],
+    value: Callable[[Point], float | None],
+    marks: Sequence[Mark],
+    *,
+    robust: bool = False,
+    label: Callable[[float], str] = number,
+) -> str:
+    """Return a figure; empty where there is nothing to draw.
+
+    Args:
+        title: of the figure.
+        points: in the order in which they happened.
+        value: what is drawn of each; None for nothing.
+        marks: faults to be drawn.
+        robust: whether a few large values may leave the picture at its top.
+        label: how values are written.
+    """
+    values = [(p, v) for p in points if (v := value(p)) is not None]
+    finite = [v for _, v in values if math.isfinite(v)]
+    if not finite:
+        return ""
+    first, last = min(p.step for p, _ in values), max(p.step for p, _ in values)
+    kept = thin_out(((p.step, v) for p, v in values if not p.redone), first, last, BUCKETS)
+    again: dict[int, list[tuple[int, float]]] = {}
+    for p, v in values:
+        if p.redone:
+            again.setdefault(p.attempt, []).append((p.step, v))
+    frame = _Frame(first, last, *_range(finite, robust))
+    lines = [_path("mean", frame.line(kept)), _path("band", frame.band(kept))]
+    for old in again.values():
+        lines.append(_path("again", frame.line(thin_out(old, first, last, _AGAIN_BUCKETS))))
+    labels = _labels(frame, label) + _mark_labels(frame, marks)
+    lines += [_path("fault", frame.upright(mark.step)) for mark in marks]
+    grid = [_path("grid", frame.level(y)) for y in ticks(frame.low, frame.high)]
+    wild = len(values) - len(finite)
+    note = f" <small>({wild} not finite and left out)</small>" if wild else ""
+    beyond = sum(v > frame.high for v in finite)
+    note += f" <small>({beyond} above the picture)</small>" if beyond else ""
+    picture = (
+        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(title)} over steps {first} to {last}">{"".join([*grid, *lines])}'
+        "</svg>"
+    )
+    return (
+        f"<figure><figcaption>{escape(title)}{note}</figcaption>"
+        f'<div class="area">{picture}{"".join(labels)}</div></figure>'
+    )
+
+
+def _range(values: list[float], robust: bool) -> tuple[float, float]:
+    ordered = sorted(values)
+    low, high = ordered[0], ordered[-1]
+    if robust:
+        low, high = 0.0, min(high, 2.5 * ordered[int(0.98 * (len(ordered) - 1))])
+    margin = 0.06 * (high - low) or abs(high) * 0.05 or 1.0
+    return (0.0 if robust else low - margin), high + margin
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Where things are in the picture."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+
+    def x(self, step: float) -> float:
+        """From 0 to 1."""
+        return min(max((step - self.first) / max(self.last - self.first, 1), 0.0), 1.0)
+
+    def y(self, value: float) -> float:
+        """From 0, at the bottom, to 1."""
+        return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
+
+    def at(self, step: float, value: float) -> str:
+        return f"{_WIDTH * self.x(step):.5g} {_HEIGHT * (1 - self.y(value)):.4g}"
+
+    def line(self, buckets: Sequence[Bucket]) -> str:
+        if len(buckets) == 1:  # would be no line at all
+            only = buckets[0]
+            return f"M{self.at(only.step - 0.3, only.mean)}L{self.at(only.step + 0.3, only.mean)}"
+        return "M" + "L".join(self.at(b.step, b.mean) for b in buckets) if buckets else ""
+
+    def band(self, buckets: Sequence[Bucket]) -> str:
+        if not any(b.high > b.low for b in buckets):
+            return ""
+        there = [self.at(b.step, b.high) for b in buckets]
+        back = [self.at(b.step, b.low) for b in reversed(buckets)]
+        return "M" + "L".join([*there, *back]) + "Z"
+
+    def upright(self, step: float) -> str:
+        x = f"{_WIDTH * self.x(step):.5g}"
+        return f"M{x} 0L{x} {_HEIGHT:g}"
+
+    def level(self, value: float) -> str:
+        y = f"{_HEIGHT * (1 - self.y(value)):.4g}"
+        return f"M0 {y}L{_WIDTH:g} {y}"
+
+
+def _path(kind: str, data: str) -> str:
+    return f'<path class="{kind}" d="{data}"/>' if data else ""
+
+
+def _labels(frame: _Frame, label: Callable[[float], str]) -> list[str]:
+    found = [
+        f'<span class="y" style="bottom:{100 * frame.y(y):.2f}%">{escape(label(y))}</span>'
+        for y in ticks(frame.low, frame.high)
+    ]
+    steps = [t for t in ticks(frame.first, frame.last, 6) if t == int(t)]
+    return found + [
+        f'<span class="x" style="left:{100 * frame.x(x):.2f}%">{int(x):,}</span>' for x in steps
+    ]
+
+
+def _mark_labels(frame: _Frame, marks: Sequence[Mark]) -> list[str]:
+    groups: list[list[Mark]] = []
+    for mark in sorted(marks, key=lambda mark: (frame.x(mark.step), mark.number)):
+        if groups and frame.x(mark.step) - frame.x(groups[-1][0].step) < _NEAR:
+            groups[-1].append(mark)
+        else:
+            groups.append([mark])
+    return [
+        f'<span class="m" style="left:{100 * frame.x(group[0].step):.2f}%">'
+        f"{escape(_numbers([mark.number for mark in group]))}</span>"
+        for group in groups
+    ]
+
+
+def _numbers(found: list[int]) -> str:
+    low, high = min(found), max(found)
+    if len(found) < 3:
+        return ",".join(map(str, sorted(found)))
+    return f"{low}–{high}" if high - low == len(found) - 1 else f"{low}…"

@@ -1,0 +1,250 @@
+"""The page says what happened, however the run ended, and opens anywhere."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.callbacks.event_log import EventLogWriter
+from lightning_megatron.cli import main
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.events import event_file
+from lightning_megatron.monitoring.report.bars import spent
+from lightning_megatron.monitoring.report.curves import thin_out, ticks
+from lightning_megatron.monitoring.report.page import page
+from lightning_megatron.monitoring.report.story import Story, read_story
+from lightning_megatron.monitoring.report.text import duration, number, size
+from tests.checkpoint.damage import flip, save
+from tests.monitoring.report.made_run import START, write_run
+from tests.strategies.small import Small, loader, make_trainer
+
+VOID = {"meta", "br"}
+
+
+class WellFormed(HTMLParser):
+    """Checks that all elements are closed, and keeps the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """Of 10,000 steps of 8 ranks."""
+    directory = tmp_path_factory.mktemp("long") / "run-7"
+    write_run(directory, steps=10_000, ranks=8)
+    yield read_story(directory)
+    shutil.rmtree(directory)
+
+
+def test_the_page_of_a_long_run(story: Story) -> None:
+    text = page(story)
+    assert len(text.encode()) < 200_000
+    parsed = WellFormed(text)
+    said = " ".join(" ".join(parsed.text).split())
+    assert not parsed.tags & {"script", "link", "img", "iframe", "object"}
+    assert not re.search(r"https?://|src=|@import|url\(", text)
+    for expected in (
+        "✓ Completed at step 10,000.",
+        "2 restarts, 2,000 steps lost",
+        "run-7",
+        "attempt 3",
+        "✕ no end",
+        "2, then 7 more",
+        "HangError: rank 2 hangs in forward",
+        "the loss is NaN <b>on rank 1</b>",  # as text, not as an element
+        "(1 not finite and left out)",
+        "▲ 8.5 %",
+        "▲ 2.40 GiB",
+        "No space left on device: needs 1.2 GB",
+        "perf/mfu < 0.5 for 20",
+        "password=[redacted]",
+        "pp=2, dp_shard=2, tp=2",
+    ):
+        assert expected in said, expected
+    assert "hunter2" not in text
+
+
+def test_the_times_add_up(story: Story) -> None:
+    times = spent(story)
+    for attempt, following in zip(times, [*times[1:], None], strict=True):
+        end = story.end - START if following is None else following.begin
+        assert sum(attempt.parts.values()) == pytest.approx(end - attempt.begin, rel=1e-3)
+    assert times[0].parts["start"] == pytest.approx(6)
+    assert times[0].parts["gap"] == pytest.approx(9, abs=0.1)
+    assert story.ledger.goodput(story.end) == pytest.approx(
+        sum(t.parts["kept"] for t in times) / (story.end - START), rel=1e-3
+    )
+    assert sum(p.redone for p in story.points) == 2000
+    assert [(m.number, m.kind, m.step, m.ranks[:1]) for m in story.marks] == [
+        (1, "silent", 4000, [1]),
+        (2, "hang", 7000, [2]),
+        (3, "failed", 7000, [2]),
+        (4, "fault", 8000, [1]),
+    ]
+    assert story.ranks[1].steps == 11_999
+    assert (story.ranks[3].host, story.ranks[3].share("data")) == (
+        "node-1",
+        pytest.approx(0.085, 0.1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "later", "verdict"),
+    [
+        ("completed", 1e6, "✓ Completed at step 40."),
+        (None, 5.0, "… Running at step 40."),
+        (None, 500.0, "✕ Stopped without an end: killed, or standing still at step 40."),
+        ("interrupted", 1.0, "■ Interrupted at step 40."),
+        ("failed", 1.0, "✕ Failed at step 40."),
+    ],
+)
+def test_how_it_ended(tmp_path: Path, end: str | None, later: float, verdict: str) -> None:
+    write_run(tmp_path, steps=40, end=end)
+    now = read_story(tmp_path).end + later
+    story = read_story(tmp_path, now=now)
+    assert verdict in " ".join(WellFormed(page(story)).text)
+    assert len(story.marks) == 4 + (end != "completed" and later != 5.0)
+
+
+def test_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Killed(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().training_step(batch, batch_idx)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            make_trainer(None, callbacks=[EventLogWriter(tmp_path)]).fit(Killed(), loader())
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with event_file(tmp_path, 0).open("a") as file:
+        file.write('{"v":1,"t":17')  # as a machine that lost its power may leave it
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+    assert "Running at step 3." in capsys.readouterr().out
+    story = read_story(tmp_path, now=read_story(tmp_path).end + 1000)
+    assert [(p.step, p.redone) for p in story.points] == [(1, False), (2, False), (3, False)]
+    assert [(m.kind, m.step) for m in story.marks] == [("silent", 3)]
+    assert "✕ Stopped without an end" in " ".join(WellFormed(page(story)).text)
+
+
+def test_which_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has no events/rank_*.jsonl; nearest valid" in capsys.readouterr().err
+    write_run(tmp_path, steps=40, run="older")
+    older = event_file(tmp_path, 0).read_text()
+    write_run(tmp_path, steps=60, run="newer")
+    later = event_file(tmp_path, 0).read_text().replace('"t":17600', '"t":17700')
+    event_file(tmp_path, 0).write_text(older + later)
+    story = read_story(tmp_path)
+    assert (story.run, story.other_runs, story.points[-1].step) == ("newer", ["older"], 60)
+    assert read_story(tmp_path, "older").points[-1].step == 40
+    assert main(["report", str(tmp_path), "--run", "none"]) == 2
+    assert "nearest valid: newer, older" in capsys.readouterr().err
+    assert main(["report", str(tmp_path), "-o", str(tmp_path / "no" / "page.html")]) == 2
+    with pytest.raises(ConfigError, match="run=x"):
+        read_story(tmp_path, "x")
+
+
+def test_what_stands_on_the_disk(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=40)
+    places = tmp_path / "runs"
+    for step in (20, 24, 28, 32, 36, 40):
+        save(places / f"step={step}.ckpt", step=step)
+    flip(places / "step=24.ckpt" / "__0_0.distcp", 4000)
+    with (places / "step=28.ckpt" / "__0_0.distcp").open("ab") as file:
+        file.write(b"more")
+    (places / "step=32.ckpt" / "manifest.json").unlink()
+    (places / "step=36.ckpt").rename(places / "step=36.ckpt.corrupt")
+    for options, sound, flipped in (
+        ([], "✓ complete", "✓ complete"),
+        (["--verify"], "✓ verified", "✕ damaged"),
+    ):
+        assert main(["report", str(tmp_path), *options]) == 0
+        text = (tmp_path / "report.html").read_text("utf-8").split("<h2>Checkpoints")[1]
+        rows = re.findall(r"<tr><td class=\"n\">(\d+)</td>(?:<td.*?</td>){2}<td>(.*?)</td>", text)
+        assert {step: re.split("[:;]", state)[0] for step, state in rows} == {
+            **dict.fromkeys(("4", "8", "16"), "– deleted"),
+            **{"12": "– deleted", "20": "–", "24": flipped, "28": "✕ damaged"},
+            **{"32": "✕ torn", "36": "✕ damaged", "40": sound},
+        }
+
+
+def test_the_command_waits_for_no_torch(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=20)
+    code = (
+        "import sys; from lightning_megatron.cli import main; "
+        f"main(['report', {str(tmp_path)!r}]); "
+        "print([m for m in ('torch', 'lightning', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_run_without_anything_to_draw(tmp_path: Path) -> None:
+    path = event_file(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text('{"v":1,"t":5.0,"run":"a","rank":0,"step":0,"kind":"start"}\n')
+    said = " ".join(WellFormed(page(read_story(tmp_path))).text)
+    assert "No step was written." in said
+    assert "No save was written down." in said
+
+
+def test_thinning_keeps_peaks_and_the_mean() -> None:
+    values = [(step, 100.0 if step == 555 else 1.0) for step in range(1, 1001)]
+    buckets = thin_out([*values, (700, float("nan"))], 1, 1000, 10)
+    assert len(buckets) == 10
+    assert [b.high for b in buckets] == [1.0] * 5 + [100.0] + [1.0] * 4
+    assert buckets[5].mean == pytest.approx(1.99)
+    assert [b.step for b in buckets[:2]] == [50.5, 150.5]
+    assert len(thin_out(values[:7], 1, 7, 10)) == 7
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 10, [0, 2.5, 5, 7.5, 10]),
+        (0.13, 0.48, [0.2, 0.3, 0.4]),
+        (5, 5, [5]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+    ],
+)
+def test_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == expected
+
+
+def test_numbers_for_readers() -> None:
+    seconds = (None, 0.0354, 14.23, 61, 3605, 90000)
+    shown = ["–", "35.4 ms", "14.2 s", "1 min 1 s", "1 h 0 min", "1 d 1 h"]
+    assert [duration(s) for s in seconds] == shown
+    numbers = (None, 1234567.0, 0.12345, 1e-7, float("nan"), -float("inf"))
+    assert [number(v) for v in numbers] == ["–", "1,234,567", "0.1235", "1e-07", "NaN", "−∞"]
+    assert [size(v) for v in (0, 999, 1_500_000)] == ["–", "999 B", "1.5 MB"]
