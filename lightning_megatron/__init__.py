@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.communication import CommunicationMonitor
     from lightning_megatron.callbacks.console import ConsoleLine
     from lightning_megatron.callbacks.event_log import EventLogWriter
+    from lightning_megatron.callbacks.fault_tolerance import FaultTolerance
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.hang_detector import HangDetector
     from lightning_megatron.callbacks.logger_guard import LoggerGuard
@@ -73,6 +74,7 @@ _HOMES = {
     "ConnectionConfig": "strategies.connection",
     "ConsoleLine": "callbacks.console",
     "EventLogWriter": "callbacks.event_log",
+    "FaultTolerance": "callbacks.fault_tolerance",
     "Fp16Precision": "precision.plugin",
     "Fp8Precision": "precision.fp8",
     "GradientMonitor": "callbacks.gradients",
@@ -96,8 +98,8 @@ _HOMES = {
     "RollbackConfig": "resilience.responses",
     "Rule": "monitoring.alert_rules",
     "ShardingConfig": "parallel.data",
-    "SpikeConfig": "resilience.spikes",
     "SlowRankDetector": "callbacks.slow_rank",
+    "SpikeConfig": "resilience.spikes",
     "ThroughputMonitor": "callbacks.throughput",
     "WorkerGuard": "callbacks.worker_guard",
     "convert_to_lightning": "checkpoint.export",
@@ -122,6 +124,7 @@ __all__ = [
     "ConnectionConfig",
     "ConsoleLine",
     "EventLogWriter",
+    "FaultTolerance",
     "Fp16Precision",
     "Fp8Precision",
     "GradientMonitor",
@@ -145,8 +148,8 @@ __all__ = [
     "RollbackConfig",
     "Rule",
     "ShardingConfig",
-    "SpikeConfig",
     "SlowRankDetector",
+    "SpikeConfig",
     "ThroughputMonitor",
     "WorkerGuard",
     "convert_to_lightning",
