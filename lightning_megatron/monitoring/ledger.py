@@ -194,6 +194,8 @@ class Ledger:
         high, count = int(event["step"]), int(event.get("steps", 1))
         seconds = float(event.get("seconds", 0.0))
         low = high - count
+        if attempt.from_step is None:
+            self._begin_anew_if_over(low)
         self._undo(low)
         self._kept.push(low, high, seconds, attempt.number)
         attempt.kept_s += seconds
@@ -207,6 +209,15 @@ class Ledger:
             ):
                 assert before.noticed is not None
                 before.recover_s = max(event["t"] - before.noticed, 0.0)
+
+    def _begin_anew_if_over(self, low: int) -> None:
+        """A process that trains again from below what it has completed has begun another run."""
+        position = self._kept.position
+        over = len(self.attempts) > 1 and self.attempts[-2].status == "completed"
+        if over and position is not None and low < position:
+            self.attempts = self.attempts[-1:]
+            self.attempts[0].number = 0
+            self.steps_lost, self._idle_s, self._kept = 0, 0.0, _Kept()
 
     def _undo(self, step: int) -> None:
         """What was done above ``step`` does not count any more."""

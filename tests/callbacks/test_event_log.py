@@ -83,17 +83,18 @@ def test_events_of_an_ordinary_run(tmp_path: Path) -> None:
     steps = [e for e in events if e["kind"] == "step"]
     assert [e["step"] for e in steps] == [1, 2, 3, 4]
     assert all(e["tokens"] == 8 and e["loss"] > 0 for e in steps)
-    assert all(0.02 <= e["seconds"] < 0.12 for e in steps)
+    assert all(e["seconds"] >= 0.02 for e in steps)
     assert all(e["sections"]["forward"] >= 0.02 for e in steps)
     saves = [e for e in events if e["kind"] == "save"]
     assert [(e["step"], e["ok"], Path(e["path"]).name) for e in saves] == [
         (2, True, "step=2.ckpt"),
         (4, True, "step=4.ckpt"),
     ]
-    # The steps took their 80 ms and little more; two validations took 300 ms beside them.
-    assert 0.08 <= writer.ledger.productive_s < 0.3
-    assert writer.ledger.wall_s() > 0.38
-    assert 0 < float(trainer.callback_metrics["ft/goodput"]) < 0.8
+    # Beside the steps, there were two validations and two saves.
+    beside = sum(e["seconds"] for e in events if e["kind"] in ("validation", "save"))
+    assert beside > 0.3
+    assert 0.08 <= writer.ledger.productive_s < writer.ledger.wall_s() - beside
+    assert 0 < float(trainer.callback_metrics["ft/goodput"]) < 1
     assert float(trainer.callback_metrics["ft/restarts_total"]) == 0
     window = [e for e in events if e["kind"] == "window"][-1]
     assert window["metrics"]["ft/steps_lost_total"] == 0
@@ -188,11 +189,18 @@ def test_under_plain_lightning_with_a_logger_and_other_options(tmp_path: Path) -
     assert "ft/goodput" in Path(logger.log_dir, "metrics.csv").read_text()
     events = read_events(tmp_path / "else")
     assert events[0]["layout"] is None
-    assert events[1]["sections"]["data"] < 0.1
+    assert set(events[1]["sections"]) == {"data"}
     trainer.validate(Slow(), loader())
     assert len(read_events(tmp_path / "else")) == len(events)
     with pytest.raises(ConfigError, match="every_n_steps=0"):
         EventLogWriter(every_n_steps=0)
+
+
+def test_a_second_run_of_one_process_is_another(tmp_path: Path) -> None:
+    for _ in range(2):
+        writer, trainer = fit(tmp_path, Slow(), {}, limit_val_batches=0)
+        assert float(trainer.callback_metrics["ft/steps_lost_total"]) == 0
+        assert len(writer.ledger.attempts) == 1
 
 
 def test_a_directory_that_cannot_be_written_costs_one_warning(

@@ -137,6 +137,21 @@ def test_a_run_that_ended_and_is_extended_did_not_stand_still() -> None:
     assert found.goodput() == 1.0
 
 
+def test_a_process_that_trains_another_model_begins_another_run() -> None:
+    found = ledger(
+        event(0, "start"),
+        steps(0, 1, 10),
+        event(20, "start"),
+        steps(20, 5, 20),
+        event(36, "end", status="completed"),
+        event(100, "start"),
+        steps(101, 1, 4),
+    )
+    assert (found.restarts, found.steps_lost, found.productive_s) == (0, 0, 4)
+    assert found.goodput() == 0.8
+    assert [(a.number, a.started) for a in found.attempts] == [(0, 100)]
+
+
 def test_nothing_and_an_attempt_without_steps() -> None:
     assert Ledger().goodput() is None
     assert Ledger().metrics() == {"ft/restarts_total": 0, "ft/steps_lost_total": 0}

@@ -176,16 +176,23 @@ def read_story(
         )
     run = known[0] if run is None else names[run]
     mine = [e for e in events if names[str(e.get("run", ""))] == run]
+    lowest = min(e["rank"] for e in mine)
+    if lowest != reference:  # whose events are of other runs
+        reference = lowest
+        events = read_events(run_dir, steps_of=reference)
+        mine = [e for e in events if names[str(e.get("run", ""))] == run]
     story = Story(os.fspath(run_dir), run, now or time.time(), Ledger(reference))
     story.other_runs = [other for other in known if other != run]
     for event in mine:
         story.ledger.add(event)
-    _Teller(story, reference).tell(mine)
+    begun = story.ledger.attempts[0].started if story.ledger.attempts else 0.0
+    _Teller(story, reference).tell([e for e in mine if e["t"] >= begun])
     of_run = {name for name, final in names.items() if final == run}
     for rank, file in sorted(files.items()):
         figures = RankFigures(rank)
         for event in iterate_events(file):
-            if str(event.get("run", "")) in of_run:
+            known = event["t"] >= begun or event["kind"] == "start"
+            if known and str(event.get("run", "")) in of_run:
                 figures.add(event)
         if figures.last:
             story.ranks.append(figures)
