@@ -78,9 +78,16 @@ def test_ranks() -> None:
 
 def test_when_it_is_due() -> None:
     fault = Fault(kind="kill", rank=2, step=3, section="data", at_s=10, attempt=1)
-    due = moment(rank=2, step=3, section="data", elapsed_s=10, attempt=1)
+    due = moment(rank=2, step=3, section="data", elapsed_s=10, attempt=1, batches=5)
     assert fault.is_due(due)
-    changes = {"rank": 1, "step": 2, "section": "forward", "elapsed_s": 9, "attempt": 0}
+    changes = {
+        "rank": 1,
+        "step": 2,
+        "section": "forward",
+        "elapsed_s": 9,
+        "attempt": 0,
+        "batches": 4,
+    }
     for name, value in changes.items():
         assert not fault.is_due(moment(**{**vars(due), name: value}))
     assert fault.is_due(moment(**{**vars(due), "step": 4}))

@@ -83,6 +83,7 @@ class ChaosMonkey(pl.Callback):
         """Of a rehearsal that somebody else started: the steps, for its ledger."""
         self._last_batch = 0.0
         self._full_disk = ExitStack()
+        self._batches = 0
         self._memory: FaultMemory | None = None
         self._began = 0.0
         self._until: dict[int, int] = {}
@@ -161,6 +162,7 @@ class ChaosMonkey(pl.Callback):
         batch_idx: int,
     ) -> None:
         self._release()
+        self._batches += 1
         if self._diary is not None and trainer.global_step > self._diary.step:
             now, before = time.monotonic(), self._last_batch
             self._last_batch, self._diary.step = now, trainer.global_step
@@ -238,6 +240,7 @@ class ChaosMonkey(pl.Callback):
             section=section,
             attempt=env.restart_count(),
             elapsed_s=time.time() - self._began,
+            batches=self._batches,
         )
 
     def _claim(self, index: int, fault: Fault, section: str, trainer: pl.Trainer) -> bool:

@@ -14,9 +14,10 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,16 +106,32 @@ def run_command(
             list(command), env=environment, stdout=output, stderr=output, start_new_session=True
         )
         try:
-            on_start(process.pid)
-            return process.wait(limit_s)
+            with _interrupted_by_sigterm():
+                on_start(process.pid)
+                return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             _end(process)
             return None
-        except KeyboardInterrupt:
-            _end(process)
-            raise
         finally:
             _sweep(path)
+            process.wait()
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """End with an exception, which cleans up, where SIGTERM would end us without one."""
+
+    def leave(*_: Any) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(process: "subprocess.Popen[Any]") -> None:

@@ -31,6 +31,8 @@ SECTIONS: tuple[Section, ...] = get_args(Section)
 ANY = "any"
 ALL = "all"
 FOREVER = float("inf")
+_SETTLED = 5
+"""Batches of an attempt before faults strike that wait for a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,8 @@ class Moment:
     """How often the run has been restarted."""
     elapsed_s: float = 0.0
     """Since the run first started."""
+    batches: int = 0
+    """Trained on in this attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +120,9 @@ class Fault:
     probability: float = 1.0
     """With which it strikes at an opportunity."""
     at_s: float = 0.0
-    """Seconds since the start of the run (attempts included) before which it does not strike."""
+    """Seconds since the start of the run (attempts included) before which it does not strike; nor
+    does it in the first batches of an attempt, for those that came due between two attempts would
+    meet the next one together, over and over."""
     amount: float = -1.0
     """Seconds, milliseconds or a factor, as the kind has it; by default the kind's."""
     steps: int = 1
@@ -207,6 +213,7 @@ class Fault:
             and self.attempt in (None, now.attempt)
             and (self.step is None or now.step >= self.step)
             and now.elapsed_s >= self.at_s
+            and (not self.at_s or now.batches >= _SETTLED)
             and self._chance(now)
         )
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,25 @@ def test_end_of_the_time(tmp_path: Path) -> None:
     begun = time.monotonic()
     assert run_command(["sleep", "100"], [], tmp_path / "x", limit_s=0.2) is None
     assert time.monotonic() - begun < 15
+
+
+def test_a_terminated_rehearsal_leaves_nothing(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            run_command(
+                ["sleep", "100"],
+                [],
+                tmp_path / "x",
+                on_start=lambda pid: os.write(writing, b"%d" % pid) and None,
+            )
+        finally:
+            os._exit(0)
+    slept = int(os.read(reading, 20))
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    os.waitpid(child, 0)
+    assert not Path(f"/proc/{slept}").exists()
 
 
 def write_run(directory: Path) -> None:
