@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.prometheus import PrometheusEndpoint
     from lightning_megatron.callbacks.slow_rank import SlowRankDetector
+    from lightning_megatron.callbacks.replica_check import ReplicaCheck
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
     from lightning_megatron.callbacks.worker_guard import WorkerGuard
     from lightning_megatron.checkpoint.config import CheckpointConfig
@@ -94,6 +95,7 @@ _HOMES = {
     "Preemption": "callbacks.preemption",
     "ProfilerWindow": "callbacks.profiler_window",
     "PrometheusEndpoint": "callbacks.prometheus",
+    "ReplicaCheck": "callbacks.replica_check",
     "ResumableSampler": "data.sampler",
     "RollbackConfig": "resilience.responses",
     "Rule": "monitoring.alert_rules",
@@ -144,6 +146,7 @@ __all__ = [
     "Preemption",
     "ProfilerWindow",
     "PrometheusEndpoint",
+    "ReplicaCheck",
     "ResumableSampler",
     "RollbackConfig",
     "Rule",

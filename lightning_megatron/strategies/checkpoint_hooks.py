@@ -274,6 +274,11 @@ class CheckpointHooks:
     def _optimized_names(self) -> dict[torch.Tensor, str]:
         return parameter_names(self.parallel.module, self.parallel.canonical)
 
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All processes, for objects and tensors on the host; None for the default group."""
+        return self._host_world()
+
     def _host_world(self) -> dist.ProcessGroup | None:
         """A gloo group of all processes, where the default group is not one."""
         if dist.get_backend() == "gloo":
