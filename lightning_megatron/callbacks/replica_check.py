@@ -251,9 +251,7 @@ def _told(found: Sequence[Difference], wrong: Sequence[int], unclear: Sequence[D
     names = [one.name for one in found]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     if not unclear:
-        return (
-            f"{in_words(wrong)} hold other bits than their peers in {len(names)} tensors: {shown}"
-        )
+        return f"other bits than their peers on {in_words(wrong)}, in {len(names)} tensors: {shown}"
     groups = " and ".join(in_words(group) for group in unclear[0].groups)
     return (
         f"{groups} hold different bits in {len(names)} tensors ({shown}), and no bits are those of "
