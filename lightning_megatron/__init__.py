@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.preemption import Preemption
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.prometheus import PrometheusEndpoint
-    from lightning_megatron.callbacks.slow_rank import SlowRankDetector
     from lightning_megatron.callbacks.replica_check import ReplicaCheck
+    from lightning_megatron.callbacks.slow_rank import SlowRankDetector
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
     from lightning_megatron.callbacks.worker_guard import WorkerGuard
     from lightning_megatron.checkpoint.config import CheckpointConfig
