@@ -12,7 +12,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 # Imported so that their short class names are known to the parser.
-from lightning_megatron.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
+from lightning_megatron.callbacks.fault_tolerance import FaultTolerance as FaultTolerance
+from lightning_megatron.callbacks.monitor import Monitor as Monitor
 from lightning_megatron.cli.report import Outcome, report
 from lightning_megatron.data.text import TextDataModule as TextDataModule
 from lightning_megatron.module import LanguageModel as LanguageModel
