@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.profiler_window import ProfilerWindow
     from lightning_megatron.callbacks.prometheus import PrometheusEndpoint
     from lightning_megatron.callbacks.replica_check import ReplicaCheck
+    from lightning_megatron.callbacks.restart_policy import RestartPolicy
     from lightning_megatron.callbacks.slow_rank import SlowRankDetector
     from lightning_megatron.callbacks.throughput import ThroughputMonitor
     from lightning_megatron.callbacks.worker_guard import WorkerGuard
@@ -95,6 +96,7 @@ _HOMES = {
     "Preemption": "callbacks.preemption",
     "ProfilerWindow": "callbacks.profiler_window",
     "PrometheusEndpoint": "callbacks.prometheus",
+    "RestartPolicy": "callbacks.restart_policy",
     "ReplicaCheck": "callbacks.replica_check",
     "ResumableSampler": "data.sampler",
     "RollbackConfig": "resilience.responses",
@@ -146,6 +148,7 @@ __all__ = [
     "Preemption",
     "ProfilerWindow",
     "PrometheusEndpoint",
+    "RestartPolicy",
     "ReplicaCheck",
     "ResumableSampler",
     "RollbackConfig",

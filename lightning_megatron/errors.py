@@ -60,6 +60,10 @@ class MissingRanksError(ConnectError):
         return type(self), (str(self), self.ranks)
 
 
+class RestartLimitError(RuntimeError):
+    """A run has been restarted often enough."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is damaged, or is not one of ours."""
 

@@ -50,7 +50,8 @@ class Launcher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             env.announce_parent()
             self._call_children_scripts()
-            self.watch = PeerWatch(self._failed, self._first_rank(), self._leave)
+            if self.procs:
+                self.watch = PeerWatch(self._failed, self._first_rank(), self._leave)
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 

@@ -1,0 +1,104 @@
+"""How far each attempt of a run came, kept where it survives a ``kill -9``.
+
+One small file an attempt in ``RUN_DIR/attempts``, written by rank 0. It is one record of fixed
+size, which is overwritten in place by a single write whenever a step is done: some microseconds,
+and nothing to flush, as the system keeps what a killed process wrote. (After a crash of the machine
+the last steps may be missing, and count as not reached.)
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+FOLDER = "attempts"
+_SIZE = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptRecord:
+    """One attempt."""
+
+    run: str
+    """Id of the run, as one launcher knows it."""
+    number: int
+    continues: str = ""
+    """Id of the run whose checkpoint this attempt went on from, if that is another one."""
+    began: float = 0.0
+    """Seconds since the epoch."""
+    step: int = -1
+    """Optimizer steps done since training began; -1 if no step was done in this attempt."""
+    end: str = ""
+    """``"finished"``, ``"stopped"`` (by a signal), ``"failed"``; empty if it was killed."""
+
+
+class AttemptLog:
+    """The record of this attempt, beside those of the ones before it.
+
+    Args:
+        run_dir: directory of the run.
+        run: id of the run.
+        number: of the attempt.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], run: str, number: int) -> None:
+        folder = Path(run_dir) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self.earlier = read_attempts(run_dir)
+        self.record = AttemptRecord(run=run, number=number, began=time.time())
+        self._file = os.open(
+            folder / f"{len(self.earlier):05d}_{run}_{number}.json", os.O_WRONLY | os.O_CREAT, 0o644
+        )
+        self._write()
+
+    def update(self, step: int | None = None, continues: str = "", end: str = "") -> None:
+        """Note what is known by now; what is not given stays."""
+        was = self.record
+        self.record = replace(
+            was,
+            step=was.step if step is None else max(step, was.step),
+            continues=continues or was.continues,
+            end=end or was.end,
+        )
+        self._write()
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _write(self) -> None:
+        if self._file >= 0:
+            text = json.dumps(asdict(self.record)).ljust(_SIZE - 1) + "\n"
+            os.pwrite(self._file, text.encode(), 0)
+
+    def chain(self) -> list[AttemptRecord]:
+        """Earlier attempts of this run, or of runs that it continues; the oldest first."""
+        runs = {self.record.run, self.record.continues} - {""}
+        for earlier in reversed(self.earlier):
+            if earlier.run in runs and earlier.continues:
+                runs.add(earlier.continues)
+        return [earlier for earlier in self.earlier if earlier.run in runs]
+
+
+def read_attempts(run_dir: str | os.PathLike[str]) -> list[AttemptRecord]:
+    """All attempts that the directory knows of, the oldest first; unreadable ones are left out."""
+    found = []
+    with suppress(OSError):
+        for path in sorted((Path(run_dir) / FOLDER).glob("*.json")):
+            with suppress(OSError, ValueError, TypeError):
+                found.append(AttemptRecord(**json.loads(path.read_text())))
+    return found
+
+
+def cycles_without_progress(attempts: list[AttemptRecord]) -> int:
+    """How many attempts in a row, up to the last one, came no further than those before them."""
+    cycles, best = 0, 0
+    for attempt in attempts:
+        further = attempt.step > best
+        best = max(best, attempt.step)
+        cycles = 0 if further or attempt.end in ("finished", "stopped") else cycles + 1
+    return cycles
