@@ -8,6 +8,7 @@ member               what it answers                                            
 `SlowRankDetector`   a rank that is slower than its peers: name it and the section         on
 `NumberGuard`        loss or gradients that are not finite: raise before the update        on
 `WorkerGuard`        DataLoader workers that die or hang: replace them, same batches       on
+`RestartPolicy`      three attempts without a new step: stay down, and say why             on
 ==================== ===================================================================== =======
 
 Each can be used by itself. Here each is an argument: True for its defaults, False for none of it,
@@ -27,6 +28,7 @@ from lightning_megatron.callbacks.group import CallbackGroup
 from lightning_megatron.callbacks.hang_detector import HangDetector
 from lightning_megatron.callbacks.number_guard import NumberGuard
 from lightning_megatron.callbacks.preemption import Preemption
+from lightning_megatron.callbacks.restart_policy import RestartPolicy
 from lightning_megatron.callbacks.slow_rank import SlowRankDetector
 from lightning_megatron.callbacks.worker_guard import WorkerGuard
 from lightning_megatron.errors import raise_if_any
@@ -45,6 +47,7 @@ class FaultTolerance(CallbackGroup):
         slow_rank: answer to ranks that are slow.
         numbers: answer to bad numbers.
         workers: answer to DataLoader workers that fail.
+        restarts: answer to attempts that all fail.
 
     Raises:
         ConfigError: an argument is neither a bool nor the callback it stands for.
@@ -59,6 +62,7 @@ class FaultTolerance(CallbackGroup):
         slow_rank: bool | SlowRankDetector = True,
         numbers: bool | NumberGuard = True,
         workers: bool | WorkerGuard = True,
+        restarts: bool | RestartPolicy = True,
     ) -> None:
         chosen: dict[str, tuple[Any, type[pl.Callback], dict[str, Any]]] = {
             "preemption": (preemption, Preemption, {}),
@@ -66,6 +70,7 @@ class FaultTolerance(CallbackGroup):
             "slow_rank": (slow_rank, SlowRankDetector, {}),
             "numbers": (numbers, NumberGuard, {}),
             "workers": (workers, WorkerGuard, {}),
+            "restarts": (restarts, RestartPolicy, {"run_dir": run_dir}),
         }
         raise_if_any(
             [

@@ -129,8 +129,10 @@ class RestartPolicy(pl.Callback):
         return ""
 
     def _end_torchrun(self, trainer: pl.Trainer) -> None:
+        """By its own SIGTERM handling, where it would start the workers again."""
         elastic = env.torch_elastic()
-        if elastic is not None and elastic.agent_store and trainer.local_rank == 0:
+        restarts = elastic is not None and elastic.max_restarts > elastic.restarts
+        if restarts and trainer.local_rank == 0:
             os.kill(os.getppid(), signal.SIGTERM)
 
     @override

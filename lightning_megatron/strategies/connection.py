@@ -237,8 +237,31 @@ class Processes(EndingHooks):
         self.events.identify(run=self.attempt.run_id, attempt=self.attempt.number)
         self.begin_watch(self.attempt)
 
+    def batch_share(self, global_batch: int) -> int:
+        """Batch size of this run's loaders for a batch that all ranks read together.
+
+        For ``train_dataloader`` of a module or data module whose run may go on with fewer or more
+        nodes (``torchrun --nnodes 1:2``): the optimizer's steps then stay what they were. With
+        ``microbatch_size`` a rank's larger share takes more time and not more memory.
+
+        Raises:
+            ConfigError: the data-parallel ranks cannot share it evenly.
+        """
+        ranks: int = self.topology.batch.size  # type: ignore[attr-defined]
+        share, left = divmod(global_batch, ranks)
+        if left or share < 1:
+            nearest = max(round(global_batch / ranks), 1) * ranks
+            raise ConfigError(
+                f"batch_share({global_batch}): {ranks} data-parallel ranks read equal parts of a "
+                f"batch; nearest valid: {nearest}, or a number of nodes whose ranks divide it"
+            )
+        return share
+
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers who this process is."""
+        elastic = env.torch_elastic()
+        if elastic is not None:  # nodes may join and leave; Trainer(num_nodes=) says how many can
+            self.num_nodes = elastic.nodes
         if self.cluster_environment is not None:
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)

@@ -1,0 +1,74 @@
+"""How the processes find each other, as the strategy's options say."""
+
+import os
+from typing import Any
+
+import pytest
+
+from lightning_megatron import ConfigError, ConnectionConfig
+from lightning_megatron.errors import ConnectError
+from lightning_megatron.resilience import interfaces
+from lightning_megatron.testing import WorkerPool
+from tests.resilience.sockets import listening_addresses
+from tests.strategies.small import Small, loader, make_trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"init_timeout_s": 0}, "init_timeout_s=0: must be positive; nearest valid"),
+        ({"bind": "eth99"}, "bind='eth99': this machine has the network interfaces"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    assert text in ConnectionConfig(**options).problems()[0]
+
+
+@pytest.mark.parametrize("bind", [None, interfaces.loopback(), interfaces.EVERY])
+def test_good_options(bind: str | None) -> None:
+    assert ConnectionConfig(bind=bind).problems() == []
+
+
+def fit() -> Any:
+    trainer = make_trainer({"zero": 1}, 2, max_steps=1)
+    trainer.fit(Small(), loader(dp=2))
+    strategy: Any = trainer.strategy
+    again = make_trainer({"zero": 1}, 2, max_steps=1)
+    again.fit(Small(), loader(dp=2))
+    later: Any = again.strategy
+    with pytest.raises(ConfigError, match=r"batch_share\(7\).*nearest valid: [68]"):
+        strategy.batch_share(7)
+    return {
+        "share": strategy.batch_share(8),
+        "attempt": strategy.attempt.number,
+        "peers": len(strategy.attempt.peers),
+        "same": later.attempt == strategy.attempt,
+        "event": (strategy.events.run, strategy.events.attempt),
+        "run": strategy.attempt.run_id,
+        "listens": [address for address, _ in listening_addresses()],
+    }
+
+
+def test_ranks_know_their_attempt_and_listen_on_loopback(pool: WorkerPool) -> None:
+    found = pool.run(2, fit)
+    for one in found:
+        assert one["share"] == 4
+        assert one["peers"] == 2
+        assert one["same"]
+        assert one["event"] == (one["run"], one["attempt"])
+        assert one["listens"]
+        assert all(address.startswith("127.") for address in one["listens"])
+
+
+def start_without_the_last_rank(seconds: float) -> str:
+    os.environ["WORLD_SIZE"] = "3"
+    connection = ConnectionConfig(init_timeout_s=seconds)
+    trainer = make_trainer({"zero": 1, "connection": connection}, 2, max_steps=1, num_nodes=1)
+    with pytest.raises(ConnectError) as error:
+        trainer.fit(Small(), loader(dp=2))
+    return str(error.value)
+
+
+def test_a_rank_that_never_starts_is_named_by_all_others(pool: WorkerPool) -> None:
+    for text in pool.run(2, start_without_the_last_rank, 1.0):
+        assert text.startswith("rank 2 of 3 has not connected within 1 s")
