@@ -170,7 +170,7 @@ class ChaosMonkey(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._full_disk.close()
+        self._make_room()
         if self._diary is not None and self._memory is not None:
             self._diary.write("end", status="completed")
 
@@ -197,7 +197,11 @@ class ChaosMonkey(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._release()
+        self._make_room()
+
+    def _make_room(self) -> None:
         self._full_disk.close()
+        self._filled = -1
 
     def _open_diary(self, diary: EventLog, trainer: pl.Trainer) -> None:
         diary.identify(rank=trainer.global_rank, run="rehearsal", attempt=env.restart_count())
@@ -258,8 +262,8 @@ class ChaosMonkey(pl.Callback):
 
     def _strike(self, section: str, trainer: pl.Trainer) -> None:
         """Commit what is due in a section; may not return."""
-        if trainer.global_step >= self._until.get(self._filled, 0):
-            self._full_disk.close()
+        if self._filled >= 0 and trainer.global_step >= self._until[self._filled]:
+            self._make_room()
         for index, fault in self._due(section, trainer):
             if fault.kind not in _POISONS and self._claim(index, fault, section, trainer):
                 self._commit(index, fault, trainer)
@@ -274,7 +278,9 @@ class ChaosMonkey(pl.Callback):
             folders = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
             done = flip_bit_of_newest(filter(None, folders), draw)
         elif fault.kind == "disk_full":
-            self._full_disk.close()
+            if self._filled == index:
+                return
+            self._make_room()
             self._full_disk, self._filled = fill_disk(), index
             done = "no space left for checkpoints"
         else:

@@ -190,31 +190,39 @@ def read_rehearsal(directory: Path) -> Rehearsal:
 def _outcome(
     deed: dict[str, Any], end: float, diary: list[dict[str, Any]], notices: list[dict[str, Any]]
 ) -> Outcome:
-    """What came of a deed before the next one, at ``end``; restarts may take longer than that."""
-    at = deed["t"]
-    mine = [event for event in diary if event["rank"] == 0]
-    after = [event for event in mine if event["t"] > at]
+    """What came of a deed; the next one is at ``end``.
+
+    The run has recovered with the first step beyond the one that was struck, or, if processes were
+    started again before that, with their first. Until then every restart and notice is about it,
+    even if another fault has come on top.
+    """
+    at, mine = deed["t"], [event for event in diary if event["rank"] == 0]
     before = [event["step"] for event in mine if event["t"] <= at and event["kind"] == "step"]
-    starts = [event for event in after if event["kind"] == "start"]
-    restarted = starts[0] if starts and starts[0]["t"] < end else None
-    if KINDS[deed["what"]].ends and starts:
-        restarted = starts[0]
-    told = [event for event in notices if at < event["t"] < (restarted or {"t": end})["t"]]
-    steps = [event for event in after if event["kind"] == "step"]
-    if restarted is not None:
-        steps = [event for event in steps if event["t"] > restarted["t"]]
-    lost = max(max(before, default=0) - restarted["step"], 0) if restarted is not None else 0
+    restart: dict[str, Any] | None = None
+    step: dict[str, Any] | None = None
+    for event in mine:
+        if event["t"] <= at:
+            continue
+        if event["kind"] == "start" and restart is None:
+            restart = event
+        dead = KINDS[deed["what"]].ends and restart is None
+        beyond = event["step"] > deed["step"] and not dead
+        if event["kind"] == "step" and (restart is not None or beyond):
+            step = event
+            break
+    until = max(end, step["t"]) if step is not None else float("inf")
+    told = [event for event in notices if at < event["t"] < (restart["t"] if restart else until)]
     detected, how = None, ""
     if told:
         detected, how = told[0]["t"] - at, told[0]["kind"]
-    elif restarted is not None:
-        detected, how = restarted["t"] - at, "restart"
+    elif restart is not None:
+        detected, how = restart["t"] - at, "restart"
     return Outcome(
         deed=deed,
         detected_s=detected,
         how=how,
-        recovered_s=steps[0]["t"] - at if steps else None,
-        lost_steps=lost,
+        recovered_s=None if step is None else step["t"] - at,
+        lost_steps=0 if restart is None else max(max(before, default=0) - restart["step"], 0),
     )
 
 

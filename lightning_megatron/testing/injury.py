@@ -168,11 +168,11 @@ def _changed(path: Path) -> float:
 
 
 def fill_disk() -> ExitStack:
-    """Have this process and its children write no checkpoints: there is no space left.
+    """Have this process and its writer write no checkpoints: there is no space left.
 
     Limits of the system would meet logs as well; so what writes shards in this process (torch's
     `FileSystemWriter`, which all of Lightning's sharded strategies use) raises what a full disk
-    raises, and only processes that it started, as our writer is one, have a limit set.
+    raises, and only writer processes of the checkpoints have a limit set.
 
     Returns:
         What makes room again when it is closed.
@@ -185,7 +185,7 @@ def fill_disk() -> ExitStack:
 
     setattr(FileSystemWriter, "write_data", refuse)  # noqa: B010 (a method)
     room.callback(setattr, FileSystemWriter, "write_data", write)
-    for pid in _children():
+    for pid in filter(_writes_checkpoints, _children()):
         with suppress(OSError):
             soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
@@ -196,6 +196,12 @@ def fill_disk() -> ExitStack:
 def _set_limit(pid: int, limits: tuple[int, int]) -> None:
     with suppress(OSError):  # it has ended
         resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+def _writes_checkpoints(pid: int) -> bool:
+    with suppress(OSError):
+        return b"checkpoint/file_writer.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
 
 
 def _children() -> list[int]:

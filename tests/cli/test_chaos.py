@@ -125,6 +125,19 @@ def test_ledger(tmp_path: Path) -> None:
     )
 
 
+def test_two_faults_at_once(tmp_path: Path) -> None:
+    """Nobody gets on between them: what follows is put down to both."""
+    write_run(tmp_path)
+    fault = Fault(kind="hang", section="data")
+    now = Moment(rank=0, world_size=2, step=5, section="data")
+    assert FaultMemory(tmp_path, rank=0).claim(2, fault, now)
+    [path] = tmp_path.glob("rank00000-002-*")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "t": 105.5}))
+    hung, killed, _ = read_rehearsal(tmp_path).outcomes
+    assert (hung.how, hung.detected_s, hung.recovered_s) == ("restart", 1.5, 2.5)
+    assert (killed.how, killed.recovered_s) == ("restart", 2.0)
+
+
 def test_never_recovered(tmp_path: Path) -> None:
     write_run(tmp_path)
     file = tmp_path / "events" / "rank_00000.jsonl"
