@@ -9,6 +9,7 @@ member               what it answers                                            
 `NumberGuard`        loss or gradients that are not finite: raise before the update        on
 `WorkerGuard`        DataLoader workers that die or hang: replace them, same batches       on
 `RestartPolicy`      three attempts without a new step: stay down, and say why             on
+`ReplicaCheck`       copies of weights that differ in a bit: name the rank, raise or heal  off
 ==================== ===================================================================== =======
 
 Each can be used by itself. Here each is an argument: True for its defaults, False for none of it,
@@ -28,6 +29,7 @@ from lightning_megatron.callbacks.group import CallbackGroup
 from lightning_megatron.callbacks.hang_detector import HangDetector
 from lightning_megatron.callbacks.number_guard import NumberGuard
 from lightning_megatron.callbacks.preemption import Preemption
+from lightning_megatron.callbacks.replica_check import ReplicaCheck
 from lightning_megatron.callbacks.restart_policy import RestartPolicy
 from lightning_megatron.callbacks.slow_rank import SlowRankDetector
 from lightning_megatron.callbacks.worker_guard import WorkerGuard
@@ -48,6 +50,7 @@ class FaultTolerance(CallbackGroup):
         numbers: answer to bad numbers.
         workers: answer to DataLoader workers that fail.
         restarts: answer to attempts that all fail.
+        replicas: check of the copies of weights and optimizer state, every 100 steps.
 
     Raises:
         ConfigError: an argument is neither a bool nor the callback it stands for.
@@ -63,6 +66,7 @@ class FaultTolerance(CallbackGroup):
         numbers: bool | NumberGuard = True,
         workers: bool | WorkerGuard = True,
         restarts: bool | RestartPolicy = True,
+        replicas: bool | ReplicaCheck = False,
     ) -> None:
         chosen: dict[str, tuple[Any, type[pl.Callback], dict[str, Any]]] = {
             "preemption": (preemption, Preemption, {}),
@@ -71,6 +75,7 @@ class FaultTolerance(CallbackGroup):
             "numbers": (numbers, NumberGuard, {}),
             "workers": (workers, WorkerGuard, {}),
             "restarts": (restarts, RestartPolicy, {"run_dir": run_dir}),
+            "replicas": (replicas, ReplicaCheck, {}),
         }
         raise_if_any(
             [

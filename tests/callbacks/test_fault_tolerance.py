@@ -56,7 +56,7 @@ def test_the_defaults_keep_bad_numbers_out(tmp_path: Path) -> None:
 
 def test_members_are_chosen(tmp_path: Path) -> None:
     own = NumberGuard(nonfinite="skip")
-    group = FaultTolerance(str(tmp_path), numbers=own, hang=False)
+    group = FaultTolerance(str(tmp_path), numbers=own, hang=False, replicas=True)
     assert group.member(NumberGuard) is own
     assert "HangDetector" not in {type(member).__name__ for member in group.members}
     module = Broken()
