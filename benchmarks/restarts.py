@@ -85,7 +85,7 @@ def summary(done: dict[str, Any], reference: dict[int, float], rank: int) -> dic
     }
 
 
-def measure(quick: bool) -> list[dict[str, Any]]:
+def measure(quick: bool, load: float) -> list[dict[str, Any]]:
     references = {}
     for name, layout in LAYOUTS.items():
         undisturbed = run("standalone", layout, [], 0)
@@ -103,6 +103,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
                 print(done["text"][-3000:], file=sys.stderr)
             if quick:
                 return rows
+            keep(rows, load)
     return rows
 
 
@@ -128,17 +129,19 @@ def table(rows: list[dict[str, Any]], load: float) -> str:
     )
 
 
+def keep(rows: list[dict[str, Any]], load: float) -> None:
+    """What has been measured so far."""
+    (RESULTS / "restarts.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (RESULTS / "restarts.md").write_text(table(rows, load))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one run, nothing is kept")
     quick = parser.parse_args().quick
     load = os.getloadavg()[0]
-    rows = measure(quick)
-    text = table(rows, load)
-    print(text)
-    if not quick:
-        (RESULTS / "restarts.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (RESULTS / "restarts.md").write_text(text)
+    rows = measure(quick, load)
+    print(table(rows, load))
 
 
 if __name__ == "__main__":
