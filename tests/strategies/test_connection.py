@@ -1,16 +1,19 @@
 """How the processes find each other, as the strategy's options say."""
 
 import os
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import ConfigError, ConnectionConfig
 from lightning_megatron.errors import ConnectError
 from lightning_megatron.resilience import interfaces
 from lightning_megatron.testing import WorkerPool
 from tests.resilience.sockets import listening_addresses
-from tests.strategies.small import Small, loader, make_trainer
+from tests.strategies.small import Small, loader, make_trainer, samples
 
 
 @pytest.mark.parametrize(
@@ -72,3 +75,58 @@ def start_without_the_last_rank(seconds: float) -> str:
 def test_a_rank_that_never_starts_is_named_by_all_others(pool: WorkerPool) -> None:
     for text in pool.run(2, start_without_the_last_rank, 1.0):
         assert text.startswith("rank 2 of 3 has not connected within 1 s")
+
+
+class Numbered(Dataset[Any]):
+    def __init__(self) -> None:
+        self.data = samples(32)
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        return (*self.data[index], index)
+
+
+class Sized(Small):
+    """Notes which samples each step has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[list[int]] = []
+
+    def train_dataloader(self) -> Any:
+        share = self.trainer.strategy.batch_share(8)  # type: ignore[attr-defined]
+        return DataLoader(Numbered(), batch_size=share, shuffle=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.read.append(batch[2].tolist())
+
+
+def train_on(ranks: int, folder: str, steps: int) -> list[list[int]]:
+    saver = pl.callbacks.ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver]}
+    trainer = make_trainer(
+        {"zero": 1, "microbatch_size": 1},
+        ranks,
+        max_steps=steps,
+        default_root_dir=folder,
+        **options,
+    )
+    pl.seed_everything(5)
+    module = Sized()
+    trainer.fit(module, ckpt_path="auto")
+    return module.read
+
+
+def test_a_run_on_fewer_ranks_reads_the_same_batches(pool: WorkerPool, tmp_path: Path) -> None:
+    """As after the loss of a node, with ``torchrun --nnodes 1:2``: each sample once."""
+    before = pool.run(4, train_on, 4, str(tmp_path / "elastic"), 2)
+    after = pool.run(2, train_on, 2, str(tmp_path / "elastic"), 4)
+    whole = pool.run(4, train_on, 4, str(tmp_path / "whole"), 4)
+    steps = [
+        [sorted(sum(parts, [])) for parts in zip(*ranks, strict=True)]
+        for ranks in (before, after, whole)
+    ]
+    assert steps[0] + steps[1] == steps[2]
+    assert sorted(sum(steps[2], [])) == list(range(32))
