@@ -87,6 +87,8 @@ class Mark:
     attempt: int = 0
     number: int = 0
     """Its position among all, from 1, by which plots refer to it."""
+    ends: bool = False
+    """Whether it is the end of the attempt."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,8 @@ def read_story(
         if figures.last:
             story.ranks.append(figures)
     _mark_silence(story)
-    story.marks.sort(key=lambda mark: mark.t)
+    # What ends an attempt comes last, also where the cause was found out after it.
+    story.marks.sort(key=lambda mark: (mark.attempt, mark.ends, mark.t))
     for number, mark in enumerate(story.marks, 1):
         mark.number = number
     return story
@@ -263,6 +266,7 @@ class _Teller:
             section=str(event.get("section") or ""),
             action=str(event.get("action") or ""),
             attempt=attempt,
+            ends=event["kind"] == "end",
         )
         self._told[key] = mark
         self._story.marks.append(mark)
@@ -306,7 +310,9 @@ def _mark_silence(story: Story) -> None:
         ranks = [rank for rank, reached in sorted(attempt.reached.items()) if reached == least]
         ranks = ranks if len(ranks) < len(attempt.reached) else []
         text = "no end was written: the processes were killed, or could not go on"
-        story.marks.append(Mark(attempt.last, step, "silent", ranks, text, attempt=attempt.number))
+        story.marks.append(
+            Mark(attempt.last, step, "silent", ranks, text, attempt=attempt.number, ends=True)
+        )
 
 
 def _dump(path: Path, run_dir: str) -> str:

@@ -72,7 +72,8 @@ figure { margin: 1.1rem 0 0; } figcaption { font-weight: 600; margin-bottom: 1.3
   font-weight: 700; }
 .stroke { border: 0 !important; height: 0 !important; }
 .stroke.line { border-top: 2px solid var(--kept) !important; }
-.stroke.dash { border-top: 2px dashed var(--redone) !important; }
+.stroke.dash { height: 2px !important;
+  background: repeating-linear-gradient(90deg, var(--redone) 0 5px, transparent 5px 9px); }
 .stroke.dots { border-top: 2px dotted var(--mark) !important; }
 .fill { background: var(--band); }
 details { border: 1px solid var(--line); border-radius: .4rem; margin: .5rem 0;

@@ -1,5 +1,6 @@
 """The tables of the page."""
 
+import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
@@ -185,10 +186,15 @@ def checkpoints_table(story: Story) -> str:
             size(save.get("bytes")),
             duration(save.get("seconds")),
             duration(save.get("stall")),
-            escape(path),
+            escape(_short(path, story.run_dir)),
         ])  # fmt: skip
     header = ["Step", "When", "Save", "Now on the disk", "Size", "Took", "Training waited", "Path"]
     return table(header, reversed(rows), "n-t-nnnt")
+
+
+def _short(path: str, run_dir: str) -> str:
+    """The path as seen from the directory of the run, if it is below it."""
+    return path.removeprefix(os.path.join(os.path.abspath(run_dir), ""))
 
 
 def checkpoints_strip(story: Story) -> str:
