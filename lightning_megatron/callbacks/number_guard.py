@@ -167,6 +167,7 @@ class NumberGuard(pl.Callback):
         if stage == "fit" and getattr(strategy, "judge", None) == self._judge:
             strategy.judge, strategy.takes_back = None, False
             strategy.keep_states(None)
+            self._trainer = None
 
     # What is seen --------------------------------------------------------------------------------
 
@@ -184,8 +185,10 @@ class NumberGuard(pl.Callback):
 
     def _settled(self) -> None:
         """The losses of a batch are known."""
-        trainer = self._running
-        if trainer.lightning_module.automatic_optimization and not self._strategy.passing:
+        trainer = self._trainer
+        if trainer is None or self._strategy.passing:
+            return
+        if trainer.lightning_module.automatic_optimization:
             self._window.batches.append(trainer.fit_loop.epoch_loop.batch_idx)
             self._window.losses.append(self._slot.values)
 

@@ -49,6 +49,18 @@ class Guarded(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": halved, "interval": "step"}}
 
 
+class Manual(Guarded):
+    """The same training in the user's own hands."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 def batches(count: int, dtype: torch.dtype = torch.float64) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, count, GLOBAL_BATCH, WIDTH, generator=generator, dtype=dtype)
@@ -87,6 +99,7 @@ def fit(
     data: Sequence[tuple[Tensor, Tensor]],
     *callbacks: pl.Callback,
     make: Callable[[Any], pl.LightningModule] = Guarded,
+    ckpt_path: str | None = None,
     **options: Any,
 ) -> pl.Trainer:
     module = make(data)
@@ -94,7 +107,7 @@ def fit(
     trainer = make_trainer(
         layout, devices, callbacks=list(callbacks), use_distributed_sampler=False, **options
     )
-    trainer.fit(module)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return trainer
 
 

@@ -6,13 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron import GradientMonitor
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
 from lightning_megatron.parallel import gradients
 from lightning_megatron.testing import WorkerPool
+from tests.callbacks.guarded import (
+    BadGradient,
+    Guarded,
+    Manual,
+    batches,
+    differences,
+    fit,
+    state_of,
+)
 from tests.strategies.small import Small, assert_same, dp_of, full, loader, make_trainer, merged
 from tests.strategies.test_clipping import Everything
 
@@ -110,6 +119,30 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pool: WorkerPool) ->
     assert pool.run(2, overflowing, {"zero": 2}, 2, "skip") == [(1, 1.0, True)] * 2
     with pytest.raises(Exception, match="step 1: the norm of the gradients is (inf|nan)"):
         pool.run(2, overflowing, {"zero": 2}, 2, "raise")
+
+
+class Smooth(Guarded):
+    """Nothing that a batch changes but the weights."""
+
+    def between(self) -> nn.Module:
+        return nn.Tanh()
+
+
+class ByHand(Smooth, Manual):
+    """The same without Lightning's optimization."""
+
+
+@pytest.mark.parametrize(("make", "accumulate"), [(Smooth, 2), (ByHand, 1)])
+def test_skip_leaves_out_accumulated_batches_and_steps_by_hand(
+    make: type[Guarded], accumulate: int
+) -> None:
+    data, monitor = batches(6), GradientMonitor(nonfinite="skip")
+    options: dict[str, Any] = {"make": make, "accumulate_grad_batches": accumulate}
+    clean = fit({}, 1, data[:2] + data[2 + accumulate :], **options)
+    bad = BadGradient([1 + accumulate], rank=0)
+    lost = differences(state_of(fit({}, 1, data, bad, monitor, **options)), state_of(clean))
+    assert set(lost) <= {"mean loss"}
+    assert monitor.skipped == 1
 
 
 def test_zscore_leaves_usual_norms_alone_and_goes_on_from_its_state() -> None:

@@ -25,6 +25,7 @@ from lightning_megatron.testing import WorkerPool
 from tests.callbacks.guarded import (
     BadGradient,
     Guarded,
+    Manual,
     batches,
     differences,
     fit,
@@ -157,16 +158,32 @@ def test_rerun_tells_a_fault_that_passes_from_one_that_stays(pool: WorkerPool, n
         assert found == (([], 0), ([], 1))
 
 
-class Manual(Guarded):
-    """The same training in the user's own hands."""
+class Save(pl.Callback):
+    """Saves while batches are passed over."""
 
-    automatic_optimization = False
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == 6:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_passes_over_the_rest_of_the_window(tmp_path: Path) -> None:
+    data = poisoned(batches(12), 4, torch.nan)
+
+    def guard() -> NumberGuard:
+        config = RollbackConfig(steps=2, skip_batches=8)  # 2 to 9; two copies, after 2 and 4
+        return NumberGuard(nonfinite="rollback", rollback=config)
+
+    whole = fit({}, 1, data, guard(), Save(tmp_path / "amid.ckpt"))
+    resumed = guard()
+    rest = fit({}, 1, data, resumed, ckpt_path=str(tmp_path / "amid.ckpt"))
+    lost = differences(state_of(rest), state_of(whole))
+    assert [name for name in lost if name != "mean loss"] == []
+    assert resumed.rollbacks == 1
+    # Batch 4, and 5 to 9: those before had been trained on, which was undone.
+    assert rest.callback_metrics["optim/skipped_steps"] == 6
 
 
 class Astray(pl.Callback):
