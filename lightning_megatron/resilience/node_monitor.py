@@ -45,6 +45,8 @@ from lightning_megatron.resilience.verdict import Suspicion, View, confirm, susp
 CONFIG = "monitor.json"
 _ANSWER_S = 1.0
 """How long a rank may take to show its stacks and collectives."""
+_SIGNAL_S = 0.3
+"""How long a signal may take to make it show its stacks."""
 _EXIT_GRACE_S = 2.0
 _RAISE_GRACE_S = 20.0
 _SILENCE = 4
@@ -145,6 +147,9 @@ class NodeMonitor:
             limit = limits[beat.section]
             silence = now - beat.alive
             views.append(View(watched.member, beat, state, watched.stall, limit, silence))
+        if all(v.process.stopped for v in views):
+            for watched in self._watched:
+                watched.stall = 0.0  # suspended as a whole; counted from when it goes on
         return views
 
     def act_on(self, views: Sequence[View]) -> None:
@@ -173,39 +178,37 @@ class NodeMonitor:
     # Evidence ------------------------------------------------------------------------------------
 
     def _collect(self, views: Sequence[View]) -> _Evidence:
+        """Have the ranks tell what they can, and look at the others by signal."""
         self._orders += 1
-        order, here = self._orders, [v for v in views if not v.beat.left and not v.gone]
-        sizes = {}
+        here = [v for v in views if not v.beat.left and not v.gone and not v.process.stopped]
+        sizes = {v.rank: stacks.size_of(stack_file(self._directory, v.rank)) for v in here}
+        for view in here:
+            self._page(view.rank).give(self._orders, TELL)
+        evidence = _Evidence({v.rank: _of_sample(v.beat) for v in views}, {}, {}, {})
+        deadline = time.monotonic() + _ANSWER_S
+        mute = [v for v in here if not self._read_trace(v, deadline, evidence)]
+        for view in mute:
+            stacks.ask(view.member.pid)
+        deadline = max(deadline, time.monotonic() + _SIGNAL_S)
         for view in here:
             file = stack_file(self._directory, view.rank)
-            sizes[view.rank] = file.stat().st_size if file.exists() else 0
-            if not view.process.stopped:  # it would be shown when it goes on
-                stacks.ask(view.member.pid)
-            self._page(view.rank).give(order, TELL)
-        deadline = time.monotonic() + _ANSWER_S
-        evidence = _Evidence({}, {}, {}, {})
-        for view in here:
-            if not view.process.stopped:
-                file = stack_file(self._directory, view.rank)
-                text = stacks.wait_for(file, sizes[view.rank], deadline)
-                evidence.texts[view.rank] = text
-                evidence.frames[view.rank] = stacks.frames_of(text, view.member.thread)
-        for view in here:
-            self._read_trace(view, order, deadline, evidence)
+            text = stacks.read_since(file, sizes[view.rank], deadline)
+            evidence.texts[view.rank] = text
+            evidence.frames[view.rank] = stacks.frames_of(text, view.member.thread)
         return evidence
 
-    def _read_trace(self, view: View, order: int, deadline: float, evidence: _Evidence) -> None:
-        file = trace_file(self._directory, view.rank, order)
-        silent = view.process.stopped or view.silence > _SILENCE * self._config.check_s
-        while not file.exists() and not silent and time.monotonic() < deadline:
+    def _read_trace(self, view: View, deadline: float, evidence: _Evidence) -> bool:
+        """Take the rank's answer; whether there was one."""
+        file = trace_file(self._directory, view.rank, self._orders)
+        while not file.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         if not file.exists():
-            evidence.collectives[view.rank] = _of_sample(view.beat)
-            return
+            return False
         answer = json.loads(file.read_text())
         file.unlink()
         evidence.collectives[view.rank] = [Collective(**c) for c in answer["collectives"]]
         evidence.groups.update(answer["groups"])
+        return True
 
     def _page(self, rank: int) -> Page:
         return next(w.page for w in self._watched if w.member.rank == rank)

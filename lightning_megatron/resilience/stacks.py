@@ -2,8 +2,13 @@
 
 `faulthandler` writes the stacks of all threads from a signal handler in C, which the kernel runs in
 the middle of whatever the process does: no Python runs for it, and Python's lock need not be free.
-So a process that called `accept_requests` shows its stacks to whoever may send it a signal, unless
-it is stopped or deep in the kernel; these two `/proc` can tell.
+So a process with `StackRequests` shows its stacks to whoever may send it a signal, unless it is
+stopped or deep in the kernel; these two `/proc` can tell.
+
+A handler that walks through the frames of a thread which runs at that moment may read freed memory
+and crash. So a process that can still run Python writes its stacks itself, in
+`StackRequests.write`, holding the lock so that nobody else runs; the signal is for those that
+cannot, where whoever holds the lock stands still in C.
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -45,6 +50,10 @@ class StackRequests:
         signal.signal(SIGNAL, signal.SIG_IGN)  # what holds again after `close`
         faulthandler.register(SIGNAL, file=self._file, all_threads=True, chain=False)
 
+    def write(self) -> None:
+        """Add the stacks now."""
+        faulthandler.dump_traceback(self._file, all_threads=True)
+
     def close(self) -> None:
         """Answer no more; a request that is on its way is ignored."""
         faulthandler.unregister(SIGNAL)
@@ -72,22 +81,25 @@ def ask(pid: int) -> bool:
     return True
 
 
-def wait_for(path: Path, before: int, deadline: float) -> str:
-    """What was added to a file of stacks since it had ``before`` bytes, when it stops growing."""
+def read_since(path: Path, before: int, deadline: float) -> str:
+    """What is added to a file of stacks after its first ``before`` bytes, once it grows no more."""
     size = before
-    while True:
-        now = path.stat().st_size if path.exists() else 0
+    while time.monotonic() < deadline:
+        now = size_of(path)
         if now > before and now == size:
             break
         size = now
-        if time.monotonic() > deadline:
-            break
         time.sleep(0.02)
     if not path.exists():
         return ""
     with path.open(errors="replace") as file:
         file.seek(before)
         return file.read()
+
+
+def size_of(path: Path) -> int:
+    """Bytes in a file; 0 where there is none."""
+    return path.stat().st_size if path.exists() else 0
 
 
 def frames_of(text: str, thread: int) -> list[Frame]:

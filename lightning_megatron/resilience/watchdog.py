@@ -137,6 +137,7 @@ class Watchdog:
 
     def _obey(self, number: int, kind: int) -> None:
         if kind == TELL:
+            self._stacks.write()
             last = recorder.latest(flight_recorder(entries=True))
             answer = {"collectives": last, "groups": group_ranks()}
             write_whole(trace_file(self._directory, self._rank, number), answer)

@@ -1,0 +1,262 @@
+"""Hangs of every kind: who is named, in which section, and how long after the limit.
+
+    python -m benchmarks.hangs
+    python -m benchmarks.hangs --clean 600
+
+Each fault is committed by `ChaosMonkey` on rank 1 of two, once under every layout, and ends by
+itself long after it should have been reported; the delay is the time from the fault to the report,
+less the limit. ``--layout`` runs one layout and adds its rows to the table. The second form trains
+for so many seconds without a fault, with a save of four seconds of rank 0 in every twenty, under
+limits of five seconds: any report is a false alarm. ``--costs`` tells what the section clock and
+the two detectors cost a step.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from typing_extensions import override
+
+from benchmarks.harness import parser, report
+from lightning_megatron import (
+    ChaosMonkey,
+    ConnectionConfig,
+    HangDetector,
+    MegatronStrategy,
+    PipelineSequential,
+)
+from lightning_megatron._torch import watch_waits
+from lightning_megatron.monitoring.events import read_events
+from lightning_megatron.resilience.heartbeat import Page
+from lightning_megatron.resilience.sections import SectionClock
+from lightning_megatron.resilience.slow_rank import OwnWork
+from lightning_megatron.testing import WorkerPool
+
+LIMIT_S, HANG_S, STEP_S, WIDTH, AT = 1.0, 4.0, 0.02, 16, 30
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"zero": 1},
+    "dp2 zero 3": {"zero": 3, "num_microbatches": 2},
+    "pp2": {"pp": 2, "num_microbatches": 2},
+}
+SECTIONS = ("data", "forward", "backward", "optimizer", "checkpoint", "validation")
+FAULTS = {
+    **{f"sleeps in {s}": f"hang:rank=1,step={AT},section={s},amount={HANG_S}" for s in SECTIONS},
+    "holds Python's lock": f"gil:rank=1,step={AT},section=forward,amount={HANG_S}",
+    "is stopped": f"stop:rank=1,step={AT},section=forward,amount={HANG_S}",
+}
+SKIPS, ENDS = "skips a collective", "has fewer batches"
+
+
+class Model(pl.LightningModule):
+    """Takes 20 ms a step; perhaps leaves out a collective on rank 1."""
+
+    def __init__(self, *, skips: bool = False, save_s: float = 0.0) -> None:
+        super().__init__()
+        self.net = PipelineSequential(layers=[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.skips, self.save_s = skips, save_s
+        self.group: Any = None
+
+    @override
+    def on_fit_start(self) -> None:
+        if self.skips:
+            self.group = dist.new_group(timeout=timedelta(seconds=HANG_S))
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        time.sleep(STEP_S)
+        skipped = batch_idx == AT and self.trainer.global_rank == 1
+        if self.group is not None and batch_idx <= AT and not skipped:
+            with suppress(RuntimeError):
+                dist.all_reduce(torch.zeros(3), group=self.group)
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.global_rank == 0:
+            time.sleep(self.save_s)
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Counted(IterableDataset[Any]):
+    """So many samples on this rank."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.zeros(WIDTH),)] * self.count)
+
+
+class Saves(pl.Callback):
+    """Saves after every so many seconds, or at one batch."""
+
+    def __init__(self, path: str, seconds: float = 0.0) -> None:
+        self.path, self.seconds = path, seconds
+        self.count = 0
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        batch = trainer.fit_loop.epoch_loop.total_batch_idx
+        every = int(self.seconds / STEP_S / 1.5) if self.seconds else AT
+        if batch and batch % every == 0 and (self.seconds or not self.count):
+            self.count += 1
+            trainer.save_checkpoint(f"{self.path}/{self.count}.ckpt")
+
+
+def trainer_for(layout: Mapping[str, Any], callbacks: list[pl.Callback], **more: Any) -> pl.Trainer:
+    connection = ConnectionConfig(timeout_s=120)
+    return pl.Trainer(
+        strategy=MegatronStrategy(**{"connection": connection, **layout}),
+        accelerator="cpu",
+        devices=2,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **more,
+    )
+
+
+def train_with(fault: str, layout: dict[str, Any], run_dir: str) -> None:
+    """Train with one fault."""
+    detector = HangDetector(limit=LIMIT_S, action="report", run_dir=run_dir)
+    callbacks: list[pl.Callback] = [detector, Saves(run_dir)]
+    if fault in FAULTS:
+        callbacks.append(ChaosMonkey(FAULTS[fault], directory=f"{run_dir}/chaos"))
+    if fault == ENDS:
+        layout = {**layout, "connection": ConnectionConfig(timeout_s=HANG_S)}
+    trainer = trainer_for(layout, callbacks, max_epochs=1, val_check_interval=AT)
+    trainer.strategy.events.open(run_dir)  # type: ignore[attr-defined]
+    data: Any = TensorDataset(torch.zeros(8 * (AT + 10), WIDTH))
+    if fault == ENDS:
+        data = Counted(4 * (AT if trainer.global_rank == 1 else AT + 10))
+        trainer.limit_val_batches = 0
+    batch_size = 8 if layout.get("pp") else 4
+    loader = DataLoader(data, batch_size=batch_size)
+    validation = DataLoader(TensorDataset(torch.zeros(32, WIDTH)), batch_size=batch_size)
+    with suppress(RuntimeError):
+        trainer.fit(Model(skips=fault == SKIPS), loader, validation)
+    if fault == ENDS and trainer.global_rank == 1:
+        time.sleep(HANG_S)
+
+
+def outcome(run_dir: Path, fault: str, layout: str) -> dict[str, Any]:
+    """A row of the table."""
+    found = [json.loads(path.read_text()) for path in (run_dir / "hangs").glob("*.json")]
+    begun = [e for e in read_events(run_dir) if e["kind"] == "injected"]
+    wanted = fault.rpartition("sleeps in ")[2] if fault.startswith("sleeps") else None
+    wanted = "forward" if fault in ("holds Python's lock", "is stopped") else wanted
+    row = {"rank 1": fault, "layout": layout, "reports": len(found)}
+    if not found:
+        return {**row, "right rank": False, "right section": False}
+    first = min(found, key=lambda r: r["mono"])
+    (culprit, *others) = first["culprits"]
+    delay = f"{first['mono'] - begun[0]['mono'] - LIMIT_S:.2f} s" if begun else "-"
+    stacks = sum(bool(entry["stack"]) for entry in first["ranks"])
+    return {
+        **row,
+        "right rank": culprit["rank"] == 1 and not others,
+        "right section": "-" if wanted is None else culprit["section"] == wanted,
+        "after the limit": delay,
+        "ranks with stacks": f"{stacks} of 2",
+        "others wait in": first["waiting_in"] or "-",
+    }
+
+
+def train_cleanly(seconds: float, run_dir: str) -> int:
+    """Train without a fault; how often it saved."""
+    detector = HangDetector(limit=5.0, action="report", run_dir=run_dir)
+    saves = Saves(run_dir, seconds=20.0)
+    trainer = trainer_for({"zero": 1}, [detector, saves], max_time={"seconds": int(seconds)})
+    data = DataLoader(TensorDataset(torch.zeros(4000, WIDTH)), batch_size=4)
+    validation = DataLoader(TensorDataset(torch.zeros(320, WIDTH)), batch_size=4)
+    trainer.fit(Model(save_s=4.0), data, validation)
+    return saves.count
+
+
+def microseconds(work: Any, count: int = 20000) -> float:
+    """Mean time of a call, the best of five."""
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(count):
+            work()
+        times.append((time.perf_counter() - start) / count)
+    return round(min(times) * 1e6, 2)
+
+
+def costs(directory: Path) -> list[dict[str, Any]]:
+    """What is done in every step, by itself."""
+    clock = SectionClock()
+    rows = [{"what": "enter a section", "us": microseconds(lambda: clock.enter("data"))}]
+    clock.mirror = Page(directory / "page")
+    rows.append({"what": "with HangDetector", "us": microseconds(lambda: clock.enter("data"))})
+    wait = microseconds(lambda: clock.waited(clock.began_to_wait()))
+    rows.append({"what": "note one wait for others, with HangDetector", "us": wait})
+    undo = watch_waits(clock.began_to_wait, clock.waited)
+    undo()
+    work = OwnWork(clock)
+    rows.append({"what": "SlowRankDetector, per batch", "us": microseconds(work.end)})
+    return rows
+
+
+def main() -> None:
+    made = parser(__doc__, steps=AT)
+    made.add_argument("--clean", type=float, help="train for so many seconds without a fault")
+    made.add_argument("--costs", action="store_true", help="only what it costs")
+    made.add_argument("--layout", choices=list(LAYOUTS), help="only this, beside what is there")
+    options = made.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        if options.costs:
+            report("hangs_cost", "Cost of noting sections", costs(Path(directory)), options.output)
+            return
+        with WorkerPool(2, timeout=900) as pool:
+            if options.clean:
+                saves = pool.run(2, train_cleanly, options.clean, directory)[0]
+                alarms = len(list(Path(directory, "hangs").glob("*.json")))
+                rows = [{"seconds": options.clean, "saves of 4 s": saves, "limit": "5 s"}]
+                rows[0]["false alarms"] = alarms
+                report("hangs_clean", "A run without faults", rows, options.output)
+                return
+            chosen = [options.layout] if options.layout else list(LAYOUTS)
+            known = options.output / "hangs.json"
+            rows = []
+            if options.layout and known.exists():
+                rows = [
+                    r for r in json.loads(known.read_text())["rows"] if r["layout"] not in chosen
+                ]
+            for fault in (*FAULTS, SKIPS, ENDS):
+                for name in chosen:
+                    layout = LAYOUTS[name]
+                    if fault in (SKIPS, ENDS) and "pp" in layout:
+                        continue
+                    folder = Path(directory, f"{len(rows)}")
+                    folder.mkdir()
+                    pool.run(2, train_with, fault, layout, str(folder))
+                    rows.append(outcome(folder, fault, name))
+                    print(rows[-1], flush=True)
+            report("hangs", f"Hangs of rank 1 of 2, limit {LIMIT_S:.0f} s", rows, options.output)
+
+
+if __name__ == "__main__":
+    main()
