@@ -73,7 +73,7 @@ def fit(
 STEP = ["forward", "optimizer", "end"]
 
 
-@pytest.mark.parametrize("layout", [None, {}, {"num_microbatches": 2}], ids=["plain", "", "2"])
+@pytest.mark.parametrize("layout", [None, {"num_microbatches": 2}], ids=["plain", "2"])
 @pytest.mark.parametrize(
     ("section", "seen", "function"),
     [
@@ -152,7 +152,7 @@ def poisoned(layout: Mapping[str, Any], devices: int, folder: Path) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("layout", ["pp=2", "dp=2", "dp=2, 2 microbatches", "pp=2 x dp=2"])
+@pytest.mark.parametrize("layout", ["pp=2", "dp=2, 2 microbatches", "pp=2 x dp=2"])
 def test_poison(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
     devices, options = LAYOUTS[layout]
     by_rank = pool.run(devices, poisoned, options, devices, tmp_path)
