@@ -322,7 +322,10 @@ def scaled_mm(
         scale_right: float32, a scalar or ``[1, n]``.
         dtype: of the result.
     """
-    product: Tensor = torch._scaled_mm(left, right, scale_left, scale_right, out_dtype=dtype)
+    # On CPUs autocast reaches inside and rounds to bfloat16 what is not scaled yet, but not below a
+    # dispatch mode: what selective recomputation repeats would differ from what it repeats.
+    with torch.autocast(left.device.type, enabled=False):
+        product: Tensor = torch._scaled_mm(left, right, scale_left, scale_right, out_dtype=dtype)
     return product
 
 

@@ -90,6 +90,18 @@ def test_finer_scales_bear_outliers() -> None:
     assert max(errors["rowwise"], errors["blockwise"], errors["mxfp8"]) < 0.05
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_autocast_does_not_reach_inside(name: str) -> None:
+    """On CPUs it rounded to bfloat16 before the scales were applied."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 64, generator=draw).bfloat16()
+    weight = torch.randn(96, 64, generator=draw).bfloat16()
+    plain, _ = PRODUCTS[name]().output(x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = PRODUCTS[name]().output(x, weight)
+    assert torch.equal(found, plain)
+
+
 def test_scales() -> None:
     x = torch.tensor([[1.0, -448.0], [0.5, 2.0**-9]])
     assert amax_of(x) == 448.0
