@@ -38,8 +38,7 @@ from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy
 from lightning_megatron.hardware import peak_flops
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import count_parameters, training_flops_per_token
-from lightning_megatron.parallel import recompute
-from lightning_megatron.parallel.memory import MemoryConfig
+from lightning_megatron.parallel.memory import MemoryConfig, Mode
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in float32."""
@@ -69,7 +68,7 @@ class Rung:
         """The option that this version does not have."""
         known = {field.name for field in fields(MemoryConfig)}
         for name, value in self.memory.items():
-            modes = get_args(recompute.Mode) if name == "recompute" else (value,)
+            modes = get_args(Mode) if name == "recompute" else (value,)
             if name not in known or value not in modes:
                 return f"{name}={value}"
         return None

@@ -22,8 +22,9 @@ as they are in Transformer Engine.
 checkpoints of this package hold nothing of, and updates them when an autocast region ends, which
 recomputation enters again. The ``torch`` backend has ``delayed``.
 
-Written against the documentation of 2.9 to 2.17; not run on a GPU yet. Before 2.9 ``autocast`` was
-called ``fp8_autocast``, with other names for its arguments.
+The calls are those of release 2.20.2, whose ``autocast`` takes ``recipe`` and
+``amax_reduction_group``; releases without it have ``fp8_autocast``, with ``fp8_recipe`` and
+``fp8_group``. Not run on a GPU yet.
 """
 
 import importlib

@@ -39,10 +39,11 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.paused = False
         self.counts = dict.fromkeys(KINDS, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and not self.paused:
             # On CPUs a reduce-scatter is an exchange of the pieces, added up locally.
             name = func.name().replace("_", "").replace("alltoall", "reducescatter")
             for kind in KINDS:
@@ -57,8 +58,16 @@ class Counter(L.Callback):
         self.batches: list[tuple[int, ...]] = []
         self.held: list[int] = []
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        self._mode = Collectives()
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self._mode = mode = Collectives()
+        agreement = trainer.strategy.agreement
+
+        def settle() -> None:  # not part of data parallelism
+            mode.paused = True
+            type(agreement).settle(agreement)
+            mode.paused = False
+
+        agreement.settle = settle
         self._mode.__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: nn.Module, *args: Any) -> None:

@@ -1,7 +1,7 @@
 """FP8 by other packages: called as they document, and the same layers around them.
 
 torchao runs on CPUs and does so here. Transformer Engine wants CUDA even to be imported; a stand-in
-with the signatures of its documentation (release 2.17, ``transformer_engine.pytorch``: Linear,
+with the signatures of release 2.20.2 (``transformer_engine.pytorch``: Linear,
 autocast; ``transformer_engine.common.recipe``: Float8CurrentScaling, Float8BlockScaling,
 MXFP8BlockScaling) multiplies in its place, so that what is tested is our side of the contract.
 """
