@@ -29,7 +29,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_megatron._torch import dump_allocations, record_allocations
@@ -140,7 +141,9 @@ def evidence(exception: BaseException, device: torch.device) -> str:
 
 def _tensors() -> list[Tensor]:
     # By type, not by isinstance, which would look at properties of everything alive.
-    return [x for x in gc.get_objects() if issubclass(type(x), Tensor) and x.device.type != "meta"]
+    # Those of a compiler stand for others, and have sizes that are no numbers.
+    kinds = (Tensor, nn.Parameter, DTensor)
+    return [x for x in gc.get_objects() if type(x) in kinds and x.device.type != "meta"]
 
 
 def _over_ranks(device: torch.device) -> dict[str, float]:

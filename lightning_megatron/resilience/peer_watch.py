@@ -46,6 +46,9 @@ class PeerWatch:
     def close(self) -> None:
         """Watch no more; whoever calls this ends by himself."""
         self._closed.set()
+        # The thread holds the run, its process groups included, for as long as it lives.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_PERIOD_S)
 
     def _watch(self) -> None:
         since: float | None = None
