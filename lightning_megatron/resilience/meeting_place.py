@@ -23,7 +23,7 @@ def host_store(address: str, port: int, listen_on: str | None, timeout_s: float)
 
     Args:
         address: at which this process reaches it itself.
-        port: to listen at.
+        port: to listen at; 0 for any that is free.
         listen_on: address of the interface that others reach it by; all interfaces if None.
         timeout_s: of waiting for keys.
 
@@ -34,7 +34,11 @@ def host_store(address: str, port: int, listen_on: str | None, timeout_s: float)
         _listen("", port).close()  # for the message; torch listens on IPv6 addresses as well
         file = None
     else:
-        file = _listen(listen_on, port).detach()  # the store closes it when it ends
+        listening = _listen(listen_on, port)
+        port, file = (
+            listening.getsockname()[1],
+            listening.detach(),
+        )  # the store closes it in the end
     return TCPStore(
         address,
         port,
@@ -42,6 +46,9 @@ def host_store(address: str, port: int, listen_on: str | None, timeout_s: float)
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         master_listen_fd=file,
+        # Where names are slow to resolve, stores that serve through libuv, or listen on IPv6 as well,
+        # let one connection in twenty wait for five seconds: they ask for the name of each client.
+        use_libuv=False,
     )
 
 
@@ -90,7 +97,8 @@ def reach_store(address: str, port: int, timeout_s: float, holder: str) -> Store
     def greet() -> None:
         limit = timedelta(seconds=left)
         try:
-            stores.append(TCPStore(address, port, timeout=limit, wait_for_workers=False))
+            store = TCPStore(address, port, timeout=limit, wait_for_workers=False, use_libuv=False)
+            stores.append(store)
         except RuntimeError as error:
             errors.append(str(error).splitlines()[0])
 

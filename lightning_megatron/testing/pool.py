@@ -17,10 +17,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from typing_extensions import Self
 
 from lightning_megatron._torch import forget_meshes
+from lightning_megatron.resilience.meeting_place import host_store
 from lightning_megatron.testing.failures import Failure, WorkerError
 from lightning_megatron.testing.worker import (
     STARTED,
@@ -133,11 +133,9 @@ class WorkerPool:
         timeout = self.timeout if timeout is None else timeout
         payload = pickle.dumps((fn, args, kwargs))
         run = _Run(pending={rank: self._worker(rank) for rank in range(world_size)})
-        # As torchrun's agent does. Were rank 0 to open it, the others would find it closed, wait
-        # for up to a second and try again.
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
+        # As torchrun's agent does. Were rank 0 to open it, the others would find it closed, wait for
+        # up to a second and try again.
+        store = host_store("127.0.0.1", 0, "127.0.0.1", timeout)
         try:
             for rank, worker in run.pending.items():
                 job = Job(
