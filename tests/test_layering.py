@@ -41,6 +41,8 @@ LAYERS = {
     "monitoring/ledger": 2,
     "data/sampler": 2,
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
+    "resilience/__init__": 1,
+    "resilience/meeting_place": 1,  # the pool of testing/ opens stores, too
     "resilience": 2,  # mechanisms without Lightning: what notices faults and survives them
     "testing": 2,  # starts processes; knows no layer and no strategy
     # 3: modules that also run alone

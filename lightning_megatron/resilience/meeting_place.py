@@ -18,7 +18,7 @@ from lightning_megatron.errors import ConnectError
 _PAUSE_S = 0.1
 
 
-def host_store(address: str, port: int, listen_on: str | None, timeout_s: float) -> Store:
+def host_store(address: str, port: int, listen_on: str | None, timeout_s: float) -> TCPStore:
     """Hold the store of a run.
 
     Args:
@@ -35,10 +35,8 @@ def host_store(address: str, port: int, listen_on: str | None, timeout_s: float)
         file = None
     else:
         listening = _listen(listen_on, port)
-        port, file = (
-            listening.getsockname()[1],
-            listening.detach(),
-        )  # the store closes it in the end
+        port = listening.getsockname()[1]
+        file = listening.detach()  # the store closes it when it ends
     return TCPStore(
         address,
         port,
@@ -46,8 +44,8 @@ def host_store(address: str, port: int, listen_on: str | None, timeout_s: float)
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         master_listen_fd=file,
-        # Where names are slow to resolve, stores that serve through libuv, or listen on IPv6 as well,
-        # let one connection in twenty wait for five seconds: they ask for the name of each client.
+        # Stores that serve through libuv, or listen on IPv6 as well, let one connection in twenty
+        # wait for five seconds on some machines (torch 2.13): they ask for the name of a client.
         use_libuv=False,
     )
 

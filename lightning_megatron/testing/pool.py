@@ -133,8 +133,8 @@ class WorkerPool:
         timeout = self.timeout if timeout is None else timeout
         payload = pickle.dumps((fn, args, kwargs))
         run = _Run(pending={rank: self._worker(rank) for rank in range(world_size)})
-        # As torchrun's agent does. Were rank 0 to open it, the others would find it closed, wait for
-        # up to a second and try again.
+        # As torchrun's agent does. Were rank 0 to open it, the others would find it closed, wait
+        # for up to a second and try again.
         store = host_store("127.0.0.1", 0, "127.0.0.1", timeout)
         try:
             for rank, worker in run.pending.items():
