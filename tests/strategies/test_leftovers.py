@@ -44,8 +44,9 @@ def gloo_threads() -> list[str]:
 def test_no_process_group_outlives_a_run(pool: WorkerPool, layout: str) -> None:
     """Each would keep two threads that wake a hundred times a second, in every worker."""
     world, options = LAYOUTS[layout]
+    before = pool.run(world, gloo_threads)  # of tests that ended a run in other ways
     pool.run(world, fit_job, options, world)
-    assert pool.run(world, gloo_threads) == [[]] * world
+    assert pool.run(world, gloo_threads) == before
 
 
 def test_the_model_of_a_trainer_is_freed(pool: WorkerPool) -> None:
