@@ -18,11 +18,11 @@ only. One small collective a window brings the ranks together.
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from typing_extensions import override
 
+from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.spread import spread
+from lightning_megatron.monitoring.spread import number_device, spread
 from lightning_megatron.topology.meter import Meter
 
 _MIB = 1 << 20
@@ -53,11 +53,7 @@ class CommunicationMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(type(trainer.strategy), "topology"):
-            raise ConfigError(
-                f"CommunicationMonitor under {type(trainer.strategy).__name__}: it reads the "
-                "counters of a MegatronStrategy; nearest valid: strategy=MegatronStrategy()"
-            )
+        need_megatron(self, trainer, "it reads the counters")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -98,7 +94,7 @@ class CommunicationMonitor(pl.Callback):
             mine[f"time/comm_exposed_s/{kind}"] = (meter.exposed_s - exposed) / batches
             mine[f"time/comm_s/{kind}"] = meter.total_s
             self._since[kind] = _read(meter)
-        found = {name: s.mean for name, s in spread(mine, _device(trainer)).items()}
+        found = {name: s.mean for name, s in spread(mine, number_device(trainer.strategy)).items()}
         used = [k for k in _meters(trainer) if found[f"comm/calls/{k}"]]
         self.latest = {name: v for name, v in found.items() if name.rpartition("/")[2] in used}
         pl_module.log_dict(self.latest, batch_size=1)
@@ -112,8 +108,3 @@ def _meters(trainer: pl.Trainer) -> dict[str, Meter]:
 
 def _read(meter: Meter) -> tuple[int, int, float]:
     return meter.calls, meter.bytes, meter.exposed_s
-
-
-def _device(trainer: pl.Trainer) -> torch.device:
-    device: torch.device = trainer.strategy.root_device
-    return device if device.type == "cuda" else torch.device("cpu")

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
 
@@ -57,11 +58,7 @@ class GradientMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(type(trainer.strategy), "parallel_gradients"):
-            raise ConfigError(
-                f"GradientMonitor under {type(trainer.strategy).__name__}: it needs the gradients "
-                "of a MegatronStrategy; nearest valid: strategy=MegatronStrategy()"
-            )
+        need_megatron(self, trainer, "it needs the gradients")
 
     @override
     def on_before_optimizer_step(

@@ -23,7 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.callbacks.requirements import need_megatron
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.monitoring.flops import count_samples
 
 
@@ -64,11 +65,7 @@ class GradientNoiseScale(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(type(trainer.strategy), "parallel_gradients"):
-            raise ConfigError(
-                f"GradientNoiseScale under {type(trainer.strategy).__name__}: it needs the "
-                "gradients of a MegatronStrategy; nearest valid: strategy=MegatronStrategy()"
-            )
+        need_megatron(self, trainer, "it needs the gradients")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
+from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.errors import ConfigError
 
 
@@ -28,11 +29,7 @@ class ParameterNorm(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not hasattr(type(trainer.strategy), "parallel_gradients"):
-            raise ConfigError(
-                f"ParameterNorm under {type(trainer.strategy).__name__}: it needs to know the "
-                "shards of a MegatronStrategy; nearest valid: strategy=MegatronStrategy()"
-            )
+        need_megatron(self, trainer, "it needs to know the shards")
 
     @override
     def on_train_batch_end(

@@ -47,6 +47,7 @@ from lightning_megatron.monitoring.flops import (
     count_tokens,
     model_flops,
 )
+from lightning_megatron.monitoring.spread import number_device
 
 _COUNTED_BATCH = 3
 """Number of the batch whose operations are counted: by then a strategy that measures its first
@@ -230,7 +231,9 @@ class ThroughputMonitor(pl.Callback):
 
     def _use_count(self, trainer: pl.Trainer, flops: int, tokens: int) -> None:
         """Take what this batch took, on all ranks, for what every batch takes per token."""
-        total = torch.tensor(float(flops), dtype=torch.float64, device=_number_device(trainer))
+        total = torch.tensor(
+            float(flops), dtype=torch.float64, device=number_device(trainer.strategy)
+        )
         if dist.is_initialized() and trainer.world_size > 1:
             dist.all_reduce(total)
         if not tokens or not float(total):
@@ -275,9 +278,3 @@ def _runs_eagerly(trainer: pl.Trainer) -> bool:
 def _recomputes_nothing(trainer: pl.Trainer) -> bool:
     memory = getattr(trainer.strategy, "memory", None)
     return memory is None or getattr(memory, "recompute", "none") == "none"
-
-
-def _number_device(trainer: pl.Trainer) -> torch.device:
-    """Where a tensor for the default process group lies."""
-    device: torch.device = getattr(trainer.strategy, "root_device", torch.device("cpu"))
-    return device if device.type == "cuda" else torch.device("cpu")

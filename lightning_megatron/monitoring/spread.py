@@ -1,7 +1,7 @@
 """A few numbers of every rank, brought together: one small collective a window."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,12 @@ class Spread(NamedTuple):
     highest: float
     highest_rank: int
     """The first rank that has the highest."""
+
+
+def number_device(strategy: Any) -> torch.device:
+    """Where tensors for the default process group lie: a GPU, or the host."""
+    device: torch.device = getattr(strategy, "root_device", torch.device("cpu"))
+    return device if device.type == "cuda" else torch.device("cpu")
 
 
 def spread(values: Mapping[str, float], device: torch.device) -> dict[str, Spread]:

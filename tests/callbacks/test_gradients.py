@@ -165,3 +165,16 @@ def test_wrong_options() -> None:
         GradientMonitor(nonfinite="stop")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="it needs the gradients of a MegatronStrategy"):
         make_trainer(None, callbacks=[GradientMonitor()]).fit(Small(), loader())
+
+
+def test_the_norm_is_logged_as_often_as_asked() -> None:
+    class Noting(Small):
+        def log_dict(self, dictionary: Any, **options: Any) -> None:
+            logged.append(self.trainer.global_step)
+            super().log_dict(dictionary, **options)
+
+    logged: list[int] = []
+    make_trainer({}, callbacks=[GradientMonitor(every=2)]).fit(Noting(), loader())
+    assert logged == [0, 1, 3]  # of four steps the first, and each second
+    with pytest.raises(ConfigError, match="every=0"):
+        GradientMonitor(every=0)
