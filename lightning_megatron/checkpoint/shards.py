@@ -189,7 +189,9 @@ def make_index(plan: WritePlan, written: Sequence[Written]) -> tuple[Metadata, b
     assert plan.metadata is not None
     writer, files = FileSystemWriter(Path(), sync_files=False), MemoryFiles()
     writer.fs = files
-    metadata = replace(plan.metadata)
+    # torch 2.11 enters the places in a copy, 2.13 in what it is given.
+    places = {place.index: place.storage_data for part in written for place in part.places}
+    metadata = replace(plan.metadata, storage_data=places)
     writer.storage_meta = StorageMeta  # type: ignore[method-assign]  # no path
     writer.finish(metadata, [list(part.places) for part in written])
     return metadata, files.contents[METADATA_FILE]
