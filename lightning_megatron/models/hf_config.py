@@ -3,109 +3,14 @@
 The library has a class of its own for every family of models; ours has one with options. What a
 family cannot express, or ours has not, is refused by name, all of it at once: a weight that is left
 out or a setting that is overlooked makes a model that is wrong by a little, which nobody notices.
-
-Files on the hub leave out what is a default of the family's class, so the defaults are part of the
-format, and stand here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.models.config import TransformerConfig
-
-_ROTARY = {"norm": "rmsnorm", "positions": "rotary"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One class of models of the library."""
-
-    architecture: str
-    """Its name there."""
-    fixed: Mapping[str, Any]
-    """Attributes of `TransformerConfig` that it has no choice about."""
-    activations: Mapping[str, str]
-    """Names of the activations there, and here; the first of several names is written."""
-    defaults: Mapping[str, Any]
-    """Values of its class for what a file leaves out."""
-
-
-_DEFAULTS: Mapping[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": False,
-}
-
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        fixed={
-            "norm": "layernorm",
-            "positions": "learned",
-            "bias": True,
-            "qkv_bias": True,
-            "has_out_bias": True,
-            "has_mlp_bias": True,
-            "qk_norm": False,
-            "sliding_window": None,
-        },
-        activations={
-            "gelu_new": "gelu_tanh",
-            "gelu_pytorch_tanh": "gelu_tanh",
-            "gelu": "gelu",
-            "relu": "relu",
-        },
-        defaults={
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-            "tie_word_embeddings": True,
-            "resid_pdrop": 0.1,
-            "embd_pdrop": 0.1,
-            "attn_pdrop": 0.1,
-        },
-    ),
-    "qwen3": Family(
-        architecture="Qwen3ForCausalLM",
-        fixed={**_ROTARY, "has_mlp_bias": False, "qk_norm": True},
-        activations={"silu": "swiglu", "gelu": "geglu"},
-        defaults={**_DEFAULTS, "head_dim": 128, "num_key_value_heads": 32},
-    ),
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        fixed={
-            **_ROTARY,
-            "has_out_bias": False,
-            "has_mlp_bias": False,
-            "qkv_bias": True,
-            "qk_norm": False,
-        },
-        activations={"silu": "swiglu", "gelu": "geglu"},
-        defaults={**_DEFAULTS, "num_key_value_heads": 32},
-    ),
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        fixed={**_ROTARY, "qk_norm": False, "sliding_window": None},
-        activations={"silu": "swiglu", "gelu": "geglu"},
-        defaults=_DEFAULTS,
-    ),
-    "mistral": Family(
-        architecture="MistralForCausalLM",
-        fixed={
-            **_ROTARY,
-            "has_out_bias": False,
-            "has_mlp_bias": False,
-            "qkv_bias": False,
-            "qk_norm": False,
-        },
-        activations={"silu": "swiglu", "gelu": "geglu"},
-        defaults={**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
-    ),
-}
-"""By ``model_type``, in the order in which `family_of` tries them."""
+from lightning_megatron.models.hf_families import FAMILIES, Family
 
 # Ours, by the family's name of it; what every model of the family has.
 _NAMES: Mapping[str, str] = {

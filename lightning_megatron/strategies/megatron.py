@@ -1,10 +1,10 @@
 """The Lightning strategy: ``Trainer(strategy=MegatronStrategy(tp=4, pp=2))``.
 
 Hooks only, and here those that set a run up; the others are in `strategies.connection` (processes),
-`strategies.step_hooks`, `strategies.checkpoint_hooks` and `strategies.collectives`; in front of all
-stands `strategies.section_hooks`. What they do is decided in `strategies.preflight` (is the run
-legal), `parallel.apply` (put the module on the layout), `strategies.steps` (run a batch) and
-`checkpoint` (save and load).
+`strategies.step_hooks`, `strategies.checkpoint_hooks`, `strategies.loader_hooks` and
+`strategies.collectives`; in front of all stands `strategies.section_hooks`. What they do is decided
+in `strategies.preflight` (is the run legal), `parallel.apply` (put the module on the layout),
+`strategies.steps` (run a batch) and `checkpoint` (save and load).
 """
 
 import random
@@ -27,7 +27,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -50,8 +49,7 @@ from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
-from lightning_megatron.strategies.data_sampling import share_of
-from lightning_megatron.strategies.data_seeding import seed_dataloader
+from lightning_megatron.strategies.loader_hooks import LoaderHooks
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
@@ -64,7 +62,13 @@ from lightning_megatron.topology.rng import derive_seed
 
 
 class MegatronStrategy(
-    SectionHooks, StopHooks, CheckpointHooks, TopologyCollectives, StepRecovery, Processes
+    SectionHooks,
+    StopHooks,
+    CheckpointHooks,
+    LoaderHooks,
+    TopologyCollectives,
+    StepRecovery,
+    Processes,
 ):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
@@ -132,13 +136,13 @@ class MegatronStrategy(
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
         self._defer_init = False
-        self._splits_data = False
         self._host_gloo: dist.ProcessGroup | None = None
         self._seed = 0
 
     # Processes ---------------------------------------------------------------------------------
 
     @property
+    @override
     def topology(self) -> Topology:
         """Groups and coordinates of this run; exists once the processes are connected."""
         if self._topology is None:
@@ -247,11 +251,7 @@ class MegatronStrategy(
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # inference tensors cannot take part in later training
         trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
-        # Lightning would shuffle every training loader; `share_of` asks the user's loader.
-        connector = trainer._accelerator_connector
-        self._splits_data |= connector.use_distributed_sampler
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        connector.use_distributed_sampler = self._splits_data and not fitting
+        self.take_over_samplers(trainer)
         self._data_position, self._random_state = DataPosition(), RandomState(self.topology)
         self._host_gloo = self._host_group()
         self.adopt(self._parallelize(module))
@@ -355,34 +355,6 @@ class MegatronStrategy(
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self.before_update()
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.topology.batch.size, "rank": self.topology.batch.rank}
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        trainer, seed = self._module().trainer, env.global_seed() or 0
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        # The training loader comes first.
-        if (
-            fitting
-            and trainer.training
-            and (
-                trainer.fit_loop._combined_loader is None
-                or trainer.fit_loop._should_reload_train_dl
-            )
-        ):
-            return self._data_position.prepare(
-                dataloader, trainer, self.topology, seed, divide=self._splits_data
-            )
-        if self._splits_data and fitting:
-            dataloader = share_of(dataloader, self.topology, seed).loader
-        seed_dataloader(dataloader, self.topology)
-        return dataloader
 
     @override
     def on_train_start(self) -> None:

@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.pipeline.executor import Executor, NoPipeline
 from lightning_megatron.pipeline.microbatch import (
     Microbatches,
     MicrobatchRule,
@@ -28,7 +29,7 @@ from lightning_megatron.pipeline.microbatch import (
     merge,
     split,
 )
-from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
+from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.strategies.auto_schedule import AutoSchedule
 from lightning_megatron.strategies.log_replay import LogRecorder, LogReplay

@@ -20,7 +20,8 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.nn import functional as F
 
-from lightning_megatron.pipeline.runner import NoPipeline, Pipeline, StageBoundary
+from lightning_megatron.pipeline.executor import NoPipeline
+from lightning_megatron.pipeline.runner import Pipeline, StageBoundary
 from lightning_megatron.pipeline.schedule import SCHEDULES, Kind, make_schedule
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.pipeline.simulate import simulate
