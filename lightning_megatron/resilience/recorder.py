@@ -4,6 +4,10 @@ The recorder numbers the collectives of each group. All ranks of a group go thro
 numbers, so a rank whose highest number is below that of a collective which others have begun is
 the one that they wait for, whatever it does instead.
 
+The recorder outlives the groups. When a process destroys them and makes others, for another run,
+these have the names of the old ones and are numbered from the beginning; the old ones may have come
+further, and must not be taken for the new.
+
 This file runs in a process without torch, see `node_monitor`.
 """
 
@@ -40,7 +44,8 @@ def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
             continue
         group = str(entry.get("process_group", ["?"])[0])
         number = int(entry.get("collective_seq_id", 0))
-        if group in last and last[group]["number"] > number:
+        began = int(entry.get("time_created_ns", 0))
+        if group in last and last[group]["began"] > began:
             continue
         shapes = entry.get("input_sizes") or entry.get("output_sizes") or []
         last[group] = {
@@ -48,7 +53,7 @@ def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
             "number": number,
             "name": str(entry.get("profiling_name", "?")).rpartition(":")[2],
             "shapes": " ".join("x".join(map(str, shape)) or "scalar" for shape in shapes[:4]),
-            "began": int(entry.get("time_created_ns", 0)),
+            "began": began,
             "completed": bool(entry.get("retired")) or entry.get("state") == "completed",
         }
     return list(last.values())
@@ -62,11 +67,16 @@ def counts(status: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, lis
         names: from these numbers, the names of the groups.
     """
     found = {}
-    for number, state in status.items():
+    for number, state in sorted(status.items(), key=lambda item: _made(item[0])):
         begun = int(state.get("last_enqueued_collective", -1))
         completed = int(state.get("last_completed_collective", -1))
         found[names.get(number, f"#{number}")] = [max(begun, 0), max(completed, 0)]
     return found
+
+
+def _made(number: str) -> int:
+    """When a group was made, compared with others: the recorder counts them."""
+    return int(number) if number.isdecimal() else -1
 
 
 def group_names(trace: Mapping[str, Any]) -> dict[str, str]:

@@ -118,6 +118,7 @@ def test_every_hang_names_rank_section_and_stacks(pool: WorkerPool, tmp_path: Pa
             assert ("lock" in report["reason"]) == (kind == "lock")
             assert any("hanging.py" in frame for frame in culprit["stack"])
         assert culprit["collectives"]
+    assert any("number" in (report["waiting_in"] or "") for report in found)
     texts = [path.read_text() for path in (tmp_path / "hangs").glob("*.txt")]
     assert all("--- rank 0" in text and "--- rank 1" in text for text in texts)
     assert all("all_" in text for text in texts)
