@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.callbacks.requirements import need_megatron
+from lightning_megatron.callbacks.window import LoggingSteps
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
 
@@ -30,7 +31,8 @@ class GradientMonitor(pl.Callback):
             (``"keep"``), left out, on all ranks and with the schedule standing still (``"skip"``,
             counted in ``optim/skipped_steps``), or training ends (``"raise"``). Looking at it waits
             for the device once a step, as ``clip`` does.
-        every: optimizer steps from one logged norm to the next, where nothing else needs it.
+        every: optimizer steps from one logged norm to the next, where nothing else needs it; None:
+            the first step, and those in which the Trainer logs.
 
     Attributes:
         nonfinite: the argument.
@@ -44,11 +46,11 @@ class GradientMonitor(pl.Callback):
         self,
         clip: PercentileClip | ZScoreClip | UnitClip | None = None,
         nonfinite: Nonfinite = "keep",
-        every: int = 1,
+        every: int | None = 1,
     ) -> None:
-        if every < 1:
+        if every is not None and every < 1:
             raise ConfigError(f"every={every}: must be at least 1; nearest valid: every=1")
-        self._every, self._steps = every, 0
+        self._every, self._steps, self._logging = every, 0, LoggingSteps()
         if nonfinite not in get_args(Nonfinite):
             raise ConfigError(
                 f"nonfinite={nonfinite!r}: must be 'keep', 'skip' or 'raise'; nearest valid: 'keep'"
@@ -66,7 +68,7 @@ class GradientMonitor(pl.Callback):
     ) -> None:
         self._steps += 1
         idle = self._clip is None and self.nonfinite == "keep"
-        if idle and self._steps % self._every and self._steps != 1:
+        if idle and not self._is_due(trainer):
             return
         strategy: Any = trainer.strategy
         gradients = strategy.parallel_gradients
@@ -86,6 +88,13 @@ class GradientMonitor(pl.Callback):
         if self.nonfinite == "skip":
             values["optim/skipped_steps"] = float(strategy.precision_plugin.skipped_steps)
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        if self._steps == 1:
+            return True
+        if self._every is None:
+            return self._logging.now(trainer, under_way=1)
+        return self._steps % self._every == 0
 
     def _meet_nonfinite(self, trainer: pl.Trainer, norm: float) -> None:
         if self.nonfinite == "raise":

@@ -17,11 +17,11 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.resilience.heartbeat import Member
 from lightning_megatron.resilience.limits import Limit, Limits
 from lightning_megatron.resilience.node_monitor import MonitorConfig
-from lightning_megatron.resilience.sections import SectionClock
 from lightning_megatron.resilience.watchdog import Watchdog, start_monitor, this_member
 
 Action = Literal["abort", "raise", "report"]
@@ -74,11 +74,7 @@ class HangDetector(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not isinstance(getattr(trainer.strategy, "sections", None), SectionClock):
-            raise ConfigError(
-                f"HangDetector under {type(trainer.strategy).__name__}: it asks a MegatronStrategy "
-                "what it is doing; nearest valid: strategy=MegatronStrategy()"
-            )
+        need_megatron(self, trainer, "it needs the sections of a step")
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -35,7 +35,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import dump_allocations, record_allocations
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.spread import spread
+from lightning_megatron.monitoring.spread import device_of, number_device, spread
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class MemoryMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._batches = 0
-        if self._record and _device(trainer).type == "cuda":
+        if self._record and device_of(trainer.strategy).type == "cuda":
             record_allocations(True)
 
     @override
@@ -81,11 +81,13 @@ class MemoryMonitor(pl.Callback):
         self._batches += 1
         if self._batches != 1 and self._batches % self._every:
             return
-        pl_module.log_dict(_over_ranks(_device(trainer)), batch_size=1)
+        pl_module.log_dict(
+            _over_ranks(device_of(trainer.strategy), number_device(trainer.strategy)), batch_size=1
+        )
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._record and _device(trainer).type == "cuda":
+        if self._record and device_of(trainer.strategy).type == "cuda":
             record_allocations(False)
 
     @override
@@ -98,8 +100,8 @@ class MemoryMonitor(pl.Callback):
         file = folder / f"rank_{trainer.global_rank:05d}.txt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(evidence(exception, _device(trainer)))
-            if self._record and _device(trainer).type == "cuda":
+            file.write_text(evidence(exception, device_of(trainer.strategy)))
+            if self._record and device_of(trainer.strategy).type == "cuda":
                 dump_allocations(str(file.with_suffix(".pickle")))
         except OSError as error:
             logger.warning("rank %d ran out of memory; no evidence: %s", trainer.global_rank, error)
@@ -146,7 +148,7 @@ def _tensors() -> list[Tensor]:
     return [x for x in gc.get_objects() if type(x) in kinds and x.device.type != "meta"]
 
 
-def _over_ranks(device: torch.device) -> dict[str, float]:
+def _over_ranks(device: torch.device, on: torch.device) -> dict[str, float]:
     peaks, totals = _host(), {}
     if device.type == "cuda":
         statistics = torch.cuda.memory_stats(device)
@@ -162,8 +164,7 @@ def _over_ranks(device: torch.device) -> dict[str, float]:
             "mem/ooms": float(statistics.get("num_ooms", 0)),
         }
         torch.cuda.reset_peak_memory_stats(device)
-    number_device = device if device.type == "cuda" else torch.device("cpu")
-    found = spread(peaks | totals, number_device)
+    found = spread(peaks | totals, on)
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     worst = found.get("mem/peak_allocated_gib", found["mem/peak_rss_gib"]).highest_rank
     return {
@@ -179,8 +180,3 @@ def _host() -> dict[str, float]:
     if _STATM.exists():
         found["mem/rss_gib"] = int(_STATM.read_text().split()[1]) * _PAGE / GIB
     return found
-
-
-def _device(trainer: pl.Trainer) -> torch.device:
-    device: torch.device = getattr(trainer.strategy, "root_device", torch.device("cpu"))
-    return device

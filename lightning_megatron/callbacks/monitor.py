@@ -66,7 +66,7 @@ class Monitor(CallbackGroup):
             ThroughputMonitor(window, peak_tflops=peak_tflops),
             MemoryMonitor(every, None if run_dir is None else os.fspath(run_dir)),
             CommunicationMonitor(every),
-            GradientMonitor(every=5),
+            GradientMonitor(every=None),
             ParameterNorm(every),
             PipelineMonitor(every),
             CheckpointMonitor(),

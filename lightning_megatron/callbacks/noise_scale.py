@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.monitoring.flops import count_samples
+from lightning_megatron.monitoring.flops import count_both
 
 
 class GradientNoiseScale(pl.Callback):
@@ -76,7 +76,7 @@ class GradientNoiseScale(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         strategy: Any = trainer.strategy
-        self._samples += count_samples(batch) * strategy.topology.batch.size
+        self._samples += count_both(batch)[1] * strategy.topology.batch.size
 
     @override
     def on_before_optimizer_step(

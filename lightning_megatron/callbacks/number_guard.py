@@ -43,7 +43,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.callbacks.gradients import GradientMonitor
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.callbacks.requirements import need_megatron
+from lightning_megatron.callbacks.window import LoggingSteps
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.parallel.gradients import local
 from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.bad_numbers import (
@@ -119,17 +121,14 @@ class NumberGuard(pl.Callback):
         self._slot: Any = None
         self._loss = torch.zeros(())
         self._to_pass_over = 0
+        self._logging, self._logged = LoggingSteps(), (-1.0, -1.0)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
         strategy: Any = trainer.strategy
-        if not hasattr(type(strategy), "judge"):
-            raise ConfigError(
-                f"NumberGuard under {type(strategy).__name__}: it needs the losses and gradients "
-                "of a MegatronStrategy; nearest valid: strategy=MegatronStrategy()"
-            )
+        need_megatron(self, trainer, "it needs the losses and gradients")
         automatic = pl_module.automatic_optimization
         monitors = [one for one in _members(trainer) if isinstance(one, GradientMonitor)]
         raise_if_any(
@@ -331,8 +330,11 @@ class NumberGuard(pl.Callback):
             self._go_back()
         if self._responses.takes_back:
             skipped = float(self._strategy.precision_plugin.skipped_steps)
-            values = {"optim/skipped_steps": skipped, "ft/rollbacks_total": float(self.rollbacks)}
-            pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
+            now = skipped, float(self.rollbacks)
+            if self._logging.now(trainer) or now != self._logged:
+                self._logged = now
+                values = {"optim/skipped_steps": skipped, "ft/rollbacks_total": now[1]}
+                pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _go_back(self) -> None:
         """Return to an older state, and pass over batches; the update was left out."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.callbacks.requirements import need_megatron
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.parallel.gradients import ParameterRole, local
 from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.bad_numbers import in_words
@@ -79,11 +80,8 @@ class ReplicaCheck(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and not hasattr(type(trainer.strategy), "parallel_gradients"):
-            raise ConfigError(
-                f"ReplicaCheck under {type(trainer.strategy).__name__}: it needs to know who holds "
-                "what, as a MegatronStrategy does; nearest valid: strategy=MegatronStrategy()"
-            )
+        if stage == "fit":
+            need_megatron(self, trainer, "it needs to know the copies")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -151,7 +151,7 @@ class RestartPolicy(pl.Callback):
     ) -> None:
         if self._log is not None and trainer.global_step > self._step:
             self._step = trainer.global_step
-            self._log.update(step=self._step)
+            self._log.reached(self._step)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,9 +8,9 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_megatron._torch import watch_waits
+from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.resilience.announce import announce
-from lightning_megatron.resilience.sections import SectionClock
 from lightning_megatron.resilience.slow_rank import OwnWork, Score, Verdicts, scores
 
 _WINDOWS = 2
@@ -56,11 +56,7 @@ class SlowRankDetector(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if not isinstance(getattr(trainer.strategy, "sections", None), SectionClock):
-            raise ConfigError(
-                f"SlowRankDetector under {type(trainer.strategy).__name__}: it asks a "
-                "MegatronStrategy what it is doing; nearest valid: strategy=MegatronStrategy()"
-            )
+        need_megatron(self, trainer, "it needs the sections of a step")
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

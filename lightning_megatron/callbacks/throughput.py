@@ -37,21 +37,24 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_megatron.callbacks.window import LoggingSteps
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.hardware import peak_flops
 from lightning_megatron.monitoring.flops import (
     COUNTED,
     ModelFlops,
     OperationCounter,
-    count_samples,
+    count_both,
     count_tokens,
     model_flops,
 )
-from lightning_megatron.monitoring.spread import number_device
+from lightning_megatron.monitoring.spread import device_of, number_device
 
 _COUNTED_BATCH = 3
 """Number of the batch whose operations are counted: by then a strategy that measures its first
 batches has settled."""
+_BAR_S = 1.0
+"""Seconds after which the rate in the progress bar is renewed between two logged values."""
 
 
 class _Mark(NamedTuple):
@@ -72,7 +75,8 @@ class ThroughputMonitor(pl.Callback):
 
     Args:
         window: number of batches to average over.
-        every: batches between two values.
+        every: batches between two values; None: the steps in which the Trainer logs, and in the
+            progress bar once a second.
         flops_per_token: model FLOPs of forward and backward, where the formulas do not fit.
         peak_tflops: what a device can do, in 1e12 operations per second, where the table does not
             know it or another number format counts.
@@ -87,7 +91,7 @@ class ThroughputMonitor(pl.Callback):
     def __init__(
         self,
         window: int = 20,
-        every: int = 5,
+        every: int | None = None,
         flops_per_token: float | None = None,
         peak_tflops: float | None = None,
     ) -> None:
@@ -98,7 +102,7 @@ class ThroughputMonitor(pl.Callback):
                 *(
                     f"{n}={v}: must be at least 1; nearest valid: 1"
                     for n, v in counts.items()
-                    if v < 1
+                    if v is not None and v < 1
                 ),
                 *(
                     f"{n}={v}: must be positive; nearest valid: None"
@@ -107,7 +111,7 @@ class ThroughputMonitor(pl.Callback):
                 ),
             ]
         )
-        self._every = every
+        self._every, self._logging, self._bar_at = every, LoggingSteps(), 0.0
         self._marks: deque[_Mark] = deque(maxlen=window + 1)
         self._given, self._peak_tflops = flops_per_token, peak_tflops
         self._clock = time.perf_counter
@@ -160,7 +164,8 @@ class ThroughputMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         replicas = _data_parallel_size(trainer)
-        tokens = count_tokens(batch) * replicas
+        tokens, samples = count_both(batch)
+        tokens *= replicas
         if self._counter is not None:
             self._counter.stop()
             self._use_count(trainer, self._counter.flops, tokens)
@@ -170,16 +175,28 @@ class ThroughputMonitor(pl.Callback):
         self._leave_out_saving(trainer)
         self._ended_at = self._clock() - self._left_out
         last = self._marks[-1] if self._marks else _Mark(0, 0, 0, 0)
-        samples = count_samples(batch) * replicas
+        samples *= replicas
         self._marks.append(
             _Mark(self._ended_at, last.tokens + tokens, last.samples + samples, self._waited)
         )
         self._batches += 1
-        if len(self._marks) == 2 or (self._batches % self._every == 0 and len(self._marks) > 1):
+        if len(self._marks) > 1:
+            self._log(trainer, pl_module)
+
+    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """What is due after this batch."""
+        if self._every is None:
+            due = self._logging.now(trainer)
+        else:
+            due = self._batches % self._every == 0
+        due = due or len(self._marks) == 2
+        if due or self._ended_at - self._bar_at >= _BAR_S:
+            self._bar_at = self._ended_at
             values = self._values(trainer.world_size)
             bar = {"perf/tokens_per_s": values.pop("perf/tokens_per_s")}
             pl_module.log_dict(bar, prog_bar=True, batch_size=1)
-            pl_module.log_dict(values, batch_size=1)
+            if due:
+                pl_module.log_dict(values, batch_size=1)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -246,7 +263,7 @@ class ThroughputMonitor(pl.Callback):
     def _find_peak(self, trainer: pl.Trainer) -> float | None:
         if self._peak_tflops is not None:
             return self._peak_tflops * 1e12
-        device = getattr(trainer.strategy, "root_device", torch.device("cpu"))
+        device = device_of(trainer.strategy)
         if device.type != "cuda" or "Fp8" in type(trainer.precision_plugin).__name__:
             return None
         return peak_flops(torch.cuda.get_device_name(device))

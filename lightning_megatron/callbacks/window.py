@@ -60,6 +60,30 @@ class WindowCallback(pl.Callback):
         self.on_window(trainer, pl_module, metrics_of(trainer))
 
 
+class LoggingSteps:
+    """Tells after which batches Lightning hands to its loggers what was logged last.
+
+    ``log`` costs about as much as everything else that a callback does in a batch, and what it is
+    given in other steps nobody reads. So callbacks log in these.
+    """
+
+    def __init__(self) -> None:
+        self._before = -1
+
+    def now(self, trainer: pl.Trainer, under_way: int = 0) -> bool:
+        """Whether this is one of them; true once a step, however many batches it has.
+
+        Args:
+            trainer: who counts.
+            under_way: 1 before the optimizer's step, 0 after it.
+        """
+        step = trainer.global_step + under_way
+        due = step != self._before and step > 0 and step % logging_interval(trainer) == 0
+        if due:
+            self._before = step
+        return due
+
+
 def logging_interval(trainer: pl.Trainer) -> int:
     """Return how many optimizer steps there are between those in which Lightning logs."""
     every: int = getattr(trainer, "log_every_n_steps", 50)  # 0 where nothing is logged

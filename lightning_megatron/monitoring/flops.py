@@ -87,7 +87,20 @@ def model_flops(module: Any, batch: Any, tokens: int) -> ModelFlops | None:
 
 def token_tensor(batch: Any) -> Tensor | None:
     """The first tensor of whole numbers in a batch: the tokens."""
-    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim]
+    return _tokens(_tensors(batch))
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """Those of at least one dim, in their order."""
+    kind = type(batch)
+    leaves = list(batch) if kind in (tuple, list) else [batch]
+    leaves = list(batch.values()) if kind is dict else leaves
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        leaves = tree_flatten(batch)[0]  # nested
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+
+
+def _tokens(tensors: list[Tensor]) -> Tensor | None:
     for tensor in tensors:
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
             return tensor
@@ -106,13 +119,12 @@ def count_tokens(batch: Any) -> int:
     The tokens are the elements of the batch's first integer tensor; a batch without one counts the
     samples of its first tensor.
     """
-    tokens = token_tensor(batch)
-    return count_samples(batch) if tokens is None else tokens.numel()
+    return count_both(batch)[0]
 
 
-def count_samples(batch: Any) -> int:
-    """The number of samples in a batch: the size of its first tensor's first dim."""
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return leaf.shape[0]
-    return 0
+def count_both(batch: Any) -> tuple[int, int]:
+    """The numbers of tokens and of samples in a batch; these are its first tensor's first dim."""
+    tensors = _tensors(batch)
+    samples = tensors[0].shape[0] if tensors else 0
+    tokens = _tokens(tensors)
+    return samples if tokens is None else tokens.numel(), samples

@@ -1,5 +1,6 @@
 """A few numbers of every rank, brought together: one small collective a window."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,9 +18,15 @@ class Spread(NamedTuple):
     """The first rank that has the highest."""
 
 
+def device_of(strategy: Any) -> torch.device:
+    """Where a strategy computes, any of Lightning's."""
+    device: torch.device = getattr(strategy, "root_device", torch.device("cpu"))
+    return device
+
+
 def number_device(strategy: Any) -> torch.device:
     """Where tensors for the default process group lie: a GPU, or the host."""
-    device: torch.device = getattr(strategy, "root_device", torch.device("cpu"))
+    device = device_of(strategy)
     return device if device.type == "cuda" else torch.device("cpu")
 
 
@@ -35,11 +42,10 @@ def spread(values: Mapping[str, float], device: torch.device) -> dict[str, Sprea
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, mine)
-    table = torch.stack(ranks).cpu()
-    columns = zip(values, table.unbind(1), strict=True)
-    return {
-        name: Spread(
-            float(column.min()), float(column.mean()), float(column.max()), int(column.argmax())
-        )
-        for name, column in columns
-    }
+    columns = zip(*torch.stack(ranks).tolist(), strict=True)
+    return {name: _of(column) for name, column in zip(values, columns, strict=True)}
+
+
+def _of(column: tuple[float, ...]) -> Spread:
+    highest = max(column, key=lambda value: math.inf if math.isnan(value) else value)
+    return Spread(min(column), sum(column) / len(column), highest, column.index(highest))

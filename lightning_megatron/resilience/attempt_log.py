@@ -47,21 +47,28 @@ class AttemptLog:
         folder = Path(run_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self.earlier = read_attempts(run_dir)
-        self.record = AttemptRecord(run=run, number=number, began=time.time())
+        self._record = AttemptRecord(run=run, number=number, began=time.time())
+        self._step = self._record.step
         self._file = os.open(
             folder / f"{len(self.earlier):05d}_{run}_{number}.json", os.O_WRONLY | os.O_CREAT, 0o644
         )
         self._write()
 
-    def update(self, step: int | None = None, continues: str = "", end: str = "") -> None:
+    @property
+    def record(self) -> AttemptRecord:
+        """What is written."""
+        return replace(self._record, step=self._step)
+
+    def reached(self, step: int) -> None:
+        """Note how far the attempt has come; called after every step."""
+        if step > self._step:
+            self._step = step
+            self._put()
+
+    def update(self, continues: str = "", end: str = "") -> None:
         """Note what is known by now; what is not given stays."""
-        was = self.record
-        self.record = replace(
-            was,
-            step=was.step if step is None else max(step, was.step),
-            continues=continues or was.continues,
-            end=end or was.end,
-        )
+        was = self._record
+        self._record = replace(was, continues=continues or was.continues, end=end or was.end)
         self._write()
 
     def close(self) -> None:
@@ -72,8 +79,15 @@ class AttemptLog:
 
     def _write(self) -> None:
         if self._file >= 0:
-            text = json.dumps(asdict(self.record)).ljust(_SIZE - 1) + "\n"
-            os.pwrite(self._file, text.encode(), 0)
+            fields = asdict(self._record)
+            del fields["step"]
+            self._head = json.dumps(fields)[:-1]
+            self._put()
+
+    def _put(self) -> None:
+        # A step changes one number: the rest is not made again.
+        text = f'{self._head}, "step": {self._step}}}'.ljust(_SIZE - 1) + "\n"
+        os.pwrite(self._file, text.encode(), 0)
 
     def chain(self) -> list[AttemptRecord]:
         """Earlier attempts of this run, or of runs that it continues; the oldest first."""

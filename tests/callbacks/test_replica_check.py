@@ -104,5 +104,5 @@ def test_nothing_to_compare_and_wrong_options() -> None:
     with pytest.raises(ConfigError, match="every=0") as caught:
         ReplicaCheck(every=0, action="hope")  # type: ignore[arg-type]
     assert len(caught.value.problems) == 2
-    with pytest.raises(ConfigError, match="it needs to know who holds what"):
+    with pytest.raises(ConfigError, match="it needs to know the copies"):
         make_trainer(None, callbacks=[ReplicaCheck()]).fit(Small(), loader())

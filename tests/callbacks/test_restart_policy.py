@@ -88,7 +88,7 @@ def test_a_launch_that_resumes_continues_the_count(tmp_path: Path) -> None:
     """A scheduler that starts the command again gives the run another id."""
     for number in range(3):
         log = AttemptLog(tmp_path, "first", number)
-        log.update(step=5)
+        log.reached(5)
         log.close()
     other = AttemptLog(tmp_path, "experiment of another day", 0)
     assert other.chain() == []
@@ -111,8 +111,8 @@ def test_attempts_that_were_stopped_in_order_do_not_count() -> None:
 
 def test_a_record_survives_a_kill_and_rubbish_beside_it(tmp_path: Path) -> None:
     log = AttemptLog(tmp_path, "r", 0)
-    log.update(step=123456)
-    log.update(step=7)  # resumed from further back
+    log.reached(123456)
+    log.reached(7)  # resumed from further back
     os.close(log._file)  # what a kill does
     (tmp_path / "attempts" / "00001_x.json").write_text("{")
     assert [a.step for a in read_attempts(tmp_path)] == [123456]
