@@ -325,6 +325,11 @@ def scaled_mm(
     # On CPUs autocast reaches inside and rounds to bfloat16 what is not scaled yet, but not below a
     # dispatch mode: what selective recomputation repeats would differ from what it repeats.
     with torch.autocast(left.device.type, enabled=False):
+        if left.is_cpu and max(scale_left.numel(), scale_right.numel()) > 1:
+            # Kernels of CPUs take one scale for all: in 2.11, and in oneDNN later (pytorch 179118).
+            one = scale_left.new_ones(())
+            plain: Tensor = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32)
+            return (plain * scale_left * scale_right).to(dtype)
         product: Tensor = torch._scaled_mm(left, right, scale_left, scale_right, out_dtype=dtype)
     return product
 

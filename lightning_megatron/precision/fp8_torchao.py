@@ -4,7 +4,8 @@ torchao replaces ``nn.Linear`` by a module of its own, which knows neither tp no
 parts. Its parts do the work here: what it calls a *recipe* says how each operand of each of the
 three products is scaled, `hp_tensor_to_float8_dynamic` scales and casts it (with scales agreed over
 tp where an operand is part of a tensor), and the product of two results is ``torch._scaled_mm``
-with the options of the recipe.
+with the options of the recipe. Kernels of CPUs take no scales of rows: there torchao emulates such
+products, in float32.
 
 ============  ====================  =================================================
 recipe        torchao's name        differs from the ``torch`` backend's
@@ -56,7 +57,8 @@ class TorchaoProducts:
         chosen = config.Float8LinearConfig.from_recipe_name(recipe)
         # FP8 kernels load 16 bytes at a time, and the number of tokens is anybody's.
         self._config = replace(chosen, pad_inner_dim=True)
-        self._gemms = _gemms(self._config)
+        self._gemms = _gemms(self._config, self._config.emulate)
+        self._gemms_of_cpus = _gemms(self._config, recipe == "rowwise")
         self._mesh, self._split = mesh, split
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -99,7 +101,7 @@ class TorchaoProducts:
         low: Tensor = self._ao.hp_tensor_to_float8_dynamic(
             tensor,
             cast.target_dtype,
-            self._gemms,
+            self._gemms_of_cpus if tensor.is_cpu else self._gemms,
             reduce_amax=whole and self._mesh is not None and self._split[which],
             gemm_input_role=_role(which),
             device_mesh=self._mesh,
@@ -110,13 +112,13 @@ class TorchaoProducts:
         return low
 
 
-def _gemms(config: Any) -> Any:
+def _gemms(config: Any, emulate: bool) -> Any:
     """Options of the three products, as torchao's own linear layer derives them."""
     tensors: Any = importlib.import_module("torchao.float8.float8_training_tensor")
     return tensors.LinearMMConfig(
         **{
             name: tensors.ScaledMMConfig(
-                emulate=config.emulate,
+                emulate=emulate,
                 use_fast_accum=gemm.use_fast_accum,
                 fp8_output=False,
                 pad_inner_dim=config.pad_inner_dim,
