@@ -32,6 +32,7 @@ from lightning_megatron.parallel.data import (
     is_unmanaged,
 )
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
+from lightning_megatron.parallel.low_copies import LowCopies
 from lightning_megatron.parallel.memory import MemoryConfig, blocks_to_recompute
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
@@ -237,7 +238,8 @@ def _avoid_empty_stage(trunk: PipelineSequential) -> None:
 def _shared_between_stages(trunk: PipelineSequential | None) -> set[nn.Parameter]:
     """Parameters that several stages of this rank share.
 
-    No stage can hand them to ZeRO as its own; they stay whole, and `GradientSet` averages them.
+    No stage can hand them to ZeRO as its own; they stay whole, `GradientSet` averages them, and
+    `low_copies` narrows them where ZeRO would.
     """
     holders: dict[nn.Parameter, int] = {}
     for items in trunk.stage_items if trunk is not None else ():
@@ -327,6 +329,9 @@ def _wrap_roots(
         assert plan.trunk is not None
         for stage, items in enumerate(plan.trunk.stage_items):
             data.wrap(items, stage=stage, leave=between)
+        types, stages = transforms.types, plan.trunk.stage_items
+        if between and types.parameters is not None:
+            data.copies = LowCopies(step.module, between, types.parameters, types.reduction, stages)
     elif transforms.manual_optimization:
         for child in step.module.children():
             if any(True for _ in child.parameters()):

@@ -42,6 +42,7 @@ from lightning_megatron._torch import (
     reduce_gradients,
     replicate,
 )
+from lightning_megatron.parallel.low_copies import LowCopies
 from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.reduce import MeanReducer
 from lightning_megatron.parallel.unit_comm import UnitGather, UnitReduceScatter, count_sums
@@ -113,6 +114,9 @@ class DataParallel:
         cpu_offload: whether shards are kept in host memory.
         follow_freezing: whether ``requires_grad`` may change between the forwards of one step, as
             ``toggle_optimizer`` does under manual optimization.
+
+    Attributes:
+        copies: what stands in for parameters that no unit holds.
     """
 
     def __init__(
@@ -147,6 +151,7 @@ class DataParallel:
                 )
         self._units: list[FSDPModule] = []
         self._stages: list[_Stage] = []
+        self.copies: LowCopies | None = None
         self._blocked = False
 
     def wrap(
@@ -242,6 +247,8 @@ class DataParallel:
             blocked: whether further batches are accumulated before the optimizer step.
         """
         self._blocked = blocked
+        if self.copies is not None:
+            self.copies.drop()
 
     def before_forward(self, stage: int = 0) -> None:
         """Begin to gather what the stage's forward needs first, while its input is under way."""
@@ -294,6 +301,8 @@ class DataParallel:
 
     def finish(self) -> None:
         """The backwards of the batch have ended: wait for what was started."""
+        if self.copies is not None:
+            self.copies.finish()
         for stage in self._stages:
             if stage.whole is not None and not self._blocked:
                 stage.whole.finish()
@@ -315,6 +324,8 @@ class DataParallel:
         """Return every parameter to its state at rest (after evaluation, before saving)."""
         for unit in self._units:
             unit.reshard()
+        if self.copies is not None:
+            self.copies.drop()
 
     def _stage(self, position: int) -> "_Stage":
         while len(self._stages) <= position:

@@ -120,11 +120,24 @@ def test_is_close_to_one_process(pool: WorkerPool, alone: dict[str, Outcome], na
     check(pool.run(world, precision_job, LAYOUTS.get(name) or SPLIT[name]), alone)
 
 
-def test_a_v_shaped_pipeline(pool: WorkerPool) -> None:
-    """Untied: a weight that two stages of one rank share stays in float32 under bf16-mixed."""
-    alone = pool.run(1, precision_job, {}, tied=False)[0]
-    options = {"pp": 2, "schedule": "zbv", "num_microbatches": 2}
-    check(pool.run(2, precision_job, options, tied=False), alone)
+V_SHAPED: dict[str, Any] = {"pp": 2, "schedule": "zbv", "num_microbatches": 2}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_v_shaped_pipeline(pool: WorkerPool, tied: bool) -> None:
+    """Tied: a weight that two stages of one rank share is as narrow as ZeRO makes the others."""
+    alone = pool.run(1, precision_job, {"num_microbatches": 2}, tied=tied)[0]
+    found = pool.run(2, precision_job, V_SHAPED, tied=tied)
+    check(found, alone)
+    for precision, expected in alone.items():
+        for outcome in found:  # nothing is cut or summed in another way before the first backward
+            assert outcome[precision].losses[0] == expected.losses[0], precision
+
+
+def test_a_shared_weight_beside_shards(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
+    """ZeRO 3 holds all weights but one, which data parallelism averages."""
+    options = {**V_SHAPED, "zero": 3, "sharding": ShardingConfig(min_numel=1)}
+    check(pool.run(4, precision_job, options), alone)
 
 
 def check(by_rank: list[dict[str, Outcome]], alone: dict[str, Outcome]) -> None:
