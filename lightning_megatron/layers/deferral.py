@@ -9,6 +9,10 @@ gradients of other layers (norms, embeddings, convolutions) included; all saved 
 factors are freed there. Recomputation, shared weights and a module called twice need no care, as
 each product is a piece of its own.
 
+The backward of a compiled graph is one piece. So where a network is compiled, layers that may defer
+break the graph: what lies between them is compiled, and their products run as they are, which a
+compiler would leave to the same libraries anyway.
+
 Layers of this package and plain ``nn.Linear`` can defer. A weight that is no parameter (made by a
 parametrization, for example) is treated like those of other layers, because the graph behind it is
 gone by the time of the weight part.
@@ -62,6 +66,16 @@ class WeightGradients:
     def __init__(self) -> None:
         self.collecting, self.enabled = False, True
         self._pieces: list[Piece] = []
+        self._outside: Callable[..., Any] | None = None
+
+    def outside_graphs(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function`` between the graphs of a compiler that is about to trace it."""
+        assert self._outside is not None
+        return self._outside(function, *args)
+
+    def load(self) -> None:
+        """Get ready for compilers; not at import, as it loads theirs."""
+        self._outside = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
     def add(self, targets: list[Tensor], compute: Callable[[], list[Tensor]]) -> None:
         """Called in a layer's backward: leave the gradients of ``targets`` for later."""
@@ -96,8 +110,13 @@ def can_defer(weights: Sequence[Tensor | None]) -> bool:
     )
 
 
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 def attach(module: nn.Module, deferral: WeightGradients) -> None:
     """Let the linear layers inside ``module`` defer to ``deferral`` while it collects."""
+    deferral.load()
     for child in module.modules():
         if isinstance(child, ParallelLayer):
             child.deferral = deferral
@@ -141,6 +160,9 @@ def linear(
         deferral: where to leave weight gradients, if not None.
         products: how to multiply, if not as torch does.
     """
+    if deferral is not None and torch.compiler.is_compiling():
+        y: Tensor = deferral.outside_graphs(linear, x, weight, bias, deferral, products)
+        return y
     if deferral is not None and not (deferral.enabled and can_defer((weight, bias))):
         deferral = None
     if deferral is None and products is None:

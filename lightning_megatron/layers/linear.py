@@ -224,9 +224,16 @@ class RowParallelLinear(_Linear):
             if topology.sequence_parallel:
                 x = gather_from(x, topology.tp, SEQUENCE_DIM)
             x = split_to(x, topology.tp, -1)
-        deferral = self.deferral if can_defer((self.weight,)) else None
-        sequence = topology.sequence_parallel
-        return apply_row(x, self.weight, self.bias, topology.tp, sequence, deferral, self.products)
+        if self.deferral is not None and torch.compiler.is_compiling():
+            y: Tensor = self.deferral.outside_graphs(_row_parallel, x, topology, self)
+            return y
+        return _row_parallel(x, topology, self)
+
+
+def _row_parallel(x: Tensor, topology: Topology, layer: RowParallelLinear) -> Tensor:
+    weight, bias, sequence = layer.weight, layer.bias, topology.sequence_parallel
+    deferral = layer.deferral if can_defer((weight,)) else None
+    return apply_row(x, weight, bias, topology.tp, sequence, deferral, layer.products)
 
 
 def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -261,8 +268,12 @@ def _has_hooks(module: nn.Module) -> bool:
 def _column_parallel(
     x: Tensor, topology: Topology, layers: Sequence[ColumnParallelLinear]
 ) -> list[Tensor]:
+    deferral = layers[0].deferral
+    if deferral is not None and torch.compiler.is_compiling():
+        found: list[Tensor] = deferral.outside_graphs(_column_parallel, x, topology, layers)
+        return found
     flat = [p for layer in layers for p in layer.local_parameters()]
-    deferral = layers[0].deferral if can_defer(flat) else None
+    deferral = deferral if can_defer(flat) else None
     products = [layer.products for layer in layers]
     sequence = topology.sequence_parallel
     return list(apply_column(x, topology.tp, sequence, deferral, products, *flat))

@@ -13,7 +13,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from lightning_megatron.parallel.compile import compile_blocks
+from lightning_megatron.parallel.compile import compile_parts
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.offload import Offloader, offload
 from lightning_megatron.parallel.recompute import recompute
@@ -43,7 +43,7 @@ def transform_blocks(
     offloader = None
     if config.offload_activations:
         offloader = Offloader(device, config.offload_min_bytes)
-    compile_blocks(module, config)
+    compile_parts(module, config)
     recompute(module, forgetful, config, offloader)
     if config.distribute_inputs and tp is not None and tp.size > 1:
         for block in forgetful:

@@ -1,4 +1,4 @@
-"""Blocks of a network through ``torch.compile``.
+"""Blocks of a network, or all of it, through ``torch.compile``.
 
 Between its products a transformer block is a chain of small operations (norms, rotary embedding,
 activation, dropout, residuals), each of which reads and writes whole activations. Compiled, a chain
@@ -7,17 +7,25 @@ backward. Compiling *block by block* makes one graph that serves all blocks of a
 parameters are its inputs: the time to compile does not grow with depth, as it would for a whole
 model, and ZeRO gathers between blocks as ever.
 
-A block's own ``forward`` is replaced, on the instance: names of parameters stay, and hooks, those
-of ZeRO among them, lie outside. A block that is recomputed runs its compiled forward twice; each
-shape then has a graph of its own, so that the recomputation meets the same one.
+Compiling the whole *model* (each stage of a pipeline, or where there is no `PipelineSequential`,
+each child of the module that has parameters) makes one graph of all its layers, embedding and head
+included. The compiler can work across blocks then, and takes as long as there are blocks.
+ZeRO's hooks on a unit break such a graph, as does whatever else breaks that of a block; then each
+unit is a graph of its own. Blocks that are recomputed or offloaded are regions of their own, so
+these options ask for ``"block"``.
+
+A forward is replaced on the instance: names of parameters stay, and hooks, those of ZeRO among
+them, lie outside. A block that is recomputed runs its compiled forward twice; each shape then has a
+graph of its own, so that the recomputation meets the same one.
 
 Under tp the collectives of a block break its graph: what lies between them is compiled, which gains
-less and takes several times as long to compile. Refused are schedules that split the backward
-(`strategies.preflight`), as that of a compiled block is one piece, and selective recomputation,
-which looks at operations that are not there any more: the compiler decides about them itself.
+less and takes several times as long to compile. Under schedules that split the backward linear
+layers do the same, so that their weight gradients can wait (`layers.deferral`): the backward of one
+graph is one piece. Refused is selective recomputation, which looks at operations that are not there
+any more: the compiler decides about them itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,14 +34,32 @@ from typing_extensions import override
 
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.wrapping import BlockForward
+from lightning_megatron.pipeline.sequential import PipelineSequential
 
 
-def compile_blocks(module: nn.Module, config: MemoryConfig) -> None:
-    """Let the blocks inside ``module`` run compiled, if ``config`` says so."""
-    if config.compile == "none":
-        return
-    for block in find_blocks(module, None):
-        _Compiled(block, config)
+def compile_parts(module: nn.Module, config: MemoryConfig) -> None:
+    """Let the parts of ``module`` that ``config`` names run compiled."""
+    parts: Iterable[nn.Module] = ()
+    if config.compile == "block":
+        parts = find_blocks(module, None)
+    elif config.compile == "model":
+        parts = _models(module)
+    for part in parts:
+        _Compiled(part, config)
+
+
+def _models(module: nn.Module) -> list[nn.Module]:
+    """The stages of the trunk; without one, the children that have parameters."""
+    trunks = [child for child in module.modules() if isinstance(child, PipelineSequential)]
+    if trunks:
+        return [stage for trunk in trunks for stage in trunk.stage_items]
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # has no forward
+            found += _models(child)
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found
 
 
 class _Compiled(BlockForward):

@@ -14,7 +14,7 @@ from lightning_megatron.parallel.selective import DEAR, OPERATIONS, is_operation
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 
 Mode = Literal["none", "full", "selective", "adaptive"]
-Compile = Literal["none", "block"]
+Compile = Literal["none", "block", "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,9 @@ class MemoryConfig:
     """Whether each tensor-parallel rank keeps but a part of the input of a recomputed block, to be
     gathered in the backward (`parallel.shared_inputs`)."""
     compile: Compile = "none"
-    """Whether the blocks of the network run through ``torch.compile`` (`parallel.compile`), which
-    saves time and the memory of what it fuses."""
+    """Whether the blocks of the network, one by one, or all of it (each stage of a pipeline) run
+    through ``torch.compile`` (`parallel.compile`), which saves time and the memory of what it
+    fuses."""
     compile_backend: str = "inductor"
     """What makes code of their graphs, as ``torch.compile`` names it."""
 
@@ -102,7 +103,8 @@ class MemoryConfig:
             return []
         if self.compile not in get_args(Compile):
             return [
-                f"memory.compile={self.compile!r}: must be none or block; nearest valid: 'block'"
+                f"memory.compile={self.compile!r}: must be one of {', '.join(get_args(Compile))}; "
+                "nearest valid: 'block'"
             ]
         problems = []
         if self.compile_backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -110,14 +112,23 @@ class MemoryConfig:
                 f"memory.compile_backend={self.compile_backend!r}: torch has no such backend; "
                 "nearest valid: 'inductor'"
             )
-        if self.recompute == "selective" or self.blocks is not None:
+        parts = self.recompute == "selective" or self.blocks is not None
+        if self.compile == "block" and parts:
             problems.append(
                 f"memory.compile='block', recompute={self.recompute!r}, blocks={self.blocks}: "
                 "parts of a compiled block cannot be recomputed (the compiler does so where it is "
                 "cheap); nearest valid: compile='none', or recompute='none' or 'full' with "
                 "blocks=None"
             )
-        if module is not None and not find_blocks(module, None):
+        alone = (self.recompute, self.offload_activations, self.distribute_inputs)
+        if self.compile == "model" and alone != ("none", False, False):
+            problems.append(
+                f"memory.compile='model', recompute={self.recompute!r}, offload_activations="
+                f"{self.offload_activations}, distribute_inputs={self.distribute_inputs}: one "
+                "graph has no blocks that could be recomputed or moved; nearest valid: "
+                "compile='block', or compile='model' without these"
+            )
+        if self.compile == "block" and module is not None and not find_blocks(module, None):
             problems.append(
                 "memory.compile='block': the module has no lists of composite modules, so there "
                 "is nothing to compile; nearest valid: compile='none'"

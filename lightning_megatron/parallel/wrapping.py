@@ -7,12 +7,14 @@ around each other; `parallel.blocks` alone knows their order.
 
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_megatron._torch import shard_of
+from lightning_megatron.pipeline.sequential import PipelineSequential
 
 
 class BlockForward:
@@ -44,7 +46,9 @@ class BlockForward:
 
 def unwrap(module: nn.Module) -> None:
     """Remove whatever lies around the forwards of the blocks inside ``module``."""
-    for child in module.modules():
+    # The stages of a trunk are no children of it.
+    stages = (m.stage_items for m in module.modules() if isinstance(m, PipelineSequential))
+    for child in chain(module.modules(), chain.from_iterable(stages)):
         while isinstance(held := child.__dict__.get("forward"), BlockForward):
             held.remove()
 

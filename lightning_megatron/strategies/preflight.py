@@ -201,7 +201,7 @@ def examine(
         )
     problems += _loop_problems(module, options)
     if layout_is_legal and memory.compile != "none":
-        problems += _compile_problems(options)
+        problems += _compile_problems(options, memory.compile)
     problems += _data_problems(trainer, options)
     degrees = options.degrees(world_size) if layout_is_legal else None
     real_because: list[str] = []
@@ -292,16 +292,14 @@ def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]
     return problems
 
 
-def _compile_problems(options: LayoutOptions) -> list[str]:
+def _compile_problems(options: LayoutOptions, compiled: str) -> list[str]:
     """Whether blocks that are compiled would have to run their backward in two parts."""
-    if options.pp == 1:
-        return []
-    count = options.num_microbatches or DEFAULT_PER_RANK * options.pp
-    if options.schedule != AUTO and not options.make_schedule(count).splits_backward:
+    if options.pp == 1 or options.schedule != AUTO:
         return []
     return [
-        f"memory.compile='block', schedule={options.schedule!r}: the backward of a compiled block "
-        "is one piece and cannot be split; nearest valid: schedule='1f1b', or compile='none'"
+        f"memory.compile={compiled!r}, schedule={options.schedule!r}: the steps that it measures "
+        "are those in which the network is compiled; nearest valid: schedule='1f1b', or "
+        "compile='none'"
     ]
 
 

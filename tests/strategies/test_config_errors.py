@@ -173,13 +173,17 @@ CASES = {
         layout={"memory": MemoryConfig(recompute="ful")},  # type: ignore[arg-type]
         says=("memory.recompute='ful'", "none, full, selective, adaptive", "'full'"),
     ),
-    "compile and a split backward": Case(
-        layout={"pp": 2, "schedule": "zb-h1", "memory": MemoryConfig(compile="block")},
-        says=("memory.compile='block', schedule='zb-h1'", "cannot be split", "'1f1b'"),
+    "compile and choose by measurement": Case(
+        layout={"pp": 2, "schedule": "auto", "memory": MemoryConfig(compile="block")},
+        says=("memory.compile='block', schedule='auto'", "measures", "'1f1b'"),
     ),
     "compile and recompute selectively": Case(
         layout={"memory": MemoryConfig(compile="block", recompute="selective")},
         says=("compile='block', recompute='selective'", "'full'"),
+    ),
+    "compile the model and recompute blocks": Case(
+        layout={"memory": MemoryConfig(compile="model", recompute="full")},
+        says=("compile='model', recompute='full'", "compile='block'"),
     ),
     "compile by an unknown backend": Case(
         layout={"memory": MemoryConfig(compile="block", compile_backend="inducto")},
