@@ -18,7 +18,7 @@ name. The values depend on the kind of device they are drawn on.
 The largest transient cost is one parameter in full, in float32.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.topology.rng import derive_seed
 
 _RESETS = ("reset_parameters", "_reset_parameters")
+_REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def materialize(
@@ -58,8 +59,8 @@ def materialize(
     without_rule = uninitialisable(module, prefix)
     if without_rule:
         raise ConfigError(
-            f"{', '.join(without_rule)}: a module with parameters or buffers of its own on the "
-            "meta device needs a reset_parameters() method that fills all of them; add one, or "
+            f"{', '.join(without_rule)}: a module with parameters or other tensors of its own on "
+            "the meta device needs a reset_parameters() that fills all of them; add one, or "
             "build the module with real values in __init__"
         )
     device = torch.device(device)
@@ -75,11 +76,16 @@ def materialize(
 
 
 def uninitialisable(module: nn.Module, prefix: str = "") -> list[str]:
-    """Names of the modules that own parameters or buffers on meta without a rule to fill them."""
+    """Names of the modules that own tensors on meta without a rule to fill them.
+
+    Those are parameters, buffers, and tensors that are plain attributes.
+    """
     return [
         name or type(child).__name__
         for name, child in module.named_modules(prefix=prefix)
-        if _direct_meta(child) and not isinstance(child, ParallelLayer) and _reset_of(child) is None
+        if not isinstance(child, ParallelLayer)
+        and _reset_of(child) is None
+        and (_direct_meta(child) or _plain_meta(child))
     ]
 
 
@@ -109,6 +115,20 @@ def _direct_meta(module: nn.Module) -> list[str]:
     """Local names of the module's own parameters and buffers that are on meta."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return [name for name, tensor in own if tensor.is_meta]
+
+
+def _plain_meta(module: nn.Module) -> bool:
+    """Whether tensors on meta are attributes of the module that it knows nothing of."""
+    return any(
+        isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, nn.Parameter)
+        for name, value in vars(module).items()
+        if name not in _REGISTERS
+        for leaf in (value.values() if isinstance(value, dict) else _listed(value))
+    )
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:

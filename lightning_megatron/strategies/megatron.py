@@ -49,6 +49,7 @@ from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
+from lightning_megatron.strategies.deferred_build import on_meta
 from lightning_megatron.strategies.loader_hooks import LoaderHooks
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
@@ -181,7 +182,7 @@ class MegatronStrategy(
         if findings.real_because:
             rank_zero_warn(
                 "configure_model builds real weights on every rank, because these modules own "
-                f"parameters or buffers but have no reset_parameters(): "
+                f"parameters, buffers or other tensors but have no reset_parameters(): "
                 f"{', '.join(findings.real_because)}"
             )
         settings = (self.options, self._sharding, self.memory, self._checkpoint, env.global_seed())
@@ -239,7 +240,7 @@ class MegatronStrategy(
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Build on the meta device where every module can be initialised afterwards."""
-        device = torch.device("meta") if self._defer_init else torch.device("cpu")
+        device = on_meta() if self._defer_init else torch.device("cpu")
         with device, self.precision_plugin.tensor_init_context():
             yield
 

@@ -33,6 +33,7 @@ from lightning_megatron.pipeline.schedule import (
     schedule_problems,
 )
 from lightning_megatron.strategies.auto_schedule import AUTO, PLACED, first_schedule
+from lightning_megatron.strategies.deferred_build import on_meta
 from lightning_megatron.topology.degrees import (
     Degrees,
     degree_problems,
@@ -248,7 +249,7 @@ def _rehearsal(trainer: Trainer, module: LightningModule) -> Iterator[_Outcome]:
         return
     saved = {k: _copy(v) for k, v in module.__dict__.items()}
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with torch.random.fork_rng(devices=[]), on_meta():
             try:
                 with trainer.precision_plugin.module_init_context():
                     module.configure_model()
