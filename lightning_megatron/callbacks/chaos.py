@@ -40,6 +40,7 @@ from lightning_megatron.testing.injury import (
     flip_bit,
     flip_bit_of_newest,
     kill_loader_worker,
+    make_readonly,
 )
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.rng import derive_seed
@@ -274,9 +275,15 @@ class ChaosMonkey(pl.Callback):
             done = flip_bit(trainer.lightning_module.parameters(), draw)
         elif fault.kind == "worker_kill":
             done = kill_loader_worker(draw)
-        elif fault.kind == "corrupt":
-            folders = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
-            done = flip_bit_of_newest(filter(None, folders), draw)
+        elif fault.kind in ("corrupt", "readonly"):
+            found = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+            folders = [folder for folder in found if folder and "://" not in str(folder)]
+            corrupt = fault.kind == "corrupt"
+            done = (
+                flip_bit_of_newest(folders, draw)
+                if corrupt
+                else make_readonly(folders, fault.amount)
+            )
         elif fault.kind == "disk_full":
             if self._filled == index:
                 return

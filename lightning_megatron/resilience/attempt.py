@@ -77,7 +77,8 @@ class Attempt:
     number: int
     """0 for the first, and larger for each further one (by more than one where a start failed)."""
     run_id: str
-    """The same for all attempts that one launcher makes."""
+    """The same for all attempts that one launcher makes, and for those that resume from their
+    checkpoints."""
     peers: tuple[Peer, ...]
     """The processes, by rank."""
 

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.resilience.attempt import Attempt
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.data_position import DataPosition
@@ -61,6 +62,7 @@ class CheckpointHooks:
     checkpoint_io: CheckpointIO
     is_global_zero: bool
     events: EventLog
+    attempt: Attempt
     _data_position: DataPosition
     _random_state: RandomState
     _engine: StepEngine | None
@@ -118,7 +120,7 @@ class CheckpointHooks:
         at = data.get("epoch", -1), data.get("batch", -1)
         by_token = None if self._engine is None else self._engine.by_token
         random = self._random_state.save(at, model, by_token, self._host_world())
-        checkpoint[KEY] = {"data": data, "random": random}
+        checkpoint[KEY] = {"data": data, "random": random, "run": self.attempt.run_id}
         layout = {axis: getattr(topology.degrees, axis) for axis in AXES}
         if self._saver is None:
             group = self._host_world()
@@ -241,6 +243,7 @@ class CheckpointHooks:
             self._saver.go_on_from(reader.directory, reader.manifest)
         if fitting:
             saved = checkpoint.get(KEY, {})
+            self._belong_to_run(saved.get("run"))
             topology, step = self.parallel.topology, checkpoint.get("global_step", 0)
             self._data_position.load(saved.get("data", {}), checkpoint, module.trainer, topology)
             if "random" in saved:
@@ -248,6 +251,12 @@ class CheckpointHooks:
                 if self._engine is not None:
                     self._engine.by_token = by_token
         return checkpoint
+
+    def _belong_to_run(self, run_id: str | None) -> None:
+        """Go by the id of the run that is resumed, whatever the launcher calls it now."""
+        if run_id is not None:
+            self.attempt = replace(self.attempt, run_id=run_id)
+            self.events.identify(run=run_id)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: `load_checkpoint` has loaded the module."""

@@ -324,9 +324,16 @@ def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
     combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
     assert combined is not None
     assert fetcher is not None
-    loop = trainer.fit_loop.epoch_loop
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     ended = loop.batch_progress.is_last_batch and not _validates_first(trainer)
-    if trainer.num_training_batches == float("inf") and ended:
+    epochs: Any = fit.epoch_progress.total
+    if ended and fit._iteration_based_training() and epochs.processed == epochs.started:
+        # With max_steps it takes the epoch that is over for one to go on with.
+        if fit.restarted_on_epoch_end:
+            fit.epoch_progress.increment_completed()
+        fit.reset_restart_stage()
+        fit._restarting = loop.restarting = False
+    elif trainer.num_training_batches == float("inf") and ended:
         # It would go on counting from the epoch before, as it knows no last batch.
         loop.batch_progress.reset_on_run()
         loop.batch_progress.current.completed = -1 if loop.restarted_on_train_batch_end else 0

@@ -77,6 +77,12 @@ KINDS: dict[str, Kind] = {
         section="checkpoint",
         lasts=True,
     ),
+    "readonly": Kind(
+        does="for AMOUNT seconds nothing can be written to the directories of checkpoints "
+        "(for root, whom permissions do not bind, files take their places)",
+        amount=10,
+        section="data",
+    ),
 }
 
 

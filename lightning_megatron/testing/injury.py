@@ -193,6 +193,46 @@ def fill_disk() -> ExitStack:
     return room
 
 
+def make_readonly(folders: Iterable[str | os.PathLike[str]], seconds: float) -> str:
+    """Have nothing be written to directories for some time, by whatever process of this machine.
+
+    They lose their write permission. That does not bind root (nor anybody with
+    ``CAP_DAC_OVERRIDE``): for it a directory gives way to a file, so that what is in it cannot be
+    read meanwhile either. A process of its own puts things right, even if this one is killed.
+
+    Args:
+        folders: of checkpoints; those that do not exist are left out.
+        seconds: after which they can be written to again.
+
+    Returns:
+        What was done, in words.
+    """
+    done = []
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            continue
+        mode = folder.stat().st_mode & 0o7777
+        folder.chmod(mode & ~0o222)
+        if os.access(folder, os.W_OK):
+            folder.chmod(mode)
+            away = folder.with_name(f".{folder.name}.away")
+            os.rename(folder, away)
+            folder.touch()
+            _later(seconds, 'rm -f "$1" && mv -T "$2" "$1"', folder, away)
+            done.append(f"{folder} gave way to a file for {seconds:g} s")
+        else:
+            _later(seconds, f'chmod {mode:o} "$1"', folder)
+            done.append(f"{folder} cannot be written to for {seconds:g} s")
+    return "; ".join(done) or "nothing: there is no directory of checkpoints yet"
+
+
+def _later(seconds: float, command: str, *arguments: Path) -> None:
+    """Run a shell command after a while, in a session that ends with nobody else's."""
+    late = f"(sleep {min(seconds, _LONGEST_S):g}; {command}) &"
+    shell = ["/bin/sh", "-c", late, "sh", *map(os.path.abspath, arguments)]
+    subprocess.run(shell, check=True, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
 def _set_limit(pid: int, limits: tuple[int, int]) -> None:
     with suppress(OSError):  # it has ended
         resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)

@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+import os
 import signal
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -240,6 +242,39 @@ def test_corrupt_and_full_disk(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert names == [f"epoch=0-step={step}.ckpt" for step in (1, 3, 4)]
     assert [main(["ckpt", "verify", str(tmp_path / "c" / name)]) for name in names] == [0, 1, 0]
     assert "no space left for checkpoints" in capfd.readouterr().err
+
+
+class Patience(pl.Callback):
+    """Waits in the last step until a directory is one again that can be written to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.met = folder, False
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        until = time.monotonic() + 60
+        while trainer.global_step == 3 and time.monotonic() < until:
+            if self.folder.is_dir() and os.access(self.folder, os.W_OK):
+                return
+            self.met = True
+            time.sleep(0.05)
+
+
+def test_readonly(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Saves fail meanwhile, nothing else does, and what was saved before is there again."""
+    folder = tmp_path / "c"
+    saver = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    patience = Patience(folder)
+    monkey = ChaosMonkey("readonly:step=1,section=optimizer,amount=2", tmp_path / "chaos")
+    trainer = make_trainer({}, callbacks=[monkey, patience, saver], enable_checkpointing=True)
+    trainer.fit(Small(), loader())
+    assert trainer.global_step == 4
+    assert patience.met
+    names = {path.name for path in folder.glob("*.ckpt")}
+    assert {"epoch=0-step=1.ckpt", "epoch=0-step=4.ckpt"} <= names
+    assert "epoch=0-step=2.ckpt" not in names
+    assert [main(["ckpt", "verify", str(folder / name)]) for name in sorted(names)][-1] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "chaos"]
+    assert "for 2 s" in capfd.readouterr().err
 
 
 def test_diary_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,11 @@ POINTS: dict[str, tuple[tuple[str, int, int], tuple[int, int], dict[str, Any]]] 
     "validation due as an epoch ends": (("on_after_backward", 0, 5), (1, 0), AT_THE_END),
     "in validation as an epoch ends": (("on_validation_batch_start", 0, 1), (1, 0), AT_THE_END),
     "in the last batch": (("on_after_backward", 1, 5), (2, 0), {}),
+    "in the last batch of an epoch of so many steps": (
+        ("on_after_backward", 0, 5),
+        (1, 0),
+        {"max_steps": 6, "max_epochs": -1},
+    ),
 }
 """Hook, epoch and batch of the signal; first batch of the resumed run; options."""
 

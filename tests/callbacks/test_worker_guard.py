@@ -1,5 +1,6 @@
 """A DataLoader worker that dies is named, and its batches come all the same."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -11,11 +12,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from lightning_megatron import ConfigError, WorkerGuard
+from lightning_megatron import ConfigError, Preemption, WorkerGuard
 from lightning_megatron.monitoring.events import read_events
 from lightning_megatron.resilience.loader_workers import WorkerLostError
+from tests.callbacks.test_preemption import Strike
+from tests.strategies.resuming import Augmented, augmented_loader, differences, train
 from tests.strategies.small import WIDTH, Small, make_trainer
 
 LENGTH = 40
@@ -136,6 +139,52 @@ def test_error_of_the_dataset(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "raised KeyError" in said
     assert "17" in said
     assert guard.respawned == 0
+
+
+class Mortal(Augmented):
+    """Of its workers, the first that reads anything dies of it, once for each file removed."""
+
+    def __init__(self, once: Path, how: str) -> None:
+        self.once, self.how = once, how
+
+    def __getitem__(self, index: int) -> Any:
+        if get_worker_info() is not None:
+            with contextlib.suppress(FileExistsError):
+                self.once.touch(exist_ok=False)
+                end(self.how)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("how", "workers"), [("SIGKILL", 0), ("SIGSEGV", 2), ("hang", 2)])
+def test_a_run_goes_on_from_after_a_replacement(tmp_path: Path, how: str, workers: int) -> None:
+    """It is stopped in the epoch in which a worker was lost, and loses one more when it goes on."""
+    once = tmp_path / "once"
+
+    def mortal(size: int, count: int) -> Any:
+        options: dict[str, Any] = {"multiprocessing_context": "fork"} if count else {}
+        return DataLoader(Mortal(once, how), size, shuffle=True, num_workers=count, **options)
+
+    def guarded(count: int, path: str | None, *more: pl.Callback) -> Any:
+        guard = WorkerGuard(hang_s=1 if how == "hang" else 300)
+        callbacks = [guard, Preemption(), *more]
+        root = str(tmp_path / "run")
+        curve = train({}, 1, count, mortal, path=path, callbacks=callbacks, default_root_dir=root)
+        assert guard.respawned == (1 if count else 0)
+        return curve
+
+    strike = Strike("on_after_backward", 0, 3)
+    with pytest.raises(SystemExit):
+        guarded(2, None, strike)
+    assert once.exists()
+    once.unlink()
+    rest = guarded(workers, "auto")
+    assert once.exists() == bool(workers)
+    assert differences(clean_curve(), rest, (0, 4)) == []
+
+
+@functools.cache
+def clean_curve() -> Any:
+    return train({}, 1, 2, augmented_loader)
 
 
 class Stream(IterableDataset[Any]):

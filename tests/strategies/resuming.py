@@ -213,14 +213,15 @@ def interrupt_and_resume(
     points: list[str],
     directory: str,
     make_loader: MakeLoader = augmented_loader,
+    **options: Any,
 ) -> dict[str, list[str]]:
     """What differs after each interruption; nothing should."""
-    whole = train(layout, devices, workers, make_loader, directory)
+    whole = train(layout, devices, workers, make_loader, directory, **options)
     assert sorted(i for (e, _), p in whole.items() if e == 0 for i in p[4])  # something was read
     faults = {}
     for point in points:
         path = str(Path(directory) / f"{point}.ckpt")
-        rest = train(layout, devices, workers, make_loader, path=path)
+        rest = train(layout, devices, workers, make_loader, path=path, **options)
         faults[point] = differences(whole, rest, POINTS[point])
     return faults
 

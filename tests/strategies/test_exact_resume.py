@@ -64,8 +64,24 @@ def test_so_it_is_with_loaders_of_every_kind(
     assert by_rank == [{point: [] for point in FEW}] * devices
 
 
-def with_loader(name: str, *args: Any) -> dict[str, list[str]]:
-    return interrupt_and_resume(*args, make_loader=LOADERS[name])
+def with_loader(name: str, *args: Any, **options: Any) -> dict[str, list[str]]:
+    return interrupt_and_resume(*args, make_loader=LOADERS[name], **options)
+
+
+COUNTED = {"max_steps": 6, "max_epochs": -1}
+"""The two epochs, as a number of steps."""
+
+
+def test_so_it_is_where_steps_are_counted(pool: WorkerPool, tmp_path: Path) -> None:
+    """Lightning then goes on with an epoch that was over: one batch more of it than there is."""
+    points = list(POINTS)
+    [found] = pool.run(1, interrupt_and_resume, {}, 1, 0, points, str(tmp_path), **COUNTED)
+    assert found == {point: [] for point in points}
+    for name in ("a stream", "a stream with a state", "a loader with a state"):
+        folder = tmp_path / name
+        folder.mkdir()
+        arguments = (name, {}, 1, 0, FEW, str(folder))
+        assert pool.run(1, with_loader, *arguments, **COUNTED) == [{point: [] for point in FEW}]
 
 
 def batches_of(size: int, _: int, workers: int) -> Any:
