@@ -55,6 +55,7 @@ MODES: dict[str, MemoryConfig] = {
     "selective, attention only": MemoryConfig(recompute="full", blocks=["*.attention"]),
     "full, every 2nd": MemoryConfig(recompute="full", every=2),
     "full": MemoryConfig(recompute="full"),
+    "full, groups of 2": MemoryConfig(recompute="full", group=2),
     "none, offloaded": MemoryConfig(offload_activations=True),
     "full, offloaded": MemoryConfig(recompute="full", offload_activations=True),
 }

@@ -1,7 +1,7 @@
 """What is put around the forwards of blocks, from the inside to the outside.
 
 1. `parallel.compile`: the forward becomes other code;
-2. `parallel.recompute`: it runs again in the backward;
+2. `parallel.recompute`: it runs again in the backward (`parallel.groups`: together with others);
 3. `parallel.shared_inputs`: of its input each tensor-parallel rank keeps a part;
 4. `parallel.offload`: what it keeps then, waits in host memory.
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.parallel.compile import compile_parts
+from lightning_megatron.parallel.groups import recompute_groups
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.offload import Offloader, offload
 from lightning_megatron.parallel.recompute import recompute
@@ -44,7 +45,8 @@ def transform_blocks(
     if config.offload_activations:
         offloader = Offloader(device, config.offload_min_bytes)
     compile_parts(module, config)
-    recompute(module, forgetful, config, offloader)
+    grouped = recompute_groups(module, forgetful, config.group)
+    recompute(module, [block for block in forgetful if block not in grouped], config, offloader)
     if config.distribute_inputs and tp is not None and tp.size > 1:
         for block in forgetful:
             if not isinstance(block, RemoteItem):

@@ -43,6 +43,10 @@ class MemoryConfig:
     ``nn.ModuleList`` and ``nn.Sequential``, ``layers=[...]`` of a PipelineSequential)."""
     every: int = 1
     """Recompute each n-th block, beginning with the first."""
+    group: int = 1
+    """For full: how many consecutive blocks are recomputed together, so that only the input of the
+    first is kept (`parallel.groups`). More than 1 asks for blocks that are items of a
+    PipelineSequential."""
     offload_activations: bool = False
     """Whether what autograd keeps of the blocks, recomputed or not, waits for the backward in host
     memory (`parallel.offload`)."""
@@ -77,13 +81,14 @@ class MemoryConfig:
                 f"{', '.join(get_args(Mode))}; nearest valid: {close[0]!r}"
             ]
         problems = []
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            problems.append(
-                f"memory.every={self.every!r}: must be a whole number of at least 1; "
-                "nearest valid: every=1"
-            )
+        for name, number in (("every", self.every), ("group", self.group)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                problems.append(
+                    f"memory.{name}={number!r}: must be a whole number of at least 1; "
+                    f"nearest valid: {name}=1"
+                )
         problems += self._keep_problems() + self._compile_problems(module)
-        problems += self._limit_problems() + self._offload_problems()
+        problems += self._limit_problems() + self._offload_problems() + self._group_problems()
         if self.recompute == "none":
             blocks = None if self.offload_activations else self.blocks
             if (blocks, self.every) != (None, 1):
@@ -184,6 +189,23 @@ class MemoryConfig:
             ]
         return []
 
+    def _group_problems(self) -> list[str]:
+        if self.group == 1:
+            return []
+        if self.recompute != "full" or self.every != 1:
+            return [
+                f"memory.group={self.group}, recompute={self.recompute!r}, every={self.every}: "
+                "groups are of consecutive blocks that keep nothing but an input; nearest valid: "
+                "recompute='full' with every=1, or group=1"
+            ]
+        if self.offload_activations or self.distribute_inputs:
+            return [
+                f"memory.group={self.group}, offload_activations={self.offload_activations}, "
+                f"distribute_inputs={self.distribute_inputs}: these move the inputs of single "
+                "blocks; nearest valid: group=1, or group without them"
+            ]
+        return []
+
     def _keep_problems(self) -> list[str]:
         if self.keep is None:
             return []
@@ -217,7 +239,20 @@ class MemoryConfig:
                 f"lists of composite modules, so nothing would be {done}; nearest valid: "
                 "blocks=[<class names>], or recompute='none'"
             )
-        return problems
+        return problems or self._item_problems(module)
+
+    def _item_problems(self, module: nn.Module) -> list[str]:
+        """Blocks that only their own network could call one after the other."""
+        trunks = [child for child in module.modules() if isinstance(child, PipelineSequential)]
+        items = {item for trunk in trunks for item in trunk.items()}
+        others = {class_name(b) for b in find_blocks(module, self.blocks) if b not in items}
+        if self.group == 1 or not others:
+            return []
+        return [
+            f"memory.group={self.group}, blocks={self.blocks}: {', '.join(sorted(others))} are no "
+            "items of a PipelineSequential, which alone can run several of them again at once; "
+            "nearest valid: group=1"
+        ]
 
 
 def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[nn.Module]:

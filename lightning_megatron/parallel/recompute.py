@@ -4,7 +4,8 @@ What autograd keeps of a block from its forward to its backward (for a transform
 size ``h`` about ``34 s b h`` bytes in 16 bits, and ``5 s^2 b n`` for attention that is not fused)
 is usually most of the memory of a training step. A block that is *recomputed* keeps its input
 only, ``2 s b h``, and runs forward once more when its backward begins: a third more computation
-if all blocks do it (Chen et al., arXiv 1604.06174). With ``every=n`` each n-th block does. If the
+if all blocks do it (Chen et al., arXiv 1604.06174). With ``every=n`` each n-th block does; with
+``group=k`` runs of k blocks keep one input (`parallel.groups`). If the
 recomputation is *selective*, a block also keeps the results of chosen operations, and repeats only
 the others (`parallel.selective`).
 
@@ -118,15 +119,8 @@ class _Forgetful(BlockForward):
         self.now: Callable[[], float] | None = None
         self.selection: Sequence[str] = ()
         self.measured: list[BlockCosts] = []
-        self._counting = counting = [
-            m for m in block.modules() if getattr(m, "track_running_stats", False)
-        ]
-        # torch's default where nothing else is needed: it asks less of compilation.
-        self._options: dict[str, Any] = (
-            {"context_fn": partial(_contexts, counting, kept, offloader)}
-            if counting or kept
-            else {}
-        )
+        self._counting = _counting([block])
+        self._options = checkpoint_options([block], kept, offloader)
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,6 +167,28 @@ class _Forgetful(BlockForward):
             selective_seconds=again,
             selective_kept=sum(held.values()) + noted,
         )
+
+
+def checkpoint_options(
+    blocks: Iterable[nn.Module], kept: Sequence[str] = (), offloader: Offloader | None = None
+) -> dict[str, Any]:
+    """What torch's ``checkpoint`` of some blocks needs to be told.
+
+    Args:
+        blocks: which run in it.
+        kept: operations whose results are not forgotten.
+        offloader: where these results wait.
+    """
+    counting = _counting(blocks)
+    # torch's default where nothing else is needed: it asks less of compilation.
+    if not counting and not kept:
+        return {}
+    return {"context_fn": partial(_contexts, counting, kept, offloader)}
+
+
+def _counting(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules with running statistics."""
+    return [m for b in blocks for m in b.modules() if getattr(m, "track_running_stats", False)]
 
 
 def _contexts(

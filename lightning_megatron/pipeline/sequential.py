@@ -14,6 +14,7 @@ rank and code after it on the last stage only.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -64,6 +65,14 @@ class RemoteItem(nn.Module):
         )
 
 
+class Together(Protocol):
+    """Runs several items as one."""
+
+    def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``run``, which calls the items, with these arguments."""
+        ...
+
+
 class StageItems(nn.Module):
     """The items that one rank runs in a row, as one callable module.
 
@@ -74,6 +83,8 @@ class StageItems(nn.Module):
     Attributes:
         observer: if set, called with -1 and the arguments before the first item, and after each
             item with its position and result.
+        groups: by the position of its first item, the position after its last one and how they run,
+            of items that run as one. While there is an observer, each runs so by itself.
     """
 
     observer: Callable[[int, Any], None] | None = None
@@ -84,6 +95,7 @@ class StageItems(nn.Module):
         super().__init__()
         self.items = nn.ModuleList(items)
         self._accepts = list(accepts)
+        self.groups: dict[int, tuple[int, Together]] = {}
 
     def replace(self, position: int, item: nn.Module, accepts: frozenset[str] | None) -> None:
         """Put another item in the place of one."""
@@ -95,16 +107,35 @@ class StageItems(nn.Module):
         observe = self.observer
         if observe is not None:
             observe(-1, args)
-        for position, (item, accepts) in enumerate(zip(self.items, self._accepts, strict=True)):
-            if not kwargs:
-                args = (item(*args),)
-            elif accepts is None:
-                args = (item(*args, **kwargs),)
+        pairs = list(zip(self.items, self._accepts, strict=True))
+        stop, together = 0, None
+        for position, pair in enumerate(pairs):
+            if position == stop:
+                stop, together = self.groups.get(position, (position + 1, None))
+            elif observe is None:
+                continue
+            if together is None:
+                args = (_run([pair], *args, **kwargs),)
             else:
-                args = (item(*args, **{k: v for k, v in kwargs.items() if k in accepts}),)
+                end = stop if observe is None else position + 1
+                args = (together(partial(_run, pairs[position:end]), *args, **kwargs),)
             if observe is not None:
                 observe(position, args[0])
         return args[0] if len(args) == 1 else args
+
+
+def _run(
+    pairs: Sequence[tuple[nn.Module, frozenset[str] | None]], *args: Any, **kwargs: Any
+) -> Any:
+    """Items, each with the keyword arguments that it takes."""
+    for item, accepts in pairs:
+        if not kwargs:
+            args = (item(*args),)
+        elif accepts is None:
+            args = (item(*args, **kwargs),)
+        else:
+            args = (item(*args, **{k: v for k, v in kwargs.items() if k in accepts}),)
+    return args[0]
 
 
 class PipelineSequential(nn.Module):

@@ -19,6 +19,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.models.transformer import TransformerBlock
+from lightning_megatron.parallel.blocks import transform_blocks
 from lightning_megatron.parallel.knapsack import needed
 from lightning_megatron.parallel.memory import blocks_to_recompute, find_blocks
 from lightning_megatron.parallel.recompute import recompute
@@ -36,6 +37,7 @@ from tests.parity.jobs import (
 )
 from tests.parity.reference import Data
 
+CPU = torch.device("cpu")
 WIDTH = 8
 
 
@@ -87,6 +89,40 @@ def test_the_same_numbers_from_fewer_bytes(every: int) -> None:
     assert [b.runs for b in net.layers] == [2 if i % every == 0 else 1 for i in range(4)]
     assert few_bytes < all_bytes * (0.5 if every == 1 else 0.9)
     assert [n for n, _ in net.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+@pytest.mark.parametrize("group", [2, 3, 8])
+def test_a_group_of_blocks_keeps_one_input(group: int) -> None:
+    plain, single, net = network(), network(), network()
+    expected, _ = gradients(plain)
+    config = MemoryConfig(recompute="full")
+    transform_blocks(single, blocks_to_recompute(single, config), config, CPU)
+    _, each = gradients(single)
+    config = MemoryConfig(recompute="full", group=group)
+    transform_blocks(net, blocks_to_recompute(net, config), config, CPU)
+    found, together = gradients(net)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    for ours, theirs in zip(net.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs), "running statistics count the batch once"
+    assert [b.runs for b in net.layers] == [2] * 4
+    inputs = 4 - -(-4 // group)
+    assert each - together == inputs * 16 * WIDTH * 8
+    transform_blocks(net, [], MemoryConfig(), CPU)
+    gradients(net)
+    assert [b.runs for b in net.layers] == [3] * 4
+
+
+def test_groups_that_are_watched_run_item_by_item() -> None:
+    net, seen = network(), []
+    expected, _ = gradients(network())
+    config = MemoryConfig(recompute="full", group=2)
+    transform_blocks(net, blocks_to_recompute(net, config), config, CPU)
+    net.stage_items[0].observer = lambda position, output: seen.append(position)
+    found, _ = gradients(net)
+    assert seen == [-1, 0, 1, 2, 3, 4, 5]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_evaluation_runs_once_and_a_copy_runs_its_own_weights() -> None:
@@ -234,6 +270,7 @@ MODES = (
     MemoryConfig(recompute="full"),
     MemoryConfig(recompute="selective", offload_activations=True, offload_min_bytes=0),
     MemoryConfig(recompute="selective", keep=["attention"], blocks=["*.mlp", "*.attention"]),
+    MemoryConfig(recompute="full", group=2),
 )
 
 
@@ -242,7 +279,8 @@ def compare_job(
 ) -> None:
     plain = train(options, architecture, dropout, MemoryConfig(), precision)
     for memory in MODES:
-        if options.get("tp", 1) > 1 and not options.get("sequence_parallel"):
+        replicated = options.get("tp", 1) > 1 and not options.get("sequence_parallel")
+        if replicated and memory.group == 1:
             memory = replace(memory, distribute_inputs=True)
         other = train(options, architecture, dropout, memory, precision)
         assert other.losses == plain.losses
@@ -256,7 +294,7 @@ LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
     "tp=2": (2, "gpt", 0.2, {"tp": 2}),
     "tp=2 without dropout": (2, "gpt", 0.0, {"tp": 2}),
     "tp=2 sequence parallel": (2, "llama", 0.2, {"tp": 2, "sequence_parallel": True}),
-    "pp=2": (2, "llama", 0.2, {"pp": 2, "num_microbatches": 4}),
+    "pp=2": (2, "deep", 0.2, {"pp": 2, "num_microbatches": 4}),
     "pp=2 zbv tp=2": (
         4,
         "gpt",

@@ -185,6 +185,26 @@ CASES = {
         layout={"memory": MemoryConfig(compile="model", recompute="full")},
         says=("compile='model', recompute='full'", "compile='block'"),
     ),
+    "groups of blocks that keep results": Case(
+        layout={"memory": MemoryConfig(recompute="selective", group=2)},
+        says=("memory.group=2, recompute='selective'", "recompute='full'"),
+    ),
+    "groups of every second block": Case(
+        layout={"memory": MemoryConfig(recompute="full", group=2, every=2)},
+        says=("memory.group=2", "every=2", "every=1"),
+    ),
+    "groups of no blocks": Case(
+        layout={"memory": MemoryConfig(recompute="full", group=0)},
+        says=("memory.group=0", "group=1"),
+    ),
+    "groups whose inputs are offloaded": Case(
+        layout={"memory": MemoryConfig(recompute="full", group=2, offload_activations=True)},
+        says=("memory.group=2, offload_activations=True", "group=1"),
+    ),
+    "groups of parts of items": Case(
+        layout={"memory": MemoryConfig(recompute="full", group=2, blocks=["*.mlp"])},
+        says=("memory.group=2", "items of a PipelineSequential", "group=1"),
+    ),
     "compile by an unknown backend": Case(
         layout={"memory": MemoryConfig(compile="block", compile_backend="inducto")},
         says=("compile_backend='inducto'", "'inductor'"),
