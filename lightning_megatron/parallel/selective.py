@@ -33,7 +33,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "_scaled_dot_product_cudnn_attention",
     ),
     # Not bmm: where attention is not fused, it makes the s x s weights.
-    "matmul": ("mm", "addmm", "_scaled_mm"),
+    "matmul": ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2"),
     "norm": ("native_layer_norm", "_fused_rms_norm", "native_group_norm"),
     "activation": ("gelu", "silu", "relu", "sigmoid", "tanh", "leaky_relu", "elu", "hardswish"),
 }

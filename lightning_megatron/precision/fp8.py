@@ -29,9 +29,9 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.layers.products import Products
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.precision.fp8_blocks import BlockProducts, lack_of_kernels
 from lightning_megatron.precision.fp8_gather import Fp8Extension, WeightScales
 from lightning_megatron.precision.fp8_products import (
-    BlockProducts,
     DelayedProducts,
     RowProducts,
     Split,
@@ -47,7 +47,7 @@ from lightning_megatron.precision.recipe import (
     BACKEND_RECIPES,
     BACKENDS,
     BLOCK,
-    EMULATED,
+    IN_BLOCKS,
     MX_BLOCK,
     RECIPES,
     Backend,
@@ -198,7 +198,8 @@ class Fp8Precision(MixedShardedPrecision):
             return RowProducts(gradients)
         if not coarse:
             mx = self.recipe == "mxfp8"
-            return BlockProducts(gradients, MX_BLOCK if mx else BLOCK, square=not mx)
+            native = lack_of_kernels(self.recipe, topology.device) is None
+            return BlockProducts(gradients, MX_BLOCK if mx else BLOCK, not mx, native)
         if self.recipe == "tensorwise":
             return TensorProducts(gradients, group, split)
         return DelayedProducts(gradients, group, split, self._history, topology.device)
@@ -226,13 +227,16 @@ class Fp8Precision(MixedShardedPrecision):
                 "linear layers" if self._plain else "parallel linear layers",
                 *self._keep,
             )
-        emulated = self.backend == "torch" and self.recipe in EMULATED
-        if chosen and emulated and topology.pp.rank == 0:
+        lack = None
+        if self.backend == "torch" and self.recipe in IN_BLOCKS:
+            lack = lack_of_kernels(self.recipe, topology.device)
+        if chosen and lack is not None and topology.pp.rank == 0:
             log.warning(
-                "Fp8Precision(recipe=%r) is emulated: operands are quantised and dequantised "
-                "exactly, and multiplied in bfloat16. The numbers are the recipe's, the speed is "
-                "bfloat16's",
+                "Fp8Precision(recipe=%r) is emulated, as %s: operands are quantised and "
+                "dequantised exactly, and multiplied in bfloat16. The numbers are the recipe's, "
+                "the speed is bfloat16's",
                 self.recipe,
+                lack,
             )
 
     # Delayed scaling ---------------------------------------------------------------------------

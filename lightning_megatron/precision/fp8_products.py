@@ -29,7 +29,6 @@ from lightning_megatron.precision.recipe import ALIGNMENT
 from lightning_megatron.precision.scaling import (
     E4M3,
     amax_of,
-    in_blocks,
     quantise,
     scale_of,
 )
@@ -205,41 +204,6 @@ class RowProducts:
         left = quantise(left_mk, scale_m, left_format).contiguous()
         right = quantise(right_nk, scale_n, right_format).contiguous()
         return scaled_mm(left, right.t(), scale_m, scale_n.t(), result)
-
-
-class BlockProducts:
-    """Power-of-two scales for blocks, multiplied on dequantised values.
-
-    Args:
-        gradient_format: of gradients; values are e4m3.
-        length: elements along the sum that share a scale.
-        square: whether blocks of the weight are as high as they are long.
-    """
-
-    def __init__(self, gradient_format: torch.dtype, length: int, square: bool) -> None:
-        self._gradient_format = gradient_format
-        self._row = (1, length)
-        self._weight = (length if square else 1, length)
-
-    def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `layers.products`."""
-        x = in_blocks(x_ni, self._row, E4M3)
-        return x.mm(in_blocks(weight_oi, self._weight, E4M3).t()), ()
-
-    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
-        """See `layers.products`."""
-        del kept
-        return grad_no
-
-    def input_gradient(self, gradient: Tensor, weight_oi: Tensor) -> Tensor:
-        """See `layers.products`."""
-        grad = in_blocks(gradient, self._row, self._gradient_format)
-        return grad.mm(in_blocks(weight_oi.t(), self._weight, E4M3).t())
-
-    def weight_gradient(self, gradient: Tensor, x_ni: Tensor) -> Tensor:
-        """See `layers.products`."""
-        grad = in_blocks(gradient.t(), self._row, self._gradient_format)
-        return grad.mm(in_blocks(x_ni.t(), self._row, E4M3).t())
 
 
 def _columns(matrix: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ step's is no larger: what is saturates. ``blockwise`` is DeepSeek-V3's (arXiv 24
 scales rounded up to powers of two, ``mxfp8`` NVIDIA's way of microscaling (arXiv 2506.08027).
 
 `torch._scaled_mm` multiplies FP8 operands with tensor and row scales, on CPUs and on GPUs from
-Hopper on. For blocks it wants a Blackwell or a recent CUDA; here they are *emulated*: operands are
-quantised and dequantised, exactly, and multiplied in bfloat16. The numbers are those of the recipe;
-the speed is bfloat16's.
+Hopper on. For blocks there are kernels on Hopper (``blockwise``) and Blackwell (``mxfp8``), see
+`precision.fp8_blocks`; elsewhere these are *emulated*: operands are quantised and dequantised,
+exactly, and multiplied in bfloat16. The numbers are those of the recipe; the speed is bfloat16's.
 """
 
 from typing import Literal, get_args
@@ -35,8 +35,8 @@ BACKEND_RECIPES = {
 }
 """What the backends compute that do not compute all."""
 
-EMULATED = ("blockwise", "mxfp8")
-"""Recipes whose products are computed on dequantised values."""
+IN_BLOCKS = ("blockwise", "mxfp8")
+"""Recipes whose products are computed on dequantised values where there are no kernels."""
 
 BLOCK, MX_BLOCK = 128, 32
 """Elements along the sum that share a scale, in ``blockwise`` and ``mxfp8``."""

@@ -15,6 +15,8 @@ and a dequantised e4m3 value fits a bfloat16, so that a bfloat16 product of dequ
 which accumulates in float32, is the block-scaled FP8 product itself, up to the order of its sum.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -59,16 +61,36 @@ def power_of_two_scale(amax: Tensor, fmt: torch.dtype) -> Tensor:
     return torch.ldexp(torch.ones_like(mantissa), exponent)
 
 
-def in_blocks(x: Tensor, block: tuple[int, int], fmt: torch.dtype) -> Tensor:
-    """A matrix after a round trip through FP8 with a power-of-two scale for each block.
+class Blocks(NamedTuple):
+    """A matrix in FP8 with a scale for each block."""
+
+    values: Tensor
+    """``[rows, columns]``, padded with zeros to whole blocks."""
+    scales: Tensor
+    """Powers of two in float32, ``[rows of blocks, columns of blocks]``."""
+    block: tuple[int, int]
+    """Rows and columns of a block."""
+    shape: tuple[int, int]
+    """Of the matrix, without padding."""
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The values that are stood for; exact in bfloat16 and wider."""
+        height, width = self.block
+        rows, columns = self.shape
+        tiles = self.values.float().view(
+            self.values.shape[0] // height, height, self.values.shape[1] // width, width
+        )
+        wide = tiles * self.scales[:, None, :, None]
+        return wide.flatten(2).flatten(0, 1)[:rows, :columns].to(dtype)
+
+
+def in_blocks(x: Tensor, block: tuple[int, int], fmt: torch.dtype) -> Blocks:
+    """Quantise a matrix with a power-of-two scale for each block.
 
     Args:
         x: ``[rows, columns]``; blocks at the edges may be smaller.
         block: rows and columns of a block.
         fmt: FP8 format.
-
-    Returns:
-        The dequantised values, in the format of ``x``.
     """
     rows, columns = x.shape
     height, width = block
@@ -76,5 +98,5 @@ def in_blocks(x: Tensor, block: tuple[int, int], fmt: torch.dtype) -> Tensor:
     tiles = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
     amax = tiles.abs().amax((1, 3), keepdim=True).float()
     scale = power_of_two_scale(amax, fmt)
-    values = quantise(tiles, scale, fmt).float() * scale
-    return values.flatten(2).flatten(0, 1)[:rows, :columns].to(x.dtype)
+    values = quantise(tiles, scale, fmt).reshape(padded.shape)
+    return Blocks(values, scale[:, 0, :, 0], block, (rows, columns))
