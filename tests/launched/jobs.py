@@ -6,6 +6,7 @@ several tests.
 
 import json
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -39,7 +40,7 @@ class Finished:
     """Seconds until the first line that names an `Explosion`."""
 
 
-def command(arguments: list[str], folder: Path) -> Finished:
+def command(arguments: list[str], folder: Path, limit_s: float = LIMIT_S) -> Finished:
     """Run a command to its end, and to that of every process that it started."""
     environment = {
         name: value
@@ -59,7 +60,7 @@ def command(arguments: list[str], folder: Path) -> Finished:
     ) as process:
         assert process.stdout is not None
         RUNNING.add(process)
-        watchdog = threading.Timer(LIMIT_S, os.killpg, (process.pid, signal.SIGKILL))
+        watchdog = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
         watchdog.start()
         # The output ends when the last process has closed its end of the pipe.
         for line in process.stdout:
@@ -227,9 +228,18 @@ def killed_first_rank(folder: Path) -> Survived:
     return training(folder, {"layout": {"zero": 1}, "world": 2, "kills": [[0, 3]]})
 
 
+def scenarios(folder: Path) -> dict[str, Any]:
+    """Those of `tests.launched.forked`, in one process that imports for all of them."""
+    done = command([sys.executable, "-m", "tests.launched.forked", str(folder)], folder, 800.0)
+    assert done.code == 0, done.text[-5000:]
+    found: dict[str, Any] = pickle.loads((folder / "scenarios.pickle").read_bytes())
+    return found
+
+
 JOBS: dict[str, Callable[[Path], Any]] = {
     job.__name__: job
     for job in (
+        scenarios,
         quickstart,
         readme_example,
         two_trainers_then_a_failure,

@@ -1,0 +1,111 @@
+"""Signals, kills and lost nodes under real launchers, and what comes after them.
+
+What each run is held against is one that nothing happened to: same steps, same samples, same losses
+to the bit, on every rank.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.launched.forked import Left
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+scenarios = pytest.mark.parametrize("launched", ["scenarios"], indirect=True)
+
+STEPS = list(range(1, 9))
+
+
+def last_of(curve: list[Any]) -> dict[int, Any]:
+    """Loss and samples by step, as they were done last."""
+    return {step: rest for _, step, *rest in curve}
+
+
+def faults_of(left: Left, whole: Left) -> list[str]:
+    """What is not as in an undisturbed run."""
+    faults = []
+    for rank, (ours, theirs) in enumerate(zip(left.curves, whole.curves, strict=True)):
+        expected = last_of(theirs)
+        assert list(expected) == STEPS
+        if sorted(last_of(ours)) != STEPS:
+            faults.append(f"rank {rank} did the steps {sorted(last_of(ours))}")
+        faults += [
+            f"rank {rank}, step {step}: {found} instead of {expected[step]}"
+            for _, step, *found in ours
+            if found != expected[step]
+        ]
+    if "finished at step 8" not in left.texts[-1] or left.launches[-1].code != 0:
+        faults.append(left.texts[-1][-3000:])
+    faults += ["processes were left over" for launch in left.launches if launch.left_over]
+    return faults
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("Lightning, SIGTERM to the main process", 143),
+        ("Lightning, SIGTERM to a child", 143),
+        ("Lightning, SIGTERM to the group", 143),
+        ("torchrun, SIGTERM to the launcher", 1),
+        ("torchrun, SIGTERM to the group", 1),
+        ("torchrun, SIGUSR1 to the last rank", 1),
+    ],
+)
+@scenarios
+def test_a_signal(launched: dict[str, Left], name: str, code: int) -> None:
+    """All ranks save the same step and end with 143; the next launch goes on to the bit."""
+    left = launched[name]
+    assert left.codes == [[143], [143]], left.texts[0][-3000:]
+    assert left.saved == ["preempted-step=4.ckpt"]
+    assert left.launches[0].code == code  # torchrun's own is 1, whatever its workers' were
+    assert faults_of(left, launched["undisturbed"]) == []
+    assert len(left.runs) == 4
+    assert len(set(left.runs)) == 1  # though no launcher knows of the other
+    # Nothing was done twice: the second launch began where the first one had ended.
+    assert [step for _, step, *_ in left.curves[0]] == STEPS
+
+
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@scenarios
+def test_a_kill(launched: dict[str, Left], rendezvous: str) -> None:
+    left = launched[f"killed, {rendezvous}"]
+    assert [rank for _, rank, _ in left.kills] == [1]
+    assert faults_of(left, launched["undisturbed"]) == []
+    by_attempt = [[s for a, s, *_ in left.curves[0] if a == attempt] for attempt in (0, 1)]
+    assert by_attempt == [[1, 2, 3, 4, 5], [5, 6, 7, 8]]
+    assert "=== root cause: rank 1 (" in left.texts[0]
+
+
+@scenarios
+def test_kills_that_let_nothing_be_done(launched: dict[str, Left]) -> None:
+    """The launcher, which has restarts left, ends as well, and what stopped it is said."""
+    left = launched["killed without progress"]
+    [launch], [text] = left.launches, left.texts
+    assert [step for _, step, *_ in left.curves[0]] == [1, 2, 3, 4, 5]
+    assert [rank for _, rank, _ in left.kills] == [1, 0, 1, 0]
+    assert launch.code != 0
+    assert not launch.left_over
+    assert "not restarted again: 3 attempts in a row ended without a step beyond step 5" in text
+
+
+@scenarios
+def test_a_node_less(launched: dict[str, Left]) -> None:
+    """The other goes on alone, with the same batches: every sample once in an epoch."""
+    left, whole = launched["shrunk"], launched["undisturbed"]
+    stays, goes = left.launches
+    assert (stays.code, goes.code) == (0, -9), left.texts
+    assert "finished at step 8" in left.texts[0]
+    together: dict[int, list[int]] = {}
+    for curve in left.curves:
+        for attempt, step, _, samples in curve:
+            if attempt == 0 and step <= 4 or attempt > 0:
+                together.setdefault(step, []).extend(samples)
+    for step in STEPS:
+        expected = [n for curve in whole.curves for n in last_of(curve)[step][1]]
+        assert sorted(together[step]) == sorted(expected)
+    for epoch in (STEPS[:4], STEPS[4:]):
+        assert sorted(n for step in epoch for n in together[step]) == list(range(32))
+    assert left.gap_s < 90  # 30 on a machine that does nothing else
+    assert re.search(r"1 process connected over gloo, attempt \d", left.texts[0])
