@@ -33,6 +33,7 @@ from lightning_megatron.pipeline.schedule import (
     schedule_problems,
 )
 from lightning_megatron.strategies.auto_schedule import AUTO, PLACED, first_schedule
+from lightning_megatron.strategies.averaging import averaging_problems
 from lightning_megatron.strategies.deferred_build import on_meta
 from lightning_megatron.topology.degrees import (
     Degrees,
@@ -203,7 +204,9 @@ def examine(
     problems += _loop_problems(module, options)
     if layout_is_legal and memory.compile != "none":
         problems += _compile_problems(options, memory.compile)
-    problems += _data_problems(trainer, options)
+    problems += _data_problems(trainer, options) + averaging_problems(
+        trainer, module, whole=world_size == 1 or (options.zero == 0 and _is_flat(options))
+    )
     degrees = options.degrees(world_size) if layout_is_legal else None
     real_because: list[str] = []
     built = False
@@ -306,6 +309,10 @@ def _compile_problems(options: LayoutOptions, compiled: str) -> list[str]:
 
 def _is_single(options: LayoutOptions) -> bool:
     return options.microbatch_size is None and options.num_microbatches in (None, 1)
+
+
+def _is_flat(options: LayoutOptions) -> bool:
+    return options.tp == 1 and options.pp == 1
 
 
 def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:

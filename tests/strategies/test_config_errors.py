@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -60,6 +61,11 @@ class Manual(Small):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+
+
+class BuiltLate(Small):
+    def configure_model(self) -> None:
+        self.more = nn.Linear(2, 2)
 
 
 class OwnBackward(Small):
@@ -299,6 +305,20 @@ CASES = {
     ),
     "manual optimization of microbatches": Case(
         layout={"num_microbatches": 2}, module=Manual, says=("num_microbatches=1",)
+    ),
+    "averages of weights that are spread": Case(
+        layout={"zero": 1},
+        devices=2,
+        trainer={"callbacks": [StochasticWeightAveraging(1e-2), EMAWeightAveraging()]},
+        says=("StochasticWeightAveraging", "EMAWeightAveraging", "zero=0"),
+        count=2,
+    ),
+    "averages of layers that are not there yet": Case(
+        layout={"zero": 0},
+        devices=1,
+        module=BuiltLate,
+        trainer={"callbacks": [StochasticWeightAveraging(1e-2)]},
+        says=("configure_model", "__init__"),
     ),
     "own backward in a pipeline": Case(
         layout={"pp": 2}, module=OwnBackward, says=("OwnBackward.backward", "pp=1")

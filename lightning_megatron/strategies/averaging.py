@@ -1,0 +1,40 @@
+"""Lightning's callbacks that average weights, and when they would average nothing.
+
+`StochasticWeightAveraging` and `WeightAveraging` copy the module before its weights are spread over
+ranks, and later walk through the parameters of both side by side. The copy has whole weights, or,
+of a module that is built in ``configure_model``, none at all: averages would be wrong, or left out
+without a word.
+"""
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+
+def averaging_problems(trainer: Trainer, module: LightningModule, *, whole: bool) -> list[str]:
+    """Return what stands against the callbacks that average weights.
+
+    Args:
+        trainer: has the callbacks.
+        module: what is trained.
+        whole: every rank holds all weights.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    problems = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and not whole:
+            problems.append(
+                f"callbacks=[{name}]: it averages a copy of the whole module, but this layout "
+                "spreads the weights over ranks; nearest valid: zero=0 with tp=1 and pp=1, or no "
+                f"{name}"
+            )
+        elif isinstance(callback, StochasticWeightAveraging) and is_overridden(
+            "configure_model", module
+        ):
+            problems.append(
+                f"callbacks=[{name}]: it copies the module before configure_model has built it, "
+                "and would average nothing; nearest valid: layers built in __init__, or "
+                "WeightAveraging"
+            )
+    return problems
