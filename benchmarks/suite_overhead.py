@@ -4,26 +4,39 @@ Same module, data and layout; with no callbacks, with ``Monitor()``, with ``Faul
 with both (target: at most 1.02 of the median step).
 
     python -m benchmarks.suite_overhead [--rounds 6] [--steps 60]
+    python -m benchmarks.suite_overhead --hooks [--steps 210]
+
+``--hooks`` tells where it goes: microseconds that each callback takes of a batch, as a clock around
+its own hooks sees it, and their share of the median step (target: at most 0.01 for each). It is the
+mean over a window of 100 batches, which holds all that is done once in so many; of several windows
+the cheapest, as on a machine with other work the others hold that work, too. Waiting for other
+ranks is part of it.
 """
 
+import statistics
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from benchmarks.harness import (
     WARMUP,
     Model,
     StepTimer,
     Tokens,
-    arguments,
     interleave,
+    parser,
     report,
     slowest,
 )
 from lightning_megatron import FaultTolerance, MegatronStrategy, Monitor
+from lightning_megatron.callbacks.group import HOOKS, CallbackGroup
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
 
@@ -36,6 +49,56 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp=2": (2, {"pp": 2}),
 }
 TARGET = 1.02
+WINDOW = 100
+BESIDE = {"NumberGuard": ("_judge", "_settled")}
+"""What the strategy calls, not Lightning."""
+
+
+class HookTimes(pl.Callback):
+    """Seconds of every batch in the hooks of the members of some groups.
+
+    Args:
+        groups: whose members are timed; stands after them in the Trainer's list.
+    """
+
+    def __init__(self, groups: Sequence[CallbackGroup]) -> None:
+        self.batches: list[dict[str, float]] = []
+        self._now: dict[str, float] = defaultdict(float)
+        self._depth = 0
+        for member in (member for group in groups for member in group.members):
+            kind = type(member)
+            own = [n for n in HOOKS if getattr(kind, n) is not getattr(pl.Callback, n)]
+            for name in (*own, *BESIDE.get(kind.__name__, ())):
+                setattr(member, name, self._timed(kind.__name__, getattr(member, name)))
+
+    def _timed(self, title: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            began = time.perf_counter()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self._now[title] += time.perf_counter() - began
+
+        return timed
+
+    @override
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.batches.append(dict(self._now))
+        self._now.clear()
+
+    def per_batch(self) -> dict[str, float]:
+        """Mean seconds of a batch, in the cheapest window, by class of callback."""
+        counted = self.batches[WARMUP:]
+        starts = range(0, max(len(counted) - WINDOW, 0) + 1, WINDOW // 2)
+        windows = [counted[start : start + WINDOW] for start in starts]
+        names = {name for batch in counted for name in batch}
+        return {
+            name: min(statistics.fmean(b.get(name, 0.0) for b in window) for window in windows)
+            for name in names
+        }
 
 
 def timed(layout: Mapping[str, Any], callbacks: Sequence[pl.Callback], steps: int) -> list[float]:
@@ -74,9 +137,45 @@ def job(layout: Mapping[str, Any], rounds: int, steps: int) -> dict[str, float]:
     )
 
 
+def hooks_job(layout: Mapping[str, Any], steps: int) -> tuple[float, dict[str, float]]:
+    """Seconds of the median step, and of each callback a batch, in one worker."""
+    groups = [FaultTolerance(replicas=True), Monitor()]
+    times = HookTimes(groups)
+    return statistics.median(timed(layout, [*groups, times], steps)), times.per_batch()
+
+
+def report_hooks(steps: int, output: Path) -> None:
+    """What each callback takes, alone and with others to wait for."""
+    columns = {}
+    with WorkerPool(2, timeout=900) as pool:
+        for name in ("one process", "tp=2", "dp=2, zero 0"):
+            ranks, layout = LAYOUTS.get(name, (2, {"zero": 0}))
+            columns[name] = max(pool.run(ranks, hooks_job, layout, steps), key=lambda job: job[0])
+    of_all = {title for _, found in columns.values() for title in found}
+    rows = []
+    for title in sorted(of_all, key=lambda t: -max(f.get(t, 0) for _, f in columns.values())):
+        row: dict[str, Any] = {"callback": title}
+        for name, (step, found) in columns.items():
+            row[f"{name} (us)"] = round(1e6 * found.get(title, 0.0), 1)
+            row[f"{name}, share"] = round(found.get(title, 0.0) / step, 4)
+        rows.append(row)
+    total: dict[str, Any] = {"callback": "all"}
+    for name, (step, found) in columns.items():
+        total[f"{name} (us)"] = round(1e6 * sum(found.values()), 1)
+        total[f"{name}, share"] = round(sum(found.values()) / step, 4)
+    report("suite_hooks", "What each callback takes of a batch", [*rows, total], output)
+
+
 def main() -> None:
     """Run and report."""
-    options = arguments(__doc__, rounds=6, steps=60)
+    made = parser(__doc__, steps=0)
+    made.add_argument("--rounds", type=int, default=6, help="turns of every variant")
+    made.add_argument("--hooks", action="store_true", help="time each callback by itself")
+    options = made.parse_args()
+    if options.hooks:
+        report_hooks(options.steps or WARMUP + 2 * WINDOW, options.output)
+        return
+    options.steps = options.steps or 60
     rows = []
     with WorkerPool(2, timeout=900) as pool:
         for name, (ranks, layout) in LAYOUTS.items():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_megatron.callbacks.gradients import GradientMonitor
     from lightning_megatron.callbacks.hang_detector import HangDetector
     from lightning_megatron.callbacks.logger_guard import LoggerGuard
+    from lightning_megatron.callbacks.loss_monitor import LossMonitor
     from lightning_megatron.callbacks.memory import MemoryMonitor
     from lightning_megatron.callbacks.monitor import Monitor
     from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
@@ -86,6 +87,7 @@ _HOMES = {
     "LoggerGuard": "callbacks.logger_guard",
     "MegatronStrategy": "strategies.megatron",
     "MemoryConfig": "parallel.memory",
+    "LossMonitor": "callbacks.loss_monitor",
     "MemoryMonitor": "callbacks.memory",
     "Monitor": "callbacks.monitor",
     "NumberGuard": "callbacks.number_guard",
@@ -138,6 +140,7 @@ __all__ = [
     "LoggerGuard",
     "MegatronStrategy",
     "MemoryConfig",
+    "LossMonitor",
     "MemoryMonitor",
     "Monitor",
     "NumberGuard",

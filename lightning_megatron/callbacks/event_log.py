@@ -8,6 +8,8 @@ resumed, step, window, validation and end. Faults are written by those who find 
 ``ft/goodput``             time of the steps that were kept over time since the first start
 ``ft/restarts_total``      how often processes were started again
 ``ft/steps_lost_total``    steps that had to be done again, or were undone
+``ft/hangs_total``         hangs that `HangDetector` reported
+``ft/rollbacks_total``     how often `NumberGuard` went back to older weights
 ``ft/detect_s``            of the last restart: from standing still until somebody noticed
 ``ft/recover_s``           of the last restart: from there until the first new step
 =========================  =========================================================================
@@ -29,10 +31,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.callbacks.window import logging_interval, metrics_of
+from lightning_megatron.callbacks.window import logging_interval, loss_of, metrics_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import EventLog, events_of
 from lightning_megatron.monitoring.flops import count_tokens
@@ -139,7 +140,7 @@ class EventLogWriter(pl.Callback):
         window = count > 0 and step % logging_interval(trainer) == 0
         if count >= self._every or window:
             # A loss on a device is only waited for where Lightning does so as well.
-            self._write_step(trainer, _loss(outputs, wait=window), count)
+            self._write_step(trainer, loss_of(outputs, wait=window), count)
         if window:
             pl_module.log_dict(self.ledger.metrics(time.time()), batch_size=1)
             memory, formula = _peaks_gib(trainer), _formula(trainer)
@@ -244,11 +245,4 @@ def _formula(trainer: pl.Trainer) -> str | None:
         for member in getattr(callback, "members", (callback,)):
             if isinstance(formula := getattr(member, "formula", None), str):
                 return formula
-    return None
-
-
-def _loss(outputs: Any, wait: bool) -> float | None:
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    if isinstance(loss, Tensor) and loss.numel() == 1 and (wait or loss.device.type == "cpu"):
-        return float(loss)
     return None

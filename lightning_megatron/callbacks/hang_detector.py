@@ -9,6 +9,7 @@ others.
 
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_megatron.callbacks.requirements import need_megatron
+from lightning_megatron.callbacks.window import LoggingSteps
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.resilience.heartbeat import Member
+from lightning_megatron.monitoring.labelled import Family, labelled_of
+from lightning_megatron.resilience.heartbeat import Member, Pages
 from lightning_megatron.resilience.limits import Limit, Limits
 from lightning_megatron.resilience.node_monitor import MonitorConfig
+from lightning_megatron.resilience.sections import SECTIONS
 from lightning_megatron.resilience.watchdog import Watchdog, start_monitor, this_member
 
 Action = Literal["abort", "raise", "report"]
@@ -37,6 +41,12 @@ class HangDetector(pl.Callback):
     works where the rank itself can do nothing: with Python's lock held by a C call, or stopped by a
     signal. On several nodes each watches its own ranks, and ends them. Works under
     `MegatronStrategy`, while it fits; validation and checkpoints included.
+
+    It also tells how the ranks of its node are: the section of each, how long it has been in it,
+    its last sign of life and how many collectives of each group it has begun. `PrometheusEndpoint`
+    has them at any moment, also in a hang (``dist/section``, ``dist/section_age_s``,
+    ``dist/heartbeat_age_s``, ``dist/collective_seq``); the last two are logged as well, with
+    ``_min``, ``_mean``, ``_max`` and ``_worst_rank`` after their names.
 
     Args:
         limit: seconds a rank may spend in one section (``data forward backward optimizer checkpoint
@@ -71,6 +81,8 @@ class HangDetector(pl.Callback):
         self._limits, self._action, self._check_s = Limits(limit), action, float(check_s)
         self._run_dir = run_dir
         self._watchdog: Watchdog | None = None
+        self._pages: Pages | None = None
+        self._logging = LoggingSteps()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -93,6 +105,8 @@ class HangDetector(pl.Callback):
         )
         self._watchdog.start()
         _barrier()  # the monitor opens the pages of all ranks
+        self._pages = pages = Pages(directory, [member.rank for member in members])
+        labelled_of(strategy).ask("hang detector", lambda: heartbeats(pages))
         if first:
             run_dir = self._run_dir or trainer.default_root_dir
             attempt = getattr(getattr(strategy, "events", None), "attempt", 0)
@@ -108,19 +122,33 @@ class HangDetector(pl.Callback):
             start_monitor(directory, config)
 
     @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._pages is not None and self._logging.now(trainer):
+            pl_module.log_dict(_in_short(self._pages), batch_size=1)
+
+    @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._stop()
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._stop()
-
     def _stop(self) -> None:
         watchdog, self._watchdog = self._watchdog, None
+        self._pages = None
         if watchdog is not None:
             watchdog.stop()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        labelled_of(trainer.strategy).ask("hang detector", None)
+        self._stop()
 
     def _meet(self, member: Member) -> tuple[list[Member], Path]:
         """The ranks of this node, and a directory in memory that they share; collective."""
@@ -147,6 +175,46 @@ class HangDetector(pl.Callback):
                 detail=report["reason"],
                 action=report["action"],
             )
+
+
+def heartbeats(pages: Pages) -> list[Family]:
+    """How the ranks of this node are at this moment."""
+    now, beats = time.monotonic(), pages.read()
+    ages: dict[tuple[str, ...], float] = {}
+    stays, sections, begun = ages.copy(), ages.copy(), ages.copy()
+    for rank, beat in beats.items():
+        name = str(rank)
+        ages[(name,)] = max(now - beat.alive, 0.0)
+        stays[(name,)] = max(now - beat.since, 0.0)
+        sections |= {(name, section): float(section == beat.section) for section in SECTIONS}
+        begun |= {(name, group): float(c[0]) for group, c in beat.collectives.items()}
+    return [
+        Family("dist/heartbeat_age_s", ("rank",), ages),
+        Family("dist/section", ("rank", "section"), sections),
+        Family("dist/section_age_s", ("rank",), stays),
+        Family("dist/collective_seq", ("rank", "group"), begun),
+    ]
+
+
+def _in_short(pages: Pages) -> dict[str, float]:
+    """The same for loggers: over the ranks, with the one that is worst."""
+    families = {family.name: family.values for family in heartbeats(pages)}
+    found = {}
+    ages = families["dist/heartbeat_age_s"]
+    seqs = families["dist/collective_seq"]
+    groups = sorted({group for _, group in seqs})
+    # The first group is that of all ranks, or the first this rank has used.
+    first = {(rank,): n for (rank, group), n in seqs.items() if group == groups[0]}
+    for name, values, worst in (
+        ("dist/heartbeat_age_s", ages, max),
+        ("dist/collective_seq", first, min),
+    ):
+        if values:
+            numbers = list(values.values())
+            found[f"{name}_min"], found[f"{name}_max"] = min(numbers), max(numbers)
+            found[f"{name}_mean"] = sum(numbers) / len(numbers)
+            found[f"{name}_worst_rank"] = float(worst(values, key=lambda k: values[k])[0])
+    return found
 
 
 def _gather(value: Any) -> list[Any]:

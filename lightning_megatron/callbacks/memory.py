@@ -35,6 +35,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import dump_allocations, record_allocations
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.labelled import labelled_of
 from lightning_megatron.monitoring.spread import device_of, number_device, spread
 
 logger = logging.getLogger(__name__)
@@ -81,9 +82,7 @@ class MemoryMonitor(pl.Callback):
         self._batches += 1
         if self._batches != 1 and self._batches % self._every:
             return
-        pl_module.log_dict(
-            _over_ranks(device_of(trainer.strategy), number_device(trainer.strategy)), batch_size=1
-        )
+        pl_module.log_dict(_over_ranks(trainer.strategy), batch_size=1)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -148,8 +147,8 @@ def _tensors() -> list[Tensor]:
     return [x for x in gc.get_objects() if type(x) in kinds and x.device.type != "meta"]
 
 
-def _over_ranks(device: torch.device, on: torch.device) -> dict[str, float]:
-    peaks, totals = _host(), {}
+def _over_ranks(strategy: Any) -> dict[str, float]:
+    device, peaks, totals = device_of(strategy), _host(), {}
     if device.type == "cuda":
         statistics = torch.cuda.memory_stats(device)
         whole = torch.cuda.get_device_properties(device).total_memory
@@ -164,12 +163,13 @@ def _over_ranks(device: torch.device, on: torch.device) -> dict[str, float]:
             "mem/ooms": float(statistics.get("num_ooms", 0)),
         }
         torch.cuda.reset_peak_memory_stats(device)
-    found = spread(peaks | totals, on)
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    found = spread(peaks | totals, number_device(strategy))
+    for name, of_ranks in found.items():
+        labelled_of(strategy).put(name, of_ranks.values)
     worst = found.get("mem/peak_allocated_gib", found["mem/peak_rss_gib"]).highest_rank
     return {
         **{name: found[name].highest for name in peaks},
-        **{name: found[name].mean * ranks for name in totals},
+        **{name: sum(found[name].values) for name in totals},
         "mem/worst_rank": float(worst),
     }
 

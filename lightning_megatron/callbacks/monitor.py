@@ -16,6 +16,7 @@ from lightning_megatron.callbacks.event_log import EventLogWriter
 from lightning_megatron.callbacks.gradients import GradientMonitor
 from lightning_megatron.callbacks.group import CallbackGroup
 from lightning_megatron.callbacks.logger_guard import LoggerGuard
+from lightning_megatron.callbacks.loss_monitor import LossMonitor
 from lightning_megatron.callbacks.memory import MemoryMonitor
 from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
 from lightning_megatron.callbacks.parameter_norm import ParameterNorm
@@ -25,12 +26,12 @@ from lightning_megatron.callbacks.throughput import ThroughputMonitor
 
 
 class Monitor(CallbackGroup):
-    """Throughput, memory, communication, norms, pipeline, checkpoints, goodput and the event log.
+    """Throughput, loss, memory, communication, norms, pipeline, checkpoints, goodput, event log.
 
     Works under `MegatronStrategy`. The names of the metrics begin with ``perf/``, ``time/``,
-    ``mem/``, ``comm/``, ``pp/``, ``optim/``, ``ckpt/`` and ``ft/``; they go to the Trainer's
-    loggers, to one line of the console each time that these are written, and to the event log, of
-    which ``lightning-megatron report`` makes a page. A logger that fails costs a warning.
+    ``mem/``, ``comm/``, ``pp/``, ``optim/``, ``loss/``, ``ckpt/`` and ``ft/``; they go to the
+    Trainer's loggers, to one line of the console each time that these are written, and to the event
+    log, of which ``lightning-megatron report`` makes a page. A logger that fails costs a warning.
 
     Args:
         run_dir: where events go; None: the Trainer's ``default_root_dir``. All attempts of a run
@@ -64,6 +65,7 @@ class Monitor(CallbackGroup):
             LoggerGuard(),
             EventLogWriter(run_dir),
             ThroughputMonitor(window, peak_tflops=peak_tflops),
+            LossMonitor(),
             MemoryMonitor(every, None if run_dir is None else os.fspath(run_dir)),
             CommunicationMonitor(every),
             GradientMonitor(every=None),

@@ -3,7 +3,9 @@
 Global rank 0 serves, by default to its own machine only,
 
 * ``/metrics``: what was logged last in the namespaces of this package (``perf/mfu`` is
-  ``lightning_megatron_perf_mfu``, see `monitoring.prometheus_names`) and what ``also`` names; the
+  ``lightning_megatron_perf_mfu``, see `monitoring.prometheus_names`) and what ``also`` names; what
+  is known of the ranks one by one, with a label (``lightning_megatron_mem_rss_bytes{rank="3"}``,
+  there instead of one number for all); the
   step, the seconds since the last sign of life, and how many events of each kind there were;
 * ``/healthz``: 200 while the run makes progress, 503 after ``stale_s`` seconds without. Under
   `MegatronStrategy` each section of a step is progress, else each batch.
@@ -27,6 +29,7 @@ from typing_extensions import override
 from lightning_megatron.callbacks.window import WindowCallback
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.monitoring.events import EventLog, events_of
+from lightning_megatron.monitoring.labelled import labelled_of
 from lightning_megatron.monitoring.metrics_server import (
     Guard,
     MetricsServer,
@@ -195,6 +198,14 @@ class PrometheusEndpoint(WindowCallback):
             events.add_metric([kind], count)
         yield events
         seen = {f"{PREFIX}_{own}" for own in ("run", "step", "seconds_since_progress", "events")}
+        for labelled in labelled_of(self._strategy).families():
+            name, factor, _ = exposed(labelled.name)
+            seen.add(name)
+            description = f"{labelled.name} of each rank."
+            of_ranks = GaugeMetricFamily(name, description, labels=labelled.labels)
+            for labels, value in sorted(labelled.values.items()):
+                of_ranks.add_metric(labels, value * factor)
+            yield of_ranks
         for metric, value in sorted(values.items()):
             name, factor, is_counter = exposed(metric)
             if name not in seen:

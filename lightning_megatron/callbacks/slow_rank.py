@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_megatron._torch import watch_waits
 from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.labelled import Family, Values, labelled_of
 from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.slow_rank import OwnWork, Score, Verdicts, scores
 
@@ -24,9 +25,10 @@ class SlowRankDetector(pl.Callback):
     section: the fastest rank's median over this rank's median is its score, 1 at best. A score
     below ``threshold`` in two windows in a row is announced on stderr, and is an event of kind
     ``slow_rank``. Logs ``straggler/score_min``, ``_median`` and ``_max`` once a window, over all
-    ranks and sections. Ranks of different pipeline stages have different work and are not compared.
-    On GPUs only the host's work is seen: data, and what orders the device's work. Works under
-    `MegatronStrategy`.
+    ranks and sections, and of the worst three ``straggler/worst_1`` (2, 3) with
+    ``straggler/worst_1_rank``; `PrometheusEndpoint` has all of them by rank and section. Ranks of
+    different pipeline stages have different work and are not compared. On GPUs only the host's work
+    is seen: data, and what orders the device's work. Works under `MegatronStrategy`.
 
     Args:
         window: batches between comparisons; each costs one gather of five numbers.
@@ -114,9 +116,13 @@ class SlowRankDetector(pl.Callback):
         self.latest = scores(list(zip(*columns, strict=True)), stages)
         values = [score.score for score in self.latest]
         found = {"min": min(values), "median": median(values), "max": max(values)}
-        pl_module.log_dict(
-            {f"straggler/score_{name}": value for name, value in found.items()}, batch_size=1
-        )
+        logged = {f"straggler/score_{name}": value for name, value in found.items()}
+        for place, score in enumerate(self.latest[:_SHOWN], start=1):
+            logged[f"straggler/worst_{place}"] = score.score
+            logged[f"straggler/worst_{place}_rank"] = float(score.rank)
+        pl_module.log_dict(logged, batch_size=1)
+        by_label: Values = {(str(score.rank), score.section): score.score for score in self.latest}
+        labelled_of(strategy).put_family(Family("straggler/score", ("rank", "section"), by_label))
         slow = self._verdicts.add(self.latest)
         self.slow += slow
         if trainer.is_global_zero:

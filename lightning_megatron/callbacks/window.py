@@ -99,6 +99,19 @@ def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
     return found
 
 
+def loss_of(outputs: Any, wait: bool) -> float | None:
+    """Return the loss of a batch; None where there is none.
+
+    Args:
+        outputs: of ``training_step``, as hooks get them.
+        wait: also if that means to wait for a device.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    if isinstance(loss, Tensor) and loss.numel() == 1 and (wait or loss.device.type == "cpu"):
+        return float(loss)
+    return None
+
+
 def learning_rates(trainer: pl.Trainer) -> dict[str, float]:
     """Return the learning rate of the first group of each optimizer."""
     rates = [float(o.param_groups[0]["lr"]) for o in trainer.optimizers if o.param_groups]

@@ -102,12 +102,14 @@ class Ledger:
     Attributes:
         attempts: in their order.
         steps_lost: steps that had to be done again, or that were undone.
+        rollbacks: how often weights went back.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.attempts: list[Attempt] = []
-        self.steps_lost = 0
+        self.steps_lost = self.rollbacks = 0
+        self._reports: set[str] = set()
         self._kept = _Kept()
         self._idle_s = 0.0
 
@@ -115,6 +117,11 @@ class Ledger:
     def restarts(self) -> int:
         """How often the processes were started again for a run that had not ended as it should."""
         return sum(a.detect_s is not None for a in self.attempts)
+
+    @property
+    def hangs(self) -> int:
+        """Reports of hangs, of the ranks whose events were added."""
+        return len(self._reports)
 
     @property
     def detect_s(self) -> float | None:
@@ -149,6 +156,8 @@ class Ledger:
             "ft/goodput": self.goodput(now),
             "ft/restarts_total": float(self.restarts),
             "ft/steps_lost_total": float(self.steps_lost),
+            "ft/hangs_total": float(self.hangs),
+            "ft/rollbacks_total": float(self.rollbacks),
             "ft/detect_s": self.detect_s,
             "ft/recover_s": self.recover_s,
         }
@@ -170,6 +179,9 @@ class Ledger:
         back = event.get("updates_back")  # weights went back while steps are counted on
         if mine and kind == "rollback" and isinstance(back, int) and self._kept.position:
             self._undo(max(self._kept.position - back, 0))
+        self.rollbacks += mine and kind == "rollback"
+        if kind == "hang":  # an event for each of its culprits
+            self._reports.add(f"{event.get('attempt')} {event.get('report') or event['t']}")
         alarm = kind in ALARMS or (kind == "end" and event.get("status") != "completed")
         if alarm and attempt.noticed is None:
             attempt.noticed = event["t"]
@@ -218,6 +230,7 @@ class Ledger:
             self.attempts = self.attempts[-1:]
             self.attempts[0].number = 0
             self.steps_lost, self._idle_s, self._kept = 0, 0.0, _Kept()
+            self.rollbacks, self._reports = 0, set()
 
     def _undo(self, step: int) -> None:
         """What was done above ``step`` does not count any more."""

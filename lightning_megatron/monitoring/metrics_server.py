@@ -1,8 +1,10 @@
 """A small HTTP server inside a training process, which nobody can use against it.
 
 It answers ``GET /metrics`` and ``GET /healthz``, and nothing else, under limits: so many
-connections at a time, so many seconds for each from its first byte to its last (which ends a client
-that sends a byte now and then), headers of 64 KiB, no bodies. Everything runs in daemon threads.
+connections at a time, so many a second, so many seconds for each from its first byte to its last
+(which ends a client that sends a byte now and then), headers of 64 KiB, no bodies. Everything runs
+in daemon threads. What comes faster is not even accepted, and waits in the kernel or is turned away
+there: each answer takes Python's lock for about a millisecond, which training needs as well.
 
 A server on the loopback interface is in reach of every web page that is open in a browser on the
 same machine, by way of a name that its owner resolves to 127.0.0.1. So requests whose ``Host`` is
@@ -28,6 +30,10 @@ MAX_BODY = 8192
 MAX_CONNECTIONS = 8
 DEADLINE_S = 5.0
 """Seconds that a connection may last."""
+PER_SECOND = 4.0
+"""Connections that are accepted in the long run, of which a scraper makes one in some seconds."""
+BURST = 20
+"""Those that are accepted at once after a pause."""
 _DRAINED = 4 * 2**20
 """Bytes of a refused body that are thrown away, so that the client gets to read the answer."""
 
@@ -124,10 +130,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     block_on_close = False
     request_queue_size = 16
 
-    def __init__(self, host: str, port: int, deadline_s: float) -> None:
+    def __init__(self, host: str, port: int, deadline_s: float, per_second: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._deadline_s = deadline_s
+        self._deadline_s, self._per_second = deadline_s, per_second
+        self._left, self._counted = float(BURST), time.monotonic()
         self._open: dict[int, tuple[float, socket.socket]] = {}
         super().__init__((host, port), _Handler)
 
@@ -136,6 +143,16 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The next connection, when it is time for one."""
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._counted) * self._per_second, BURST)
+        self._counted = now
+        self._left -= 1
+        if self._left < 0:
+            time.sleep(-self._left / self._per_second)
+        return super().get_request()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """In a thread of its own, if there are not too many."""
@@ -187,15 +204,21 @@ class MetricsServer:
         host: address to listen on.
         port: 0 for any that is free.
         deadline_s: seconds that a connection may last.
+        per_second: connections that are accepted in the long run.
 
     Raises:
         OSError: the port is in use, or must not be used.
     """
 
     def __init__(
-        self, application: Application, host: str, port: int, deadline_s: float = DEADLINE_S
+        self,
+        application: Application,
+        host: str,
+        port: int,
+        deadline_s: float = DEADLINE_S,
+        per_second: float = PER_SECOND,
     ) -> None:
-        self._server = _Server(host, port, deadline_s)
+        self._server = _Server(host, port, deadline_s, per_second)
         self._server.set_app(application)
         self.port = int(self._server.server_address[1])
         shown = f"[{host}]" if ":" in host else host

@@ -16,6 +16,8 @@ class Spread(NamedTuple):
     highest: float
     highest_rank: int
     """The first rank that has the highest."""
+    values: tuple[float, ...]
+    """Of the ranks."""
 
 
 def device_of(strategy: Any) -> torch.device:
@@ -48,4 +50,4 @@ def spread(values: Mapping[str, float], device: torch.device) -> dict[str, Sprea
 
 def _of(column: tuple[float, ...]) -> Spread:
     highest = max(column, key=lambda value: math.inf if math.isnan(value) else value)
-    return Spread(min(column), sum(column) / len(column), highest, column.index(highest))
+    return Spread(min(column), sum(column) / len(column), highest, column.index(highest), column)

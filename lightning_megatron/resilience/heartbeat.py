@@ -179,6 +179,22 @@ class Page:
         self._map.close()
 
 
+class Pages:
+    """What all ranks of a node say of themselves; any process of the node may read it at any time.
+
+    Args:
+        directory: of the node's ranks.
+        ranks: who they are; their pages are there.
+    """
+
+    def __init__(self, directory: Path, ranks: Sequence[int]) -> None:
+        self._pages = {rank: Page(page_file(directory, rank)) for rank in ranks}
+
+    def read(self) -> dict[int, Beat]:
+        """By rank."""
+        return {rank: page.read() for rank, page in self._pages.items()}
+
+
 def page_file(directory: Path, rank: int) -> Path:
     """Return where a rank's page lies."""
     return directory / f"rank_{rank:05d}.page"

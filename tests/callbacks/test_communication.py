@@ -84,6 +84,37 @@ def test_stages_send_activations_and_their_gradients(pool: WorkerPool) -> None:
     assert found["time/comm_exposed_s/pp"] > 0
 
 
+class Late(Parallel):
+    """The second rank is so late that nothing else matters; times how long the forwards take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 1:
+            time.sleep(0.4)
+        began = time.monotonic()
+        loss = self.down(self.up(batch.requires_grad_())).square().mean()
+        self.seconds.append(time.monotonic() - began)
+        return loss
+
+
+def timed_outside() -> tuple[dict[str, float], list[float]]:
+    monitor, module = CommunicationMonitor(every=3), Late()
+    trainer = make_trainer({"tp": 2}, 2, callbacks=[monitor])
+    trainer.fit(module, DataLoader(torch.randn(24, 4, 8, dtype=torch.float64), batch_size=8))
+    return monitor.latest, module.seconds
+
+
+def test_waiting_agrees_with_an_outside_clock(pool: WorkerPool) -> None:
+    (found, first), (_, second) = pool.run(2, timed_outside)
+    # The first batch is not counted; in those after it, one rank of two waits in the forward.
+    exposed = [(a + b) / 2 for a, b in zip(first, second, strict=True)][1:]
+    assert found["time/comm_exposed_s/tp"] == pytest.approx(sum(exposed) / 2, rel=0.05)
+    assert found["time/comm_s/tp"] == pytest.approx(exposed[-1], rel=0.05)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallel_ranks_sum_activations_and_wait_for_the_late_one(
     pool: WorkerPool, sequence_parallel: bool

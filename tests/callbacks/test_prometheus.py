@@ -1,9 +1,12 @@
 """`PrometheusEndpoint` serves what was logged and whether the run is alive, whatever happens."""
 
+import contextlib
+import http.client
 import json
 import logging
 import re
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_megatron.callbacks.event_log import EventLogWriter
 from lightning_megatron.callbacks.prometheus import PrometheusEndpoint
@@ -47,10 +51,10 @@ def samples(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith("#"):
-            assert re.fullmatch(r"# (HELP|TYPE) [a-z_:]+ .*", line), line
+            assert re.fullmatch(r"# (HELP|TYPE) [a-z_0-9:]+ .*", line), line
             continue
         match = re.fullmatch(
-            r"([a-z_]+(?:\{[a-z]+=\"[^\"]*\"(?:,[a-z]+=\"[^\"]*\")*\})?) (\S+)", line
+            r"([a-z_0-9]+(?:\{[a-z]+=\"[^\"]*\"(?:,[a-z]+=\"[^\"]*\")*\})?) (\S+)", line
         )
         assert match, line
         assert match[1] not in found
@@ -128,6 +132,70 @@ def test_a_port_in_use_costs_one_warning_and_is_tried_again(
         module = Waiting(endpoint)
         make_trainer(None, callbacks=[endpoint]).fit(module, loader())
         assert module.pages["/metrics"][0] == 200
+
+
+class Attacked(Small):
+    """Trains while clients of every bad kind ask for its metrics."""
+
+    def __init__(self, endpoint: PrometheusEndpoint | None) -> None:
+        super().__init__()
+        self.endpoint = endpoint
+        self.answers: dict[str, set[int]] = {"flood": set(), "POST": set(), "1 MB": set()}
+        self.answers["foreign"] = set()
+        self.done = threading.Event()
+        self.clients: list[threading.Thread] = []
+
+    def on_train_start(self) -> None:
+        if self.endpoint is None:
+            return
+        port = int(str(self.endpoint.url).rpartition(":")[2])
+        for _ in range(4):  # slow-loris: a byte of a header now and then
+            self.clients.append(threading.Thread(target=self.drip, args=(port,)))
+        requests: dict[str, tuple[str, Any, dict[str, str]]] = {
+            "POST": ("POST", "x", {}),
+            "1 MB": ("GET", b"x" * 2**20, {}),
+            "foreign": ("GET", None, {"Host": "example.com"}),
+            "flood": ("GET", None, {}),
+        }
+        for name, request in requests.items():
+            self.clients.append(threading.Thread(target=self.ask, args=(port, name, request)))
+        for client in self.clients:
+            client.start()
+
+    def drip(self, port: int) -> None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as s:
+            while not self.done.wait(0.05):
+                s.send(b"G")
+
+    def ask(self, port: int, name: str, request: tuple[str, Any, dict[str, str]]) -> None:
+        while not self.done.is_set():
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection.request(request[0], "/metrics", request[1], request[2])
+                self.answers[name].add(connection.getresponse().status)
+            connection.close()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        until = time.monotonic() + 10
+        while self.clients and not all(self.answers.values()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def test_hostile_clients_are_refused_and_change_no_weight() -> None:
+    expected, endpoint = Attacked(None), PrometheusEndpoint(port=0)
+    attacked = Attacked(endpoint)
+    make_trainer({}).fit(expected, loader())
+    try:
+        make_trainer({}, callbacks=[endpoint]).fit(attacked, loader())
+    finally:
+        attacked.done.set()
+    for client in attacked.clients:
+        client.join(10)
+        assert not client.is_alive()
+    assert attacked.answers == {"flood": {200}, "POST": {405}, "1 MB": {413}, "foreign": {403}}
+    found = dict(attacked.named_parameters())
+    assert all(torch.equal(p, found[name]) for name, p in expected.named_parameters())
 
 
 def test_a_token_from_a_file(tmp_path: Path) -> None:

@@ -154,7 +154,11 @@ class Outside(pl.Callback):
     """A clock of its own."""
 
     def __init__(self) -> None:
+        self.starts: list[float] = []
         self.ends: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.starts.append(time.monotonic())
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.ends.append(time.monotonic())
@@ -162,12 +166,15 @@ class Outside(pl.Callback):
 
 def test_agrees_with_an_outside_clock() -> None:
     monitor, outside = ThroughputMonitor(every=1), Outside()
-    trainer = make_trainer({}, callbacks=[monitor, outside])
+    trainer = make_trainer({}, callbacks=[outside, monitor])
     trainer.fit(Slow(), loader(Late()))
     metrics, count = trainer.callback_metrics, len(outside.ends) - 1
     seconds = outside.ends[-1] - outside.ends[0]
     assert float(metrics["perf/step_time_s"]) == pytest.approx(seconds / count, rel=0.05)
     assert float(metrics["perf/samples_per_s"]) == pytest.approx(8 * count / seconds, rel=0.05)
+    assert float(metrics["perf/tokens_per_s"]) == pytest.approx(8 * count / seconds, rel=0.05)
+    waits = [start - end for start, end in zip(outside.starts[1:], outside.ends, strict=False)]
+    assert float(metrics["time/data_wait_s"]) == pytest.approx(sum(waits) / count, rel=0.05)
     # 8 samples of at least 2 ms; what is not data is at least the 20 ms of the step.
     assert 0.016 < float(metrics["time/data_wait_s"]) < seconds / count - 0.02
 

@@ -28,7 +28,8 @@ def page(request: Any, start_response: Any) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[MetricsServer]:
-    running = MetricsServer(Guard({"/metrics": page}), "127.0.0.1", 0, deadline_s=1.0)
+    guard = Guard({"/metrics": page})
+    running = MetricsServer(guard, "127.0.0.1", 0, deadline_s=1.0, per_second=1000.0)
     yield running
     running.close()
 
@@ -113,6 +114,22 @@ def test_a_token_lets_in_from_anywhere_and_nothing_else_does() -> None:
     server.close()
     with pytest.raises(OSError, match="refused"):
         ask(server, "GET", "/metrics")
+
+
+def test_a_flood_is_answered_at_a_rate_that_training_does_not_notice() -> None:
+    asked = 0
+
+    def counting(request: Any, start_response: Any) -> list[bytes]:
+        nonlocal asked
+        asked += 1
+        return page(request, start_response)
+
+    running = MetricsServer(Guard({"/metrics": counting}), "127.0.0.1", 0, per_second=20.0)
+    began = time.monotonic()
+    while time.monotonic() < began + 1.0:
+        assert ask(running, "GET", "/metrics")[0] == 200
+    running.close()
+    assert metrics_server.BURST < asked <= metrics_server.BURST + 20 * (time.monotonic() - began)
 
 
 def test_health() -> None:
