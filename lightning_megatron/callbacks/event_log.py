@@ -33,6 +33,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_megatron.callbacks.group import members_of
 from lightning_megatron.callbacks.window import logging_interval, loss_of, metrics_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import EventLog, events_of
@@ -240,9 +241,7 @@ def _peaks_gib(trainer: pl.Trainer) -> dict[str, float]:
 
 def _formula(trainer: pl.Trainer) -> str | None:
     """By which FLOPs are counted, as `ThroughputMonitor` says, alone or in a group."""
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
-        for member in getattr(callback, "members", (callback,)):
-            if isinstance(formula := getattr(member, "formula", None), str):
-                return formula
+    for member in members_of(trainer):
+        if isinstance(formula := getattr(member, "formula", None), str):
+            return formula
     return None

@@ -58,6 +58,11 @@ class GradientMonitor(pl.Callback):
         self._clip, self.nonfinite = clip, nonfinite
         self.skipped = 0
 
+    @property
+    def clips(self) -> bool:
+        """Whether a rule needs the norm in every step."""
+        return self._clip is not None or self.nonfinite != "keep"
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         need_megatron(self, trainer, "it needs the gradients")
@@ -67,8 +72,7 @@ class GradientMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         self._steps += 1
-        idle = self._clip is None and self.nonfinite == "keep"
-        if idle and not self._is_due(trainer):
+        if not self.clips and not self._is_due(trainer):
             return
         strategy: Any = trainer.strategy
         gradients = strategy.parallel_gradients

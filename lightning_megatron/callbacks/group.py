@@ -4,7 +4,7 @@
 under its own key. What a member does it does as if it stood in the Trainer's list by itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,6 +45,13 @@ class CallbackGroup(pl.Callback):
         for member in self.members:
             if member.state_key in state_dict:
                 member.load_state_dict(state_dict[member.state_key])
+
+
+def members_of(trainer: pl.Trainer) -> Iterator[pl.Callback]:
+    """The callbacks of a Trainer, those in groups one by one."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        yield from getattr(callback, "members", (callback,))
 
 
 def _overriding(name: str, members: Sequence[pl.Callback]) -> list[pl.Callback]:

@@ -7,8 +7,8 @@ when the weights are still good. All ranks see the same numbers and decide alike
 
 * the loss of every rank, which travels with what the ranks exchange in every batch anyway, so that
   a fault is known with the ranks that it came from;
-* the norm of the gradients, computed once for all who ask. It is one number for all ranks, and not
-  finite if any gradient is not;
+* the norm of the gradients, which is not finite if any gradient is not. Where the Trainer clips, it
+  is computed for that anyway; else each rank's part of it travels with the losses;
 * for spikes, the mean loss beside the losses of the last steps (`resilience.spikes`).
 
 What may follow:
@@ -32,7 +32,6 @@ a checkpoint: that may be thousands of steps old, whose batches would all be los
 """
 
 import math
-from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
@@ -43,6 +42,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.callbacks.gradients import GradientMonitor
+from lightning_megatron.callbacks.group import members_of
 from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.callbacks.window import LoggingSteps
 from lightning_megatron.errors import raise_if_any
@@ -119,9 +119,11 @@ class NumberGuard(pl.Callback):
         self.faults: list[BadNumber] = []
         self._trainer: pl.Trainer | None = None
         self._slot: Any = None
+        self._squares: Any = None
+        self._norm: float | None = None
         self._loss = torch.zeros(())
         self._to_pass_over = 0
-        self._logging, self._logged = LoggingSteps(), (-1.0, -1.0)
+        self._logging, self._logged = LoggingSteps(), (-1, -1)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -130,7 +132,7 @@ class NumberGuard(pl.Callback):
         strategy: Any = trainer.strategy
         need_megatron(self, trainer, "it needs the losses and gradients")
         automatic = pl_module.automatic_optimization
-        monitors = [one for one in _members(trainer) if isinstance(one, GradientMonitor)]
+        monitors = [one for one in members_of(trainer) if isinstance(one, GradientMonitor)]
         raise_if_any(
             self._responses.problems_with(
                 automatic=automatic,
@@ -140,6 +142,11 @@ class NumberGuard(pl.Callback):
         )
         self._trainer = trainer
         self._slot = strategy.agreement.register("loss", default=math.nan)
+        # Who clips needs the norm, and what NumberGuard does must not change its last bit.
+        clips = trainer.gradient_clip_val or any(one.clips for one in monitors)
+        single = automatic and trainer.accumulate_grad_batches == 1
+        together = single and not clips and not self._scales_loss()
+        self._squares = strategy.agreement.register("squares") if together else None
         strategy.agreement.on_settled(self._settled)
         strategy.judge = self._judge
         # Under manual optimization a batch has no beginning to return to.
@@ -180,7 +187,13 @@ class NumberGuard(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Only now: to wait for the loss before the backward is enqueued would leave a GPU idle.
         # Lightning has divided it for accumulation.
-        self._slot.put(float(self._loss) * trainer.accumulate_grad_batches)
+        if self._squares is None:
+            self._slot.put(float(self._loss) * trainer.accumulate_grad_batches)
+            return
+        squares = self._strategy.parallel_gradients.own_squares()
+        loss, own = torch.stack([self._loss.to(squares), squares]).tolist()
+        self._slot.put(loss)
+        self._squares.put(own)
 
     def _settled(self) -> None:
         """The losses of a batch are known."""
@@ -190,6 +203,8 @@ class NumberGuard(pl.Callback):
         if trainer.lightning_module.automatic_optimization:
             self._window.batches.append(trainer.fit_loop.epoch_loop.batch_idx)
             self._window.losses.append(self._slot.values)
+            if self._squares is not None:
+                self._norm = sum(self._squares.values) ** 0.5
 
     # What is decided -----------------------------------------------------------------------------
 
@@ -197,7 +212,7 @@ class NumberGuard(pl.Callback):
         """Whether to make the update; called on every rank when the gradients are there."""
         fault = self._examine()
         go_on = fault is None or self._meet(fault)
-        self._window = Window()
+        self._window, self._norm = Window(), None
         if go_on:
             self._in_a_row = 0
         return go_on
@@ -223,7 +238,7 @@ class NumberGuard(pl.Callback):
 
     def _bad_gradients(self) -> BadNumber | None:
         gradients = self._strategy.parallel_gradients
-        norm = float(gradients.norm())
+        norm = float(gradients.norm()) if self._norm is None else self._norm
         if math.isfinite(norm):
             return None
         roles = [role for role in gradients.roles if role.parameter.grad is not None]
@@ -269,6 +284,7 @@ class NumberGuard(pl.Callback):
     def _run_again(self) -> BadNumber | None:
         strategy, batches = self._strategy, self._window.batches
         strategy.run_again()
+        self._norm = None
         [losses] = strategy.agreement.exchange([float(self._loss)])
         self._window = Window(batches, [losses])
         return self._examine()
@@ -329,11 +345,10 @@ class NumberGuard(pl.Callback):
             self._going_back = False
             self._go_back()
         if self._responses.takes_back:
-            skipped = float(self._strategy.precision_plugin.skipped_steps)
-            now = skipped, float(self.rollbacks)
-            if self._logging.now(trainer) or now != self._logged:
-                self._logged = now
-                values = {"optim/skipped_steps": skipped, "ft/rollbacks_total": now[1]}
+            skipped, back = self._strategy.precision_plugin.skipped_steps, self.rollbacks
+            if self._logging.now(trainer) or (skipped, back) != self._logged:
+                self._logged = skipped, back
+                values = {"optim/skipped_steps": float(skipped), "ft/rollbacks_total": float(back)}
                 pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _go_back(self) -> None:
@@ -392,9 +407,3 @@ class NumberGuard(pl.Callback):
     @property
     def _strategy(self) -> Any:
         return self._running.strategy
-
-
-def _members(trainer: pl.Trainer) -> Iterator[pl.Callback]:
-    """The callbacks, those in groups included."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        yield from getattr(callback, "members", (callback,))

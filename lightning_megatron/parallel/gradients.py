@@ -37,6 +37,7 @@ from lightning_megatron.optim.clip import (
     clip_value_,
     global_norm,
     scale_,
+    sum_of_squares,
 )
 from lightning_megatron.optim.clip_rules import UnitClip
 from lightning_megatron.optim.pieces import Cut, Piece, Sum, sum_over_cuts
@@ -170,6 +171,10 @@ class GradientSet:
         self.last_norm = self.norm_of(self.counted(), self._copies())
         self._known = stamp, self.last_norm
         return self.last_norm
+
+    def own_squares(self) -> Tensor:
+        """What this rank adds to the square of `norm`, for those who bring the ranks together."""
+        return sum_of_squares(self.counted(), self._topology.device, self._copies())
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to global sums: over all ranks, each element once."""
