@@ -4,16 +4,23 @@ Same module, data and layout; with no callbacks, with ``Monitor()``, with ``Faul
 with both (target: at most 1.02 of the median step).
 
     python -m benchmarks.suite_overhead [--rounds 6] [--steps 60]
-    python -m benchmarks.suite_overhead --hooks [--steps 210]
+    python -m benchmarks.suite_overhead --hooks [--steps 205]
+    python -m benchmarks.suite_overhead --hostile [--rounds 6] [--steps 60]
 
-``--hooks`` tells where it goes: microseconds that each callback takes of a batch, as a clock around
-its own hooks sees it, and their share of the median step (target: at most 0.01 for each). It is the
-mean over a window of 100 batches, which holds all that is done once in so many; of several windows
-the cheapest, as on a machine with other work the others hold that work, too. Waiting for other
-ranks is part of it.
+``--hooks`` tells where it goes: microseconds that each callback takes of a batch, and their share
+of the median step (target: at most 0.01 for each), as a clock around its own hooks sees it. That is
+the processor time of the training thread, of hooks and step alike, so that it means the same on a
+machine that does other work; waiting for other ranks is not part of it. It is the mean over a
+window of 100 batches, which holds all that is done once in so many; of several windows the
+cheapest.
+
+``--hostile`` compares the steps of a run with an endpoint that nobody asks with those of one that
+is asked by four clients without pause, beside others that hold connections open (target: 1.01).
 """
 
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -35,7 +42,7 @@ from benchmarks.harness import (
     report,
     slowest,
 )
-from lightning_megatron import FaultTolerance, MegatronStrategy, Monitor
+from lightning_megatron import FaultTolerance, MegatronStrategy, Monitor, PrometheusEndpoint
 from lightning_megatron.callbacks.group import HOOKS, CallbackGroup
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
@@ -74,13 +81,13 @@ class HookTimes(pl.Callback):
     def _timed(self, title: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
-            began = time.perf_counter()
+            began = time.thread_time()
             try:
                 return hook(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if not self._depth:
-                    self._now[title] += time.perf_counter() - began
+                    self._now[title] += time.thread_time() - began
 
         return timed
 
@@ -101,9 +108,14 @@ class HookTimes(pl.Callback):
         }
 
 
-def timed(layout: Mapping[str, Any], callbacks: Sequence[pl.Callback], steps: int) -> list[float]:
+def timed(
+    layout: Mapping[str, Any],
+    callbacks: Sequence[pl.Callback],
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
     """Seconds of every counted step."""
-    timer = StepTimer()
+    timer = StepTimer(clock)
     strategy = MegatronStrategy(**layout)
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
@@ -141,7 +153,8 @@ def hooks_job(layout: Mapping[str, Any], steps: int) -> tuple[float, dict[str, f
     """Seconds of the median step, and of each callback a batch, in one worker."""
     groups = [FaultTolerance(replicas=True), Monitor()]
     times = HookTimes(groups)
-    return statistics.median(timed(layout, [*groups, times], steps)), times.per_batch()
+    seconds = timed(layout, [*groups, times], steps, time.thread_time)
+    return statistics.median(seconds), times.per_batch()
 
 
 def report_hooks(steps: int, output: Path) -> None:
@@ -166,16 +179,101 @@ def report_hooks(steps: int, output: Path) -> None:
     report("suite_hooks", "What each callback takes of a batch", [*rows, total], output)
 
 
+class Hostile(pl.Callback):
+    """Has a process ask the endpoint of a run for as long as it trains.
+
+    Args:
+        endpoint: that of the run.
+    """
+
+    def __init__(self, endpoint: PrometheusEndpoint) -> None:
+        self._endpoint = endpoint
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        address, _, port = str(self._endpoint.url).rpartition("//")[2].partition(":")
+        command = [sys.executable, "-I", "-c", CLIENT, address, port]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+
+CLIENT = """
+import os, socket, sys, threading, time
+os.nice(19)  # what is measured is the endpoint, not who else uses the processor
+address = sys.argv[1], int(sys.argv[2])
+def drip():
+    while True:
+        try:
+            with socket.create_connection(address, 5) as s:
+                while True:
+                    s.send(b"G")
+                    time.sleep(0.1)
+        except OSError:
+            time.sleep(0.01)
+def ask():
+    while True:
+        try:
+            with socket.create_connection(address, 5) as s:
+                s.sendall(b"GET /metrics HTTP/1.0\\r\\nHost: localhost\\r\\n\\r\\n")
+                while s.recv(65536):
+                    pass
+        except OSError:
+            time.sleep(0.001)
+for work in [drip] * 3 + [ask] * 4:
+    threading.Thread(target=work).start()
+"""
+
+
+def hostile_job(rounds: int, steps: int) -> dict[str, float]:
+    """Times with and without clients, in one worker."""
+
+    def run(asked: bool) -> list[float]:
+        endpoint = PrometheusEndpoint(port=0)
+        clients = [Hostile(endpoint)] if asked else []
+        timer = StepTimer(time.process_time)
+        seconds = timed({}, [Monitor(), endpoint, *clients, timer], steps)
+        processor["clients" if asked else "nobody"] += timer.seconds[WARMUP:]
+        return seconds
+
+    processor: dict[str, list[float]] = {"clients": [], "nobody": []}
+    found = interleave({"nobody": lambda: run(False), "clients": lambda: run(True)}, rounds)
+    return found | {f"{n}, processor": statistics.fmean(s) for n, s in processor.items()}
+
+
+def report_hostile(rounds: int, steps: int, output: Path) -> None:
+    """What clients that mean no good cost."""
+    with WorkerPool(1, timeout=900) as pool:
+        [times] = pool.run(1, hostile_job, rounds, steps)
+    used = times["clients, processor"] / times["nobody, processor"]
+    row = {
+        "nobody asks (ms)": round(1e3 * times["nobody"], 2),
+        "hostile / nobody": round(times["clients"] / times["nobody"], 3),
+        "the same, processor time of all threads": round(used, 3),
+        "target": 1.01,
+    }
+    report("suite_hostile", "Step time under hostile clients", [row], output)
+
+
 def main() -> None:
     """Run and report."""
     made = parser(__doc__, steps=0)
     made.add_argument("--rounds", type=int, default=6, help="turns of every variant")
     made.add_argument("--hooks", action="store_true", help="time each callback by itself")
+    made.add_argument("--hostile", action="store_true", help="time clients that mean no good")
     options = made.parse_args()
     if options.hooks:
         report_hooks(options.steps or WARMUP + 2 * WINDOW, options.output)
         return
     options.steps = options.steps or 60
+    if options.hostile:
+        report_hostile(options.rounds, options.steps, options.output)
+        return
     rows = []
     with WorkerPool(2, timeout=900) as pool:
         for name, (ranks, layout) in LAYOUTS.items():

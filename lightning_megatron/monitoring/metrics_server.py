@@ -30,7 +30,7 @@ MAX_BODY = 8192
 MAX_CONNECTIONS = 8
 DEADLINE_S = 5.0
 """Seconds that a connection may last."""
-PER_SECOND = 4.0
+PER_SECOND = 2.0
 """Connections that are accepted in the long run, of which a scraper makes one in some seconds."""
 BURST = 20
 """Those that are accepted at once after a pause."""

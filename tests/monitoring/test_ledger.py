@@ -30,14 +30,35 @@ def ledger(*events: Any, rank: int = 0) -> Ledger:
     return found
 
 
+NOTHING = {
+    "ft/restarts_total": 0,
+    "ft/steps_lost_total": 0,
+    "ft/hangs_total": 0,
+    "ft/rollbacks_total": 0,
+}
+
+
+def test_a_hang_counts_once_whoever_tells_and_a_rollback_on_its_own_rank() -> None:
+    found = ledger(
+        event(100, "start"),
+        steps(110, 1, 4),
+        event(120, "hang", report="a.txt", rank=1),  # with two culprits
+        event(120, "hang", report="a.txt", rank=1),
+        event(130, "hang", report="b.txt"),
+        event(140, "rollback"),
+        event(140, "rollback", rank=1),
+    )
+    assert found.metrics(150)["ft/hangs_total"] == 2
+    assert found.metrics(150)["ft/rollbacks_total"] == 1
+
+
 def test_a_run_without_faults() -> None:
     found = ledger(event(100, "start"), steps(110, 1, 20), event(140, "end", status="completed"))
     assert found.productive_s == 20
     assert found.wall_s() == 40
     assert found.metrics() == {
         "ft/goodput": 0.5,
-        "ft/restarts_total": 0,
-        "ft/steps_lost_total": 0,
+        **NOTHING,
     }
     assert found.goodput(now=180) == 0.25
 
@@ -154,7 +175,7 @@ def test_a_process_that_trains_another_model_begins_another_run() -> None:
 
 def test_nothing_and_an_attempt_without_steps() -> None:
     assert Ledger().goodput() is None
-    assert Ledger().metrics() == {"ft/restarts_total": 0, "ft/steps_lost_total": 0}
+    assert Ledger().metrics() == NOTHING
     assert ledger(event(5, "start")).goodput() is None
     assert ledger(event(5, "start")).goodput(now=6) == 0.0
     # The first lines may be missing, as those of a directory that could not be written.
