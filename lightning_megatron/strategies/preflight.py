@@ -24,7 +24,7 @@ from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.init import uninitialisable
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.memory import MemoryConfig
-from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig
+from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
 from lightning_megatron.pipeline.schedule import (
     CUSTOM,
@@ -297,13 +297,12 @@ def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]
 
 
 def _compile_problems(options: LayoutOptions, compiled: str) -> list[str]:
-    """Whether blocks that are compiled would have to run their backward in two parts."""
-    if options.pp == 1 or options.schedule != AUTO:
+    """Whether what is compiled as one would have to be timed in parts."""
+    if compiled != "model" or options.pp == 1 or options.pipeline.partition != MEASURED:
         return []
     return [
-        f"memory.compile={compiled!r}, schedule={options.schedule!r}: the steps that it measures "
-        "are those in which the network is compiled; nearest valid: schedule='1f1b', or "
-        "compile='none'"
+        "memory.compile='model', partition='measured': it is items that are timed, and a stage "
+        "that is one graph has none; nearest valid: compile='block', or partition='parameters'"
     ]
 
 

@@ -179,9 +179,13 @@ CASES = {
         layout={"memory": MemoryConfig(recompute="ful")},  # type: ignore[arg-type]
         says=("memory.recompute='ful'", "none, full, selective, adaptive", "'full'"),
     ),
-    "compile and choose by measurement": Case(
-        layout={"pp": 2, "schedule": "auto", "memory": MemoryConfig(compile="block")},
-        says=("memory.compile='block', schedule='auto'", "measures", "'1f1b'"),
+    "compile stages and time their items": Case(
+        layout={
+            "pp": 2,
+            "pipeline": PipelineConfig(partition="measured"),
+            "memory": MemoryConfig(compile="model"),
+        },
+        says=("compile='model', partition='measured'", "compile='block'"),
     ),
     "compile and recompute selectively": Case(
         layout={"memory": MemoryConfig(compile="block", recompute="selective")},
