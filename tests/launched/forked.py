@@ -226,6 +226,26 @@ def killed_without_progress(folder: Path) -> Scenario:
     return look(folder, launch)
 
 
+def ended(fault: str) -> Callable[[Path], Scenario]:
+    """A rank ends in a way of its own, and that is all."""
+
+    def scenario(folder: Path) -> Scenario:
+        launch = start(folder, {**NOISY, "chaos": fault}, *STANDALONE)
+        yield launch
+        return look(folder, launch)
+
+    return scenario
+
+
+ENDS = {
+    "exception:rank=1,step=2,section=backward": "failed with InjectedFaultError: injected by",
+    "segfault:rank=0,step=2,section=forward": "was killed by SIGSEGV",
+    "abort:rank=1,step=2,section=optimizer": "was killed by SIGABRT",
+    "exit:rank=0,step=2,section=data,amount=7": "ended with exit code 7",
+}
+"""Faults, and what the report says of them."""
+
+
 def shrunk(folder: Path) -> Scenario:
     """Two nodes, one of which goes down in the sixth step."""
     port = free_port()
@@ -272,6 +292,7 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "killed, static": killed(static),
     "killed, c10d": killed(c10d),
     "killed without progress": killed_without_progress,
+    **{fault: ended(fault) for fault in ENDS},
 }
 """By name, the longest first."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launched.forked import Left
+from tests.launched.forked import ENDS, Left
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -76,6 +76,21 @@ def test_a_kill(launched: dict[str, Left], rendezvous: str) -> None:
     by_attempt = [[s for a, s, *_ in left.curves[0] if a == attempt] for attempt in (0, 1)]
     assert by_attempt == [[1, 2, 3, 4, 5], [5, 6, 7, 8]]
     assert "=== root cause: rank 1 (" in left.texts[0]
+
+
+@pytest.mark.parametrize("fault", ENDS)
+@scenarios
+def test_the_rank_that_ended_is_named_before_all_others(
+    launched: dict[str, Left], fault: str
+) -> None:
+    [launch], [text] = launched[fault].launches, launched[fault].texts
+    assert launch.code == 1
+    assert not launch.left_over
+    causes = re.findall(r"=== root cause: rank (\d) \(\S+ process \d+\) (.*) ===", text)
+    [(rank, how)] = causes
+    assert f"rank={rank}," in fault
+    assert how.startswith(ENDS[fault])
+    assert "finished" not in text
 
 
 @scenarios

@@ -2,7 +2,7 @@
 
 Keys of the JSON: ``layout`` and ``world``; ``steps``; ``seed``; ``noisy`` for a module and samples
 that all random generators touch, with ``workers``; ``policy``, options of `RestartPolicy`;
-``preemption``.
+``preemption``; ``chaos``, faults of `ChaosMonkey`.
 
 ``kills``: a rank and a step for each start by torchrun in turn (step -1: while it loads), where the
 rank kills itself. ``falls``: such starts in which rank 1 dies before it has met the others.
@@ -24,7 +24,13 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron import ConnectionConfig, MegatronStrategy, Preemption, RestartPolicy
+from lightning_megatron import (
+    ChaosMonkey,
+    ConnectionConfig,
+    MegatronStrategy,
+    Preemption,
+    RestartPolicy,
+)
 from tests.resilience.sockets import listening_addresses
 from tests.strategies.resuming import Augmented, Noisy
 from tests.strategies.small import GLOBAL_BATCH, Small, dp_of, samples
@@ -132,6 +138,8 @@ def callbacks_for(options: dict[str, Any]) -> list[pl.Callback]:
             dirpath="checkpoints", filename="{step}", every_n_train_steps=2, save_top_k=-1
         ),
     ]
+    if "chaos" in options:
+        callbacks.append(ChaosMonkey(options["chaos"]))
     if options.get("preemption"):
         callbacks.append(Preemption())
     if "strike" in options:
