@@ -52,12 +52,9 @@ if TYPE_CHECKING:
     from lightning_megatron.parallel.memory import MemoryConfig
     from lightning_megatron.parallel.plan import PipelineConfig
     from lightning_megatron.pipeline.sequential import PipelineSequential
+    from lightning_megatron.precision.bf16 import Bf16MixedPrecision, Bf16TruePrecision
     from lightning_megatron.precision.fp8 import Fp8Precision
-    from lightning_megatron.precision.plugin import (
-        Bf16MixedPrecision,
-        Bf16TruePrecision,
-        Fp16Precision,
-    )
+    from lightning_megatron.precision.fp16 import Fp16Precision
     from lightning_megatron.resilience.responses import RollbackConfig
     from lightning_megatron.resilience.spikes import SpikeConfig
     from lightning_megatron.strategies.connection import ConnectionConfig
@@ -67,8 +64,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Alerts": "callbacks.alerts",
-    "Bf16MixedPrecision": "precision.plugin",
-    "Bf16TruePrecision": "precision.plugin",
+    "Bf16MixedPrecision": "precision.bf16",
+    "Bf16TruePrecision": "precision.bf16",
     "ChaosMonkey": "callbacks.chaos",
     "CheckpointConfig": "checkpoint.config",
     "CheckpointMonitor": "callbacks.checkpoints",
@@ -78,7 +75,7 @@ _HOMES = {
     "ConsoleLine": "callbacks.console",
     "EventLogWriter": "callbacks.event_log",
     "FaultTolerance": "callbacks.fault_tolerance",
-    "Fp16Precision": "precision.plugin",
+    "Fp16Precision": "precision.fp16",
     "Fp8Precision": "precision.fp8",
     "GradientMonitor": "callbacks.gradients",
     "GradientNoiseScale": "callbacks.noise_scale",

@@ -29,6 +29,7 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.layers.products import Products
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.precision.bf16 import MixedShardedPrecision
 from lightning_megatron.precision.fp8_blocks import BlockProducts, lack_of_kernels
 from lightning_megatron.precision.fp8_gather import Fp8Extension, WeightScales
 from lightning_megatron.precision.fp8_products import (
@@ -41,7 +42,6 @@ from lightning_megatron.precision.fp8_te import TE_ALIGNMENT, TeProducts
 from lightning_megatron.precision.fp8_te import missing as te_missing
 from lightning_megatron.precision.fp8_torchao import TorchaoProducts
 from lightning_megatron.precision.fp8_torchao import missing as torchao_missing
-from lightning_megatron.precision.plugin import MixedShardedPrecision
 from lightning_megatron.precision.recipe import (
     ALIGNMENT,
     BACKEND_RECIPES,

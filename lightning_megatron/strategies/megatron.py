@@ -42,7 +42,7 @@ from lightning_megatron.parallel.memory import MemoryConfig, blocks_to_recompute
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
-from lightning_megatron.precision.plugin import ShardedPrecision, sharded_precision
+from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.strategies.auto_schedule import AUTO, AutoSchedule
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
@@ -270,8 +270,7 @@ class MegatronStrategy(
 
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
-        module, precision = self._module(), self.precision_plugin
-        assert isinstance(precision, ShardedPrecision)
+        module, precision = self._module(), self._precision()
         self._parallel = module.__dict__[_PARALLEL] = parallel
         precision.use(parallel.gradients)
         precision.prepare(parallel)
@@ -302,8 +301,7 @@ class MegatronStrategy(
             transform_blocks(module, forgetful, self.memory, self.root_device, tp)
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
-        precision = self.precision_plugin
-        assert isinstance(precision, ShardedPrecision)
+        precision = self._precision()
         if self._layer_sync is not None:
             synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.state import local_tensor
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.precision.plugin import ShardedPrecision
+from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.strategies.held_schedules import counts_steps
 from lightning_megatron.strategies.random_state import Moment, RandomState
 

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
-from lightning_megatron.precision.plugin import ShardedPrecision
+from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.held_schedules import HeldSchedules

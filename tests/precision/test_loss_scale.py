@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_megatron import ConfigError, MegatronStrategy
 from lightning_megatron.parallel.gradients import local
+from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.precision.loss_scale import LossScale
-from lightning_megatron.precision.plugin import Fp16Precision, sharded_precision
+from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, Recorder, merge_stages, quiet_trainer, whole_parameters
 from tests.parity.reference import Data

@@ -13,7 +13,7 @@ from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.memory import MemoryConfig
-from lightning_megatron.precision.plugin import Fp16Precision
+from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.precision.recipe import RECIPES
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, Recorder, quiet_trainer, whole_parameters

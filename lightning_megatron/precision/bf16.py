@@ -1,0 +1,138 @@
+"""bfloat16: parameters that are narrow themselves, or narrow copies of float32 parameters.
+
+bfloat16 has the range of float32 and 8 significant bits. ``bf16-true`` keeps parameters and
+optimizer state in it, half the memory, where an update below 1/512 of a weight is lost to rounding
+(unless it is rounded at random, `precision.stochastic`). ``bf16-mixed`` keeps float32 and gathers
+and multiplies narrow copies. Both reduce gradients in float32 unless told otherwise.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron._torch import shard_of
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.local_step import steps_on_shards
+from lightning_megatron.optim.pieces import KnowsPieces
+from lightning_megatron.parallel.data import ComputeTypes
+from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.precision.sharded import ShardedPrecision
+from lightning_megatron.precision.stochastic import widened
+from lightning_megatron.topology.rng import derive_seed
+
+
+class HalfShardedPrecision(ShardedPrecision, HalfPrecision):
+    """``bf16-true``."""
+
+    @property
+    @override
+    def types(self) -> ComputeTypes:
+        return ComputeTypes(reduction=torch.float32)
+
+
+class Bf16TruePrecision(HalfShardedPrecision):
+    """``bf16-true`` with options: ``Trainer(plugins=Bf16TruePrecision(stochastic_rounding=True))``.
+
+    Args:
+        stochastic_rounding: whether updates are rounded to weights at random, true on average, so
+            that small ones count (`precision.stochastic`).
+    """
+
+    def __init__(self, stochastic_rounding: bool = False) -> None:
+        super().__init__("bf16-true")
+        self._stochastic, self._steps = stochastic_rounding, 0
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        if self._stochastic and (
+            not steps_on_shards(optimizer) or isinstance(optimizer, KnowsPieces)
+        ):
+            raise ConfigError(
+                f"stochastic_rounding=True, optimizer={type(optimizer).__name__}: the step runs on "
+                "float32 copies of shards, which only optimizers that are element-wise can take; "
+                "nearest valid: AdamW, or stochastic_rounding=False"
+            )
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        self._steps += 1
+        return result
+
+    @override
+    def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        if not self._stochastic:
+            return nullcontext()
+        gradients = self._gradients()
+        places = {
+            shard_of(p) if isinstance(p := role.parameter, DTensor) else p: gradients.place(role)
+            for role in gradients.roles
+        }
+
+        def generator_of(tensor: Tensor) -> torch.Generator | None:
+            place = places.get(tensor)
+            if place is None:  # no parameter of the module
+                return None
+            generator = torch.Generator(tensor.device)
+            return generator.manual_seed(derive_seed(gradients.seed, "round", self._steps, *place))
+
+        return widened(optimizer, generator_of)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Steps taken, from which the random bits follow."""
+        return {**super().state_dict(), "steps": self._steps}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        super().load_state_dict(state_dict)
+        self._steps = int(state_dict["steps"])
+
+
+class MixedShardedPrecision(ShardedPrecision, MixedPrecision):  # type: ignore[misc]
+    """``bf16-mixed``."""
+
+    _reduction = torch.float32
+
+    @property
+    @override
+    def types(self) -> ComputeTypes:
+        return ComputeTypes(parameters=torch.bfloat16, reduction=self._reduction)
+
+
+class Bf16MixedPrecision(MixedShardedPrecision):
+    """``bf16-mixed`` with options: ``Trainer(plugins=Bf16MixedPrecision(reduce_dtype="bf16"))``.
+
+    Args:
+        reduce_dtype: format in which gradients are added up over microbatches of a step below
+            ``zero=2``, and reduced: ``"fp32"``, or ``"bf16"`` for half the bytes on the wire.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+
+    def __init__(self, reduce_dtype: Literal["fp32", "bf16"] = "fp32") -> None:
+        if reduce_dtype not in ("fp32", "bf16"):
+            raise ConfigError(
+                f"reduce_dtype={reduce_dtype!r}: must be 'fp32' or 'bf16'; nearest valid: "
+                "reduce_dtype='fp32'"
+            )
+        super().__init__("bf16-mixed", "cpu")
+        self._reduction = torch.float32 if reduce_dtype == "fp32" else torch.bfloat16
+
+    @override
+    def use(self, gradients: GradientSet) -> None:
+        super().use(gradients)
+        self.device = gradients.device.type

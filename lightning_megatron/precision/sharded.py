@@ -1,0 +1,172 @@
+"""What the precision plugins share: clipping, steps on local shards, steps left out.
+
+Lightning's plugins know one device: they clip by the norm of what is on it, and hand the optimizer
+the parameters as they are. Here gradients are clipped by the norm over all shards, each element
+counted once, and optimizers step on plain local tensors (`optim.local_step`).
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron._torch import gather_through, gathers_through
+from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
+from lightning_megatron.optim.local_step import LocalStep, steps_on_shards
+from lightning_megatron.optim.whole_step import WholeStep, steps_on_whole
+from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.parallel.data import ComputeTypes
+from lightning_megatron.parallel.gradients import GradientSet
+
+
+class _LeftOut(Exception):
+    """Leaves the step of an optimizer that runs the closure itself."""
+
+
+class ShardedPrecision(Precision):
+    """Clips the gradients of a whole layout; mixed into each plugin below.
+
+    Attributes:
+        gradients: set by the strategy once the module is on its layout.
+        skipped: whether the latest optimizer step was left out.
+        overflowed: whether the gradients of the step about to be taken are not finite because of
+            the loss scale; such a step is left out in any case, and no fault.
+        left_out: steps so far that a callback asked to leave out.
+    """
+
+    skipped = False
+    overflowed = False
+    left_out = 0
+    _skip = False
+    gradients: GradientSet | None = None
+    _local_steps: dict[Optimizer, LocalStep | WholeStep] | None = None
+
+    @property
+    def types(self) -> ComputeTypes:
+        """Number formats for ZeRO."""
+        return ComputeTypes()
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, then step on local shards where the optimizer allows it."""
+        pieces = self._gradients().pieces
+        self.skipped = False
+        if not steps_on_shards(optimizer) and not steps_on_whole(optimizer, pieces):
+            # All is here; this one may call the closure as often as it wants.
+            try:
+                return super().optimizer_step(optimizer, model, closure, **kwargs)
+            except _LeftOut:
+                return None
+        result = closure()
+        self._after_closure(model, optimizer)
+        self.step(optimizer, **kwargs)
+        return result
+
+    @override
+    def _wrap_closure(
+        self, model: LightningModule, optimizer: Any, closure: Callable[[], Any]
+    ) -> Any:
+        result = super()._wrap_closure(model, optimizer, closure)
+        if self._leave_out():  # before the optimizer has changed anything
+            raise _LeftOut
+        return result
+
+    def skip_step(self) -> None:
+        """Leave the step out that is about to be taken; on all ranks or on none."""
+        self._skip = True
+
+    @property
+    def will_skip(self) -> bool:
+        """Whether the step that is about to be taken will be left out."""
+        return self._skip or self.overflowed
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out so far, for whatever reason."""
+        return self.left_out
+
+    def forget_batch(self) -> None:
+        """Undo what the forward and backward since the last step left behind in the plugin."""
+
+    def _leave_out(self) -> bool:
+        """Whether `skip_step` was called for this step; the next one is another matter."""
+        asked, self._skip = self._skip, False
+        if asked:
+            self.skipped = True
+            self.left_out += 1
+        return asked
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The count of steps left out."""
+        return {"left_out": self.left_out} if self.left_out else {}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.left_out = int(state_dict.get("left_out", 0))
+
+    def prepare(self, parallel: ParallelModule) -> None:
+        """Fit the layers of a module that was put on its layout; called before it runs."""
+        for layer in parallel.module.modules():
+            if getattr(layer, PRODUCTS, None) is not None:  # of an earlier Trainer's plugin
+                multiply_with(layer, None)
+        for parameter in parallel.module.parameters():
+            if gathers_through(parameter):
+                gather_through(parallel.data.units, cast(DTensor, parameter), None)
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        """Step on this rank's part of the parameters, with the gradients that are there."""
+        if self._leave_out():
+            return
+        if self._local_steps is None:
+            self._local_steps = {}
+        pieces = self._gradients().pieces
+        if optimizer not in self._local_steps:
+            if steps_on_shards(optimizer):
+                self._local_steps[optimizer] = LocalStep(optimizer, pieces)
+            elif steps_on_whole(optimizer, pieces):
+                self._local_steps[optimizer] = WholeStep(optimizer, pieces)
+        lender = self._local_steps.get(optimizer)
+        with lender.lent() if lender is not None else nullcontext(), self._around(optimizer):
+            optimizer.step(**kwargs)
+
+    def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """What surrounds a step of an optimizer that has been lent its tensors."""
+        del optimizer
+        return nullcontext()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """What to differentiate in place of ``loss``; the step takes the factor out again."""
+        return loss
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clip by the global norm over all shards, each parameter counted once."""
+        self._gradients().clip_norm(float(clip_val))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clamp the elements of the local shards."""
+        self._gradients().clip_value(float(clip_val))
+
+    def use(self, gradients: GradientSet) -> None:
+        """Clip these gradients from now on; what was prepared for earlier ones is forgotten."""
+        self.gradients, self._local_steps = gradients, None
+
+    def _gradients(self) -> GradientSet:
+        if self.gradients is None:
+            raise RuntimeError("gradients can be clipped once the strategy has set up the module")
+        return self.gradients
