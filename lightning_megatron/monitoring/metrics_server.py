@@ -32,7 +32,7 @@ DEADLINE_S = 5.0
 """Seconds that a connection may last."""
 PER_SECOND = 2.0
 """Connections that are accepted in the long run, of which a scraper makes one in some seconds."""
-BURST = 20
+BURST = 10
 """Those that are accepted at once after a pause."""
 _DRAINED = 4 * 2**20
 """Bytes of a refused body that are thrown away, so that the client gets to read the answer."""
