@@ -213,6 +213,7 @@ CASES = {
     ),
     "groups of parts of items": Case(
         layout={"memory": MemoryConfig(recompute="full", group=2, blocks=["*.mlp"])},
+        module=language_model,
         says=("memory.group=2", "items of a PipelineSequential", "group=1"),
     ),
     "compile by an unknown backend": Case(
