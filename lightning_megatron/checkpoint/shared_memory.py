@@ -9,6 +9,7 @@ For copies from a GPU the memory is page-locked (``cudaHostRegister``): without 
 would stop the host.
 """
 
+import contextlib
 import logging
 import math
 import mmap
@@ -38,6 +39,7 @@ class SharedMemory:
         self._buffers: dict[str, Tensor] = {}
         self._address = 0
         self._is_pinned = False
+        self._may_pin = True
 
     @property
     def descriptor(self) -> int:
@@ -68,7 +70,7 @@ class SharedMemory:
                 self._grow(size)
             self._buffers = {name: self._buffer(place) for name, place in places.items()}
             self._places = places
-        if on_device and not self._is_pinned:
+        if on_device and self._may_pin and not self._is_pinned:
             self._pin()
         return self._buffers
 
@@ -108,10 +110,13 @@ class SharedMemory:
         return data.view(dtype).reshape(shape)
 
     def _pin(self) -> None:
-        self._is_pinned = True  # not tried again: it would fail again
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         error = int(runtime.cudaHostRegister(self._address, self.size, 0))
+        self._is_pinned = self._may_pin = not error  # not tried again: it would fail again
         if error:
+            # CUDA also tells the next kernel of it, which shall not be one of training's.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda")
             logger.warning(
                 "the memory for checkpoints cannot be pinned (CUDA error %d): copying to it will "
                 "take longer; CheckpointConfig(process='thread') has pinned memory of its own",

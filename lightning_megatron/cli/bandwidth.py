@@ -26,6 +26,8 @@ def main(backend: str, rank: int, processes: int, folder: str) -> None:
     env.use_interface(loopback(), explicit=True)
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # barriers have no tensor that says which
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/store",

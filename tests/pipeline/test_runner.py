@@ -97,6 +97,13 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return found  # type: ignore[return-value]
 
 
+class TheirStage(PipelineStage):
+    """Sends nothing before it begins: in torch 2.11 to itself, too, which gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []
+
+
 def reference(microbatches: int, schedule: str, stages: int) -> dict[str, Tensor]:
     """Gradients by name that torch's own pipeline finds on this rank."""
     items, rank = layers(stages), dist.get_rank()
@@ -106,7 +113,7 @@ def reference(microbatches: int, schedule: str, stages: int) -> dict[str, Tensor
         s for s, owner in enumerate(make_schedule(schedule, ranks, 1).stage_ranks) if owner == rank
     ]
     parts = [
-        PipelineStage(nn.Sequential(*items[2 * s : 2 * s + 2]), s, stages, torch.device("cpu"))
+        TheirStage(nn.Sequential(*items[2 * s : 2 * s + 2]), s, stages, torch.device("cpu"))
         for s in owned
     ]
     run = kind(parts if stages > ranks else parts[0], microbatches, loss_fn=F.mse_loss)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_megatron import ShardingConfig
 from lightning_megatron.testing import WorkerPool
@@ -39,8 +40,18 @@ def gloo_threads() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
+# torch 2.11 never frees the arguments with which it first met a detached DTensor, nor the mesh in
+# them (`DTensor.detach` alone shows it); 2.13 does.
+SHARDED_FOR_EVER = pytest.mark.xfail(
+    torch.__version__.startswith("2.11."), reason="torch 2.11 keeps the meshes of sharded tensors"
+)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=SHARDED_FOR_EVER if "zero 0" not in n else ()) for n in LAYOUTS],
+)
 def test_no_process_group_outlives_a_run(pool: WorkerPool, layout: str) -> None:
     """Each would keep two threads that wake a hundred times a second, in every worker."""
     world, options = LAYOUTS[layout]
