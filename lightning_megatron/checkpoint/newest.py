@@ -5,6 +5,7 @@ have spoiled it. So the candidates are opened from the newest on, which verifies
 damaged is renamed ``<name>.corrupt`` (never deleted), which takes it out of every later search, and
 the one before it is tried. All ranks do this together and agree. What cannot be *read*, for want of
 permission or by a failing disk, is no damage: going back would throw work away, so it is an error.
+So is a file in the place of a directory.
 """
 
 import logging
@@ -121,6 +122,12 @@ def _put_aside(path: AnyPath, error: DamagedCheckpointError, peers: Peers) -> st
 
 def _search(places: Places, with_optimizers: bool) -> tuple[list[AnyPath], list[AnyPath]]:
     """Return the candidates, and what earlier searches have renamed."""
+    for place in (*places.trees, *places.folders):
+        if isinstance(place, Path) and place.exists() and not place.is_dir():
+            raise CheckpointError(
+                f"{place} is no directory, as where checkpoints are looked for should be: bring "
+                "back what was there, or move it away to start from the beginning"
+            )
     found = candidates(places)
     weights = [path for path in found if with_optimizers and _has_weights_alone(path)]
     if weights:

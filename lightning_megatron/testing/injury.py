@@ -198,7 +198,8 @@ def make_readonly(folders: Iterable[str | os.PathLike[str]], seconds: float) -> 
 
     They lose their write permission. That does not bind root (nor anybody with
     ``CAP_DAC_OVERRIDE``): for it a directory gives way to a file, so that what is in it cannot be
-    read meanwhile either. A process of its own puts things right, even if this one is killed.
+    read meanwhile either, and a run that looks for its checkpoints there ends with an error. A
+    process of its own puts things right, even if this one is killed.
 
     Args:
         folders: of checkpoints; those that do not exist are left out.

@@ -57,6 +57,13 @@ def test_auto_starts_fresh_then_goes_on_from_the_newest(
     ]
 
 
+def test_what_is_no_directory_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    """A run would begin anew, though it has checkpoints somewhere."""
+    (tmp_path / "runs").touch()
+    with pytest.raises(CheckpointError, match="runs is no directory"):
+        fit(tmp_path / "runs", 1, default_root_dir=tmp_path)
+
+
 @pytest.mark.parametrize("ckpt_path", ["auto", "last"])
 def test_damaged_ones_are_passed_over(
     tmp_path: Path, ckpt_path: str, caplog: pytest.LogCaptureFixture
