@@ -7,8 +7,8 @@ when the weights are still good. All ranks see the same numbers and decide alike
 
 * the loss of every rank, which travels with what the ranks exchange in every batch anyway, so that
   a fault is known with the ranks that it came from;
-* the norm of the gradients, which is not finite if any gradient is not. Where the Trainer clips, it
-  is computed for that anyway; else each rank's part of it travels with the losses;
+* the gradients: their sum on each rank, which is not finite if any of them is not, travels with the
+  losses. Where the Trainer clips by their norm, that is computed anyway and tells the same;
 * for spikes, the mean loss beside the losses of the last steps (`resilience.spikes`).
 
 What may follow:
@@ -46,7 +46,6 @@ from lightning_megatron.callbacks.group import members_of
 from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.callbacks.window import LoggingSteps
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.parallel.gradients import local
 from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.bad_numbers import (
     BadNumber,
@@ -119,8 +118,8 @@ class NumberGuard(pl.Callback):
         self.faults: list[BadNumber] = []
         self._trainer: pl.Trainer | None = None
         self._slot: Any = None
-        self._squares: Any = None
-        self._norm: float | None = None
+        self._sums: Any = None
+        self._finite = False
         self._loss = torch.zeros(())
         self._to_pass_over = 0
         self._logging, self._logged = LoggingSteps(), (-1, -1)
@@ -142,11 +141,10 @@ class NumberGuard(pl.Callback):
         )
         self._trainer = trainer
         self._slot = strategy.agreement.register("loss", default=math.nan)
-        # Who clips needs the norm, and what NumberGuard does must not change its last bit.
         clips = trainer.gradient_clip_val or any(one.clips for one in monitors)
         single = automatic and trainer.accumulate_grad_batches == 1
         together = single and not clips and not self._scales_loss()
-        self._squares = strategy.agreement.register("squares") if together else None
+        self._sums = strategy.agreement.register("gradients") if together else None
         strategy.agreement.on_settled(self._settled)
         strategy.judge = self._judge
         # Under manual optimization a batch has no beginning to return to.
@@ -187,13 +185,13 @@ class NumberGuard(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Only now: to wait for the loss before the backward is enqueued would leave a GPU idle.
         # Lightning has divided it for accumulation.
-        if self._squares is None:
+        if self._sums is None:
             self._slot.put(float(self._loss) * trainer.accumulate_grad_batches)
             return
-        squares = self._strategy.parallel_gradients.own_squares()
-        loss, own = torch.stack([self._loss.to(squares), squares]).tolist()
+        own = self._strategy.parallel_gradients.finiteness()
+        loss, total = torch.stack([self._loss.to(own), own]).tolist()
         self._slot.put(loss)
-        self._squares.put(own)
+        self._sums.put(total)
 
     def _settled(self) -> None:
         """The losses of a batch are known."""
@@ -203,8 +201,8 @@ class NumberGuard(pl.Callback):
         if trainer.lightning_module.automatic_optimization:
             self._window.batches.append(trainer.fit_loop.epoch_loop.batch_idx)
             self._window.losses.append(self._slot.values)
-            if self._squares is not None:
-                self._norm = sum(self._squares.values) ** 0.5
+            if self._sums is not None:
+                self._finite = all(map(math.isfinite, self._sums.values))
 
     # What is decided -----------------------------------------------------------------------------
 
@@ -212,7 +210,7 @@ class NumberGuard(pl.Callback):
         """Whether to make the update; called on every rank when the gradients are there."""
         fault = self._examine()
         go_on = fault is None or self._meet(fault)
-        self._window, self._norm = Window(), None
+        self._window, self._finite = Window(), False
         if go_on:
             self._in_a_row = 0
         return go_on
@@ -237,12 +235,13 @@ class NumberGuard(pl.Callback):
         return None if limit is None else spike(window, mean, limit)
 
     def _bad_gradients(self) -> BadNumber | None:
+        if self._finite:
+            return None
         gradients = self._strategy.parallel_gradients
-        norm = float(gradients.norm()) if self._norm is None else self._norm
+        norm = float(gradients.norm())
         if math.isfinite(norm):
             return None
-        roles = [role for role in gradients.roles if role.parameter.grad is not None]
-        return bad_gradients(norm, [(role.name, local(role.parameter.grad)) for role in roles])
+        return bad_gradients(norm, gradients.by_name())
 
     def _meet(self, fault: BadNumber) -> bool:
         """Do what is to follow; whether the update is made after all."""
@@ -284,7 +283,7 @@ class NumberGuard(pl.Callback):
     def _run_again(self) -> BadNumber | None:
         strategy, batches = self._strategy, self._window.batches
         strategy.run_again()
-        self._norm = None
+        self._finite = False
         [losses] = strategy.agreement.exchange([float(self._loss)])
         self._window = Window(batches, [losses])
         return self._examine()
@@ -384,13 +383,8 @@ class NumberGuard(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         ahead = 0 if trainer is None else getattr(trainer.strategy, "passed_over", 0)
-        return {
-            "to_pass_over": ahead,
-            "skipped": self.skipped,
-            "rollbacks": self.rollbacks,
-            "in_a_row": self._in_a_row,
-            "history": self._history.state_dict(),
-        }
+        counts = {"skipped": self.skipped, "rollbacks": self.rollbacks, "in_a_row": self._in_a_row}
+        return {**counts, "to_pass_over": ahead, "history": self._history.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

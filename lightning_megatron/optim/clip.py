@@ -37,33 +37,42 @@ def global_norm(
     Returns:
         A scalar, equal on all ranks; float64 when all gradients are, else float32.
     """
-    total = sum_of_squares(counted, device, copies)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total.sqrt().to(_precision(counted))
-
-
-def sum_of_squares(
-    counted: Sequence[Tensor], device: torch.device, copies: Sequence[Tensor] = ()
-) -> Tensor:
-    """What this rank adds to the square of `global_norm`; see there.
-
-    Returns:
-        A scalar in float64; no number where a copy is not finite.
-    """
-    dtype = _precision(counted)
+    wide = bool(counted) and all(g.dtype == torch.float64 for g in counted)
+    dtype = torch.float64 if wide or not counted else torch.float32
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradients, weight in ((counted, 1.0), (copies, 0.0)):
         norms = foreach_norm([g for g in gradients if g.numel()], dtype)
         if norms:
             squares = torch.stack([n.to(device, torch.float64) for n in norms]).square()
             total += weight * squares.sum()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return total.sqrt().to(dtype)
+
+
+def finiteness(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A number that is finite only where all ``gradients`` are, at less than half a norm's price.
+
+    It may be infinite for gradients that are finite and huge.
+
+    Args:
+        gradients: of this rank; any may be empty.
+        device: where it is made; gradients may lie elsewhere.
+
+    Returns:
+        A scalar in float64.
+    """
+    full = [g for g in gradients if g.numel()]
+    # A host adds faster than it squares; elsewhere the norms of many take one kernel.
+    host = [g for g in full if g.device.type == "cpu"]
+    parts = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in host]
+    parts += foreach_norm([g for g in full if g.device.type != "cpu"], torch.float32)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for dtype in (torch.float32, torch.float64):
+        alike = [part.to(device) for part in parts if part.dtype == dtype]
+        if alike:
+            total += torch.stack(alike).sum()
     return total
-
-
-def _precision(counted: Sequence[Tensor]) -> torch.dtype:
-    wide = all(g.dtype == torch.float64 for g in counted)
-    return torch.float64 if wide else torch.float32
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -35,9 +35,9 @@ from lightning_megatron.optim.clip import (
     EPSILON,
     clip_coefficient,
     clip_value_,
+    finiteness,
     global_norm,
     scale_,
-    sum_of_squares,
 )
 from lightning_megatron.optim.clip_rules import UnitClip
 from lightning_megatron.optim.pieces import Cut, Piece, Sum, sum_over_cuts
@@ -172,9 +172,15 @@ class GradientSet:
         self._known = stamp, self.last_norm
         return self.last_norm
 
-    def own_squares(self) -> Tensor:
-        """What this rank adds to the square of `norm`, for those who bring the ranks together."""
-        return sum_of_squares(self.counted(), self._topology.device, self._copies())
+    def by_name(self) -> list[tuple[str, Tensor]]:
+        """The local gradients there are, with the names of their parameters."""
+        found = ((role.name, role.parameter.grad) for role in self.roles)
+        return [(name, local(gradient)) for name, gradient in found if gradient is not None]
+
+    def finiteness(self) -> Tensor:
+        """A number of this rank's that is finite only where all its gradients are; see there."""
+        own = [local(p.grad) for p in self.parameters if p.grad is not None]
+        return finiteness(own, self._topology.device)
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to global sums: over all ranks, each element once."""
