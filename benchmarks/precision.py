@@ -13,9 +13,6 @@ bfloat16 (`DISTURBED`). With the recipe's learning rate of 3e-3, where the loss 
 higher, such a run was off by 0.9 % after 200 steps of 16 x 128 bytes and by 1.8 % in between (one
 seed): too much to see what FP8 costs. Here single runs scatter by half a percent.
 
-The kept runs are from before products on CPUs were kept from autocast, which rounded the result of
-tensorwise, rowwise and delayed products to bfloat16 once more.
-
 Gradients are those of the first step, of the weights that FP8 products touch: the norm of the
 difference to float32's gradient over the norm of that, for the median and the worst weight.
 

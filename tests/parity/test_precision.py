@@ -7,10 +7,12 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.strategies.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity import reference
@@ -164,3 +166,59 @@ def test_low_precision_is_low(alone: dict[str, Outcome]) -> None:
     for precision in ("bf16-mixed", "bf16-true"):
         difference = (torch.tensor(alone[precision].losses) - full).abs() / full
         assert 1e-5 < difference.max() < 2e-2, precision
+
+
+class Checked(Deferred):
+    """Looks at its weights whenever a hook may, and validates on the first training batch."""
+
+    def __init__(self, batches: Any) -> None:
+        super().__init__(batches, tied=True)
+        self.checked: list[float] = []
+        self.formats: set[torch.dtype] = set()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.batches[:1], batch_size=None)  # type: ignore[arg-type]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("checked", self.loss(self.model(batch[0]), batch[1]))
+
+    def on_validation_end(self) -> None:
+        self.checked.append(float(self.trainer.callback_metrics["checked"]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        tied = ("tokens.weight", "head.weight")
+        self.formats |= {p.dtype for name, p in self.named_parameters() if name.endswith(tied)}
+
+    on_after_backward = on_train_batch_start = on_train_batch_end
+
+
+def checked_job(options: dict[str, Any], recompute: Any) -> tuple[list[float], Outcome]:
+    L.seed_everything(3, verbose=False)
+    recorder = Recorder(2)
+    trainer = quiet_trainer(
+        MegatronStrategy(**options, num_microbatches=2, memory=MemoryConfig(recompute=recompute)),
+        precision="bf16-mixed",
+        callbacks=[recorder],
+        gradient_clip_val=reference.CLIP,
+        accumulate_grad_batches=2,
+        val_check_interval=2,
+        num_sanity_val_steps=1,
+    )
+    module = Checked(Data(steps=4).batches())
+    trainer.fit(module)
+    # Of what ZeRO holds, too, copies are there between batches that are added up.
+    assert not options or module.formats <= {torch.float32}
+    return module.checked, Outcome([float(x) for x in recorder.losses], recorder.norms)
+
+
+def test_a_shared_weight_between_batches(pool: WorkerPool) -> None:
+    """Its narrow copy follows every update, in validation too, and is gone between the batches."""
+    checked, alone = pool.run(1, checked_job, {}, "none")[0]
+    assert len(checked) == 3
+    assert checked[2] < checked[1] < checked[0]
+    for found, outcome in pool.run(2, checked_job, {"pp": 2, "schedule": "zbv"}, "full"):
+        assert found[0] == checked[0]  # before anything was summed in another order
+        assert outcome.losses[:2] == alone.losses[:2]
+        close("validation", found, checked, TOLERANCES["bf16-mixed"][0])
+        close("loss", outcome.losses, alone.losses, TOLERANCES["bf16-mixed"][0])
+        close("norm", outcome.norms, alone.norms, TOLERANCES["bf16-mixed"][1])
