@@ -45,6 +45,8 @@ from lightning_megatron.resilience.verdict import Suspicion, View, confirm, susp
 CONFIG = "monitor.json"
 _ANSWER_S = 1.0
 """How long a rank may take to show its stacks and collectives."""
+_TRIES = 4
+"""How often ranks that seem able to answer are asked, before a verdict is given without them."""
 _SIGNAL_S = 0.3
 """How long a signal may take to make it show its stacks."""
 _EXIT_GRACE_S = 2.0
@@ -97,6 +99,8 @@ class _Evidence:
     groups: dict[str, list[int]]
     texts: dict[int, str]
     frames: dict[int, list[Frame]]
+    mute: int = 0
+    """How many ranks gave no answer in time."""
 
     @property
     def missing(self) -> Missing | None:
@@ -119,6 +123,7 @@ class NodeMonitor:
         self._told: dict[int, tuple[int, int]] = {}
         """Progress of the ranks that stood still in the latest report."""
         self._pause_until = 0.0
+        self._tries = 0
 
     def run(self) -> None:
         """Watch until all ranks have left or ended."""
@@ -163,6 +168,10 @@ class NodeMonitor:
         if suspicion is None:
             return
         evidence = self._collect(views)
+        self._tries += 1
+        if evidence.mute and not suspicion.certain and self._tries < _TRIES:
+            return  # a busy machine: what the others say would lay it to whoever is silent
+        self._tries = 0
         found = confirm(suspicion, views, evidence.missing, evidence.frames, whole=whole)
         if found is None:
             self._pause_until = time.monotonic() + 4 * self._config.check_s
@@ -187,6 +196,7 @@ class NodeMonitor:
         evidence = _Evidence({v.rank: _of_sample(v.beat) for v in views}, {}, {}, {})
         deadline = time.monotonic() + _ANSWER_S
         mute = [v for v in here if not self._read_trace(v, deadline, evidence)]
+        evidence.mute = len(mute)
         for view in mute:
             stacks.ask(view.member.pid)
         deadline = max(deadline, time.monotonic() + _SIGNAL_S)

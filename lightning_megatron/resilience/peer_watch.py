@@ -6,7 +6,9 @@ code goes on for as long as that takes. The thread looks at the process table a 
 It first lets the main thread find out by itself, for `GRACE_S`, as that can say more; processes
 that have left in order do not count.
 
-Nobody is watched after training: then ranks end when they like.
+Nobody is watched after training: then ranks end when they like. A run that nobody ends, as its
+strategy was given up or its process groups were destroyed, is over as well: these processes may be
+in another run by now, with other peers.
 """
 
 import os
@@ -26,14 +28,15 @@ class PeerWatch:
     """Watches the other processes until it is closed.
 
     Args:
-        causes: who has failed, as it is known now; called several times a second.
+        causes: who has failed, as it is known now; None when the run is over. Called several times
+            a second.
         rank: of this process, for the message.
         leave: ends this process; by default with exit code 1, wherever its main thread is.
     """
 
     def __init__(
         self,
-        causes: Callable[[], list[Ending]],
+        causes: Callable[[], list[Ending] | None],
         rank: int,
         leave: Callable[[], None] | None = None,
     ) -> None:
@@ -54,6 +57,8 @@ class PeerWatch:
         since: float | None = None
         while not self._closed.wait(_PERIOD_S):
             causes = self._causes()
+            if causes is None:
+                return
             if not causes:
                 since = None
             elif since is None:

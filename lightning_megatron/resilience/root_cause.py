@@ -209,11 +209,14 @@ class EndingBoard:
 # Processes of this machine ------------------------------------------------------------------------
 
 
-def _stat(pid: int) -> list[str] | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
+def _stat(pid: int) -> list[str]:
+    """What ``/proc`` says of a process.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: there is none.
+        OSError: nothing can be read now, as when this process has no file descriptor left.
+    """
+    text = Path(f"/proc/{pid}/stat").read_text()
     return text.rpartition(")")[2].split()  # a program's name may hold anything
 
 
@@ -227,14 +230,21 @@ def is_alive(pid: int) -> bool:
         except PermissionError:
             return True
         return True
-    fields = _stat(pid)
-    return fields is not None and fields[0] not in ("Z", "X", "x")
+    try:
+        return _stat(pid)[0] not in ("Z", "X", "x")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
     """Exit code, or minus the signal, of a process that its parent has not asked about yet."""
-    fields = _stat(pid)
-    if fields is None or fields[0] != "Z":
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return None
+    if fields[0] != "Z":
         return None
     status = int(fields[-1])
     return -(status & 0x7F) if status & 0x7F else status >> 8

@@ -8,7 +8,9 @@ same rank. No collective: the peers may be gone, or in another one.
 
 import time
 import traceback
+import weakref
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -51,6 +53,7 @@ class EndingHooks(ParallelStrategy):
 
     def begin_watch(self, attempt: Attempt) -> None:
         """Begin a run of connected processes."""
+        self.end_watch()
         if len(attempt.peers) > 1:
             store = own_connection(default_store())
             elastic = env.torch_elastic()
@@ -60,7 +63,15 @@ class EndingHooks(ParallelStrategy):
                 attempt.peers,
                 held_by_rank_0=elastic is None or not elastic.agent_store,
             )
-            self._watch = PeerWatch(lambda: board.deaths(self._codes()), self.global_rank)
+            run, world = weakref.ref(self), weakref.ref(dist.group.WORLD)
+
+            def causes() -> list[Ending] | None:
+                strategy = run()
+                if strategy is None or world() is not dist.group.WORLD:
+                    return None
+                return board.deaths(strategy._codes())
+
+            self._watch = PeerWatch(causes, self.global_rank)
 
     def end_watch(self) -> None:
         """Leave in order."""

@@ -89,7 +89,9 @@ def test_the_rank_that_ended_is_named_before_all_others(
     causes = re.findall(r"=== root cause: rank (\d) \(\S+ process \d+\) (.*) ===", text)
     [(rank, how)] = causes
     assert f"rank={rank}," in fault
-    assert how.startswith(ENDS[fault])
+    # torchrun may have asked how the process ended before the other rank looked.
+    known = ENDS[fault] if "exception" in fault else (ENDS[fault], "ended without a word")
+    assert how.startswith(known)
     assert "finished" not in text
 
 

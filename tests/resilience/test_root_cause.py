@@ -1,5 +1,6 @@
 """Who began it: by exceptions, by what ranks posted, and by the process table."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from lightning_megatron.resilience.root_cause import (
     Ending,
     EndingBoard,
     describe_exit,
+    exit_code_of_zombie,
+    is_alive,
     is_echo,
     oom_kills,
 )
@@ -159,6 +162,22 @@ def test_the_watch_ends_a_process_that_does_not_notice(
     time.sleep(0.6)
     assert left == [1]
     assert "[rank 0] === the run ends: rank 2" in capfd.readouterr().err
+
+
+def test_the_watch_ends_with_its_run(job: Job) -> None:
+    watch = PeerWatch(lambda: None, 0)
+    watch._thread.join(20)
+    assert not watch._thread.is_alive()
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(path: Path) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    assert not is_alive(2**22 + 1)
+    monkeypatch.setattr(Path, "read_text", no_descriptor)
+    assert is_alive(os.getpid())
+    assert exit_code_of_zombie(os.getpid()) is None
 
 
 def test_an_ending_reads_well() -> None:

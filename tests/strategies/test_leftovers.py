@@ -2,6 +2,8 @@
 
 import gc
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from lightning_megatron import ShardingConfig
 from lightning_megatron.testing import WorkerPool
@@ -58,6 +61,40 @@ def test_no_process_group_outlives_a_run(pool: WorkerPool, layout: str) -> None:
     before = pool.run(world, gloo_threads)  # of tests that ended a run in other ways
     pool.run(world, fit_job, options, world)
     assert pool.run(world, gloo_threads) == before
+
+
+class Failing(Callback):
+    """Fails in a step, and once more when it is told of that, so that nothing is torn down."""
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        raise ValueError("first")
+
+    def on_exception(self, *args: Any) -> None:
+        raise ValueError("second")
+
+
+def failing_job() -> str:
+    try:
+        make_trainer({}, 2, callbacks=[Failing()]).fit(Small(), loader(dp=2))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def watches(seconds: float) -> list[str]:
+    """The threads that wait to end this process, when there was time for them to end themselves."""
+    deadline = time.monotonic() + seconds
+    while (found := [t.name for t in threading.enumerate() if t.name == "peer-watch"]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    return found
+
+
+def test_nobody_is_watched_for_a_run_that_was_never_torn_down(pool: WorkerPool) -> None:
+    """Its peers may end in another run, which the watch of this one would end."""
+    assert pool.run(2, failing_job) == ["second", "second"]
+    assert pool.run(2, watches, 20.0) == [[], []]
 
 
 def test_the_model_of_a_trainer_is_freed(pool: WorkerPool) -> None:
