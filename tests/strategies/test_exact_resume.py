@@ -37,6 +37,8 @@ def test_resuming_changes_nothing(
     points = list(POINTS)
     if workers:
         points = ["in mid-accumulation", "during validation", "with the last batch of an epoch"]
+    elif devices > 2:  # each axis alone goes through all of them
+        points = points[1::2]
     directory = str(tmp_path)
     by_rank = pool.run(devices, interrupt_and_resume, layout, devices, workers, points, directory)
     assert by_rank == [{point: [] for point in points}] * devices
