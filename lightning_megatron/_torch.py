@@ -5,6 +5,7 @@ torch release is met in one file.
 """
 
 import functools
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -249,6 +250,18 @@ def _observed(original: Any) -> Any:
 
     wait.observers = observers  # type: ignore[attr-defined]
     return wait
+
+
+def compile_with_callers_only(function: Any) -> None:
+    """Trace a function as a part of who calls it, and never by itself (2.11-2.13).
+
+    A function that ends a graph is met again when it is called in earnest, and would be compiled
+    for every shape of its arguments.
+    """
+    types = importlib.import_module("torch._dynamo.types")
+    found = importlib.import_module("torch._C._dynamo.eval_frame")
+    skip = types.FrameAction.SKIP
+    found.set_code_exec_strategy(function.__code__, types.FrameExecStrategy(skip, skip))
 
 
 def own_connection(store: Any) -> Any:

@@ -20,7 +20,7 @@ gone by the time of the weight part.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lightning_megatron._torch import compile_with_callers_only
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.products import Products
 
@@ -54,6 +55,16 @@ class Factors(NamedTuple):
     """How to multiply."""
 
 
+_breaking: list[Callable[..., Any]] = []
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+
+
+def breaks_graphs(function: _Called) -> _Called:
+    """Mark a function that calls itself by `WeightGradients.outside_graphs`."""
+    _breaking.append(function)
+    return function
+
+
 class WeightGradients:
     """What the layers of one rank have deferred.
 
@@ -76,6 +87,8 @@ class WeightGradients:
     def load(self) -> None:
         """Get ready for compilers; not at import, as it loads theirs."""
         self._outside = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+        for function in _breaking:
+            compile_with_callers_only(function)
 
     def add(self, targets: list[Tensor], compute: Callable[[], list[Tensor]]) -> None:
         """Called in a layer's backward: leave the gradients of ``targets`` for later."""
@@ -144,6 +157,7 @@ PRODUCTS = "products"
 """Attribute of a linear layer that says how it multiplies (`layers.products`)."""
 
 
+@breaks_graphs
 def linear(
     x: Tensor,
     weight: Tensor,

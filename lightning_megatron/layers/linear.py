@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.deferral import can_defer, linear
+from lightning_megatron.layers.deferral import breaks_graphs, can_defer, linear
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
 from lightning_megatron.layers.products import Products
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
@@ -265,6 +265,7 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
+@breaks_graphs
 def _column_parallel(
     x: Tensor, topology: Topology, layers: Sequence[ColumnParallelLinear]
 ) -> list[Tensor]:

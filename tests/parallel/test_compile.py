@@ -73,9 +73,11 @@ def train(processes: int, options: dict[str, Any], memory: MemoryConfig) -> Foun
     """Two batches under a layout."""
     torch.compiler.reset()
     counters["stats"].clear()
-    deferred = []
+    deferred: list[Any] = []
+    limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": True}
     layout = {**options, "memory": memory, "sharding": ShardingConfig(min_numel=1)}
-    with patch.object(WeightGradients, "add", _noting(deferred)):
+    noting = patch.object(WeightGradients, "add", _noting(deferred))
+    with noting, torch._dynamo.config.patch(limits):
         trainer, module = make_trainer(layout, processes, max_steps=2), Net()
         trainer.fit(module, loader(dp=dp_of(processes, options)))
     whole = whole_parameters(module.net, trainer.strategy.topology)
