@@ -22,6 +22,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -268,7 +269,6 @@ def ends(directory: Path) -> list[dict[str, Any]]:
 
 def soak(options: argparse.Namespace, folder: Path) -> int:
     seconds = options.minutes * 60
-    hard = time.monotonic() + seconds * 1.25 + 300
     faults = random_faults(
         options.kinds,
         mean_s=options.mean,
@@ -276,7 +276,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         seed=options.seed,
         first_s=FIRST_S,
     )
-    print(f"seed {options.seed}, {len(faults)} faults, kept in {folder}")
+    print(f"seed {options.seed}, {len(faults)} faults, in {folder}")
     print("\n".join(f"  {fault}" for fault in faults), flush=True)
     faulty, clean, watch = folder / "faulty", folder / "clean", Watch()
     stop = f"--deadline={time.time() + seconds}"
@@ -289,7 +289,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
     compared = {"steps": 0, "losses that differ": -1, "weights that differ": -1}
     if code == 0 and ends(faulty):
         steps = ends(faulty)[0]["step"]
-        again = launch(clean, [], None, hard - time.monotonic(), f"--steps={steps}")
+        again = launch(clean, [], None, seconds + 300, f"--steps={steps}")
         print(f"undisturbed run of {steps} steps: exit code {again}", flush=True)
         if again == 0:
             compared = compare(faulty, clean)
@@ -367,8 +367,13 @@ def main() -> None:
         return
     if options.directory is not None:
         sys.exit(soak(options, options.directory))
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        sys.exit(soak(options, Path(folder)))
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    code = soak(options, folder)
+    if code == 0:
+        shutil.rmtree(folder)
+    else:
+        print(f"what there is to look at is kept in {folder}")
+    sys.exit(code)
 
 
 if __name__ == "__main__":
