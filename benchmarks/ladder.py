@@ -148,7 +148,7 @@ def climb(load: Workload, rung: Rung | None, steps: int) -> tuple[float, int, fl
     gpu = torch.cuda.is_available()
     plain: dict[str, Any] = {"precision": "bf16-mixed", "strategy": "auto"}
     options = plain if rung is None else _options(rung)
-    torch.manual_seed(0)
+    pl.seed_everything(0, verbose=False)  # of the strategy's own streams, too
     model = Model(load.config, chunked_loss=rung is not None and rung.chunked_loss)
     clock = Clock()
     trainer = pl.Trainer(

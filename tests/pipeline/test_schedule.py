@@ -97,9 +97,9 @@ def test_split(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_quick_to_make(name: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine counts for nothing
     make_schedule(name, 16, 128)
-    assert time.perf_counter() - start < 2.0  # 0.25 s at most on a free core
+    assert time.process_time() - start < 2.0  # 0.25 s at most
 
 
 def test_needs() -> None:
