@@ -1,0 +1,55 @@
+"""What the monitor of a node makes of ranks that do not answer."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.resilience.node_monitor import MonitorConfig, NodeMonitor, _Evidence
+from lightning_megatron.resilience.recorder import Collective
+from lightning_megatron.resilience.verdict import View
+from tests.resilience.test_verdict import view
+
+VIEWS = [view(0), view(1)]
+GROUPS = {"0": [0, 1]}
+OLD = Collective("0", 4, "all_reduce", "", 1, False)
+NEW = Collective("0", 5, "all_reduce", "", 2, False)
+
+
+class Told(NodeMonitor):
+    """Gets its answers from a list; notes who is blamed."""
+
+    def __init__(self, directory: Path, answers: list[_Evidence]) -> None:
+        members = tuple(v.member for v in VIEWS)
+        config = MonitorConfig(members, str(directory), "hang", "report", 0.5)
+        super().__init__(directory, config)
+        self.answers, self.blamed = answers, []
+
+    def _collect(self, views: Any) -> _Evidence:
+        return self.answers.pop(0)
+
+    def _do(self, found: Any, views: Any, report: Any) -> None:
+        self.blamed.append(found.ranks)
+
+
+def evidence(of_0: Collective, of_1: Collective, mute: int) -> _Evidence:
+    return _Evidence({0: [of_0], 1: [of_1]}, GROUPS, {}, {}, mute)
+
+
+@pytest.mark.parametrize("asked", [1, 3])
+def test_who_answers_late_is_asked_again(tmp_path: Path, asked: int) -> None:
+    """Rank 0, by its last sample, seems to be behind; it is rank 1."""
+    late = [evidence(OLD, NEW, 1)] * asked
+    monitor = Told(tmp_path, [*late, evidence(NEW, OLD, 0)])
+    for _ in range(asked + 1):
+        monitor.act_on(VIEWS)
+    assert monitor.blamed == [(1,)]
+
+
+def test_a_verdict_is_given_without_who_never_answers(tmp_path: Path) -> None:
+    monitor = Told(tmp_path, [evidence(OLD, NEW, 1)] * 4)
+    views: list[View] = VIEWS
+    for number in range(4):
+        assert monitor.blamed == [], number
+        monitor.act_on(views)
+    assert monitor.blamed == [(0,)]
