@@ -41,10 +41,10 @@ class LossScale:
 
     def __init__(
         self,
-        initial: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
+        initial: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
     ) -> None:
         problems = [
             f"{name}={given}: must be {rule}; nearest valid: {name}={nearest}"
