@@ -224,15 +224,17 @@ class RowParallelLinear(_Linear):
             if topology.sequence_parallel:
                 x = gather_from(x, topology.tp, SEQUENCE_DIM)
             x = split_to(x, topology.tp, -1)
-        if self.deferral is not None and torch.compiler.is_compiling():
-            y: Tensor = self.deferral.outside_graphs(_row_parallel, x, topology, self)
-            return y
         return _row_parallel(x, topology, self)
 
 
+@breaks_graphs
 def _row_parallel(x: Tensor, topology: Topology, layer: RowParallelLinear) -> Tensor:
+    deferral = layer.deferral
+    if deferral is not None and torch.compiler.is_compiling():
+        y: Tensor = deferral.outside_graphs(_row_parallel, x, topology, layer)
+        return y
     weight, bias, sequence = layer.weight, layer.bias, topology.sequence_parallel
-    deferral = layer.deferral if can_defer((weight,)) else None
+    deferral = deferral if can_defer((weight,)) else None
     return apply_row(x, weight, bias, topology.tp, sequence, deferral, layer.products)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torchmetrics import Metric
 
 from lightning_megatron._torch import start_all_gather
 from lightning_megatron.topology.mesh import Topology
@@ -40,6 +41,16 @@ class TopologyCollectives:
         box = [obj]
         dist.broadcast_object_list(box, src)
         return box[0]
+
+    def share_metrics(self, module: nn.Module) -> None:
+        """Have metrics synchronised over the ranks that saw different samples."""
+        assert self._topology is not None
+        group = self._topology.batch.group
+        for child in module.modules():
+            if isinstance(child, Metric) and child.process_group is None:
+                child.process_group = group
+                if group is None:  # a metric takes this for the whole world
+                    child.distributed_available_fn = _nobody_else
 
     def reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
@@ -130,3 +141,8 @@ def _reduce_op(op: ReduceOp | str | None) -> tuple[bool, Any]:
         return False, getattr(ReduceOp, op.upper())
     average: Any = ReduceOp.AVG
     return (True, ReduceOp.SUM) if op == average else (False, op)
+
+
+def _nobody_else() -> bool:
+    """What a metric is told that has no ranks to be synchronised with."""
+    return False

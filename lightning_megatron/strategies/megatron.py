@@ -27,7 +27,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron import env
@@ -285,7 +284,7 @@ class MegatronStrategy(
         self.adaptive_memory = None
         if self.memory.recompute == "adaptive":
             self.adaptive_memory = AdaptiveMemory(parallel, self.memory, make, rank_zero_info)
-        self._point_metrics_at_batch_group(module)
+        self.share_metrics(module)
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""
@@ -323,15 +322,6 @@ class MegatronStrategy(
         if self.topology.pp.group is None or dist.get_backend(self.topology.pp.group) == "gloo":
             return None
         return self.topology.new_group("pp", backend="gloo")
-
-    def _point_metrics_at_batch_group(self, module: LightningModule) -> None:
-        """Metrics are synchronised over the ranks that saw different samples."""
-        group = self.topology.batch.group
-        for child in module.modules():
-            if isinstance(child, Metric) and child.process_group is None:
-                child.process_group = group
-                if group is None:  # a metric takes this for the whole world
-                    child.distributed_available_fn = _nobody_else
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -384,11 +374,6 @@ class MegatronStrategy(
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-def _nobody_else() -> bool:
-    """What a metric is told that has no ranks to be synchronised with."""
-    return False
 
 
 _PARALLEL = "_lightning_megatron_parallel"
