@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from lightning_megatron import ShardingConfig
-from lightning_megatron._torch import _parameter_groups
+from lightning_megatron._torch import parameter_groups
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import Small, loader, make_trainer, weights
 
@@ -20,7 +20,7 @@ def offload_job(layout: dict[str, Any], devices: int) -> tuple[dict[str, Any], i
         warnings.simplefilter("always")
         make_trainer(layout, devices).fit(module, loader(dp=devices))
     roots = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    groups = [group for root in roots for group in _parameter_groups(root._get_fsdp_state())]
+    groups = [group for root in roots for group in parameter_groups(root._get_fsdp_state())]
     offloaded = sum(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
     said = [str(w.message) for w in caught if "cpu_offload" in str(w.message)]
     return weights(module), offloaded, said

@@ -1,0 +1,53 @@
+"""Names of torch that are private, or differ between the versions that we support.
+
+Every use of such a name stands in this package, with the versions it concerns and the reason, so
+that a new torch release is met in one place. Others import from here, whichever file holds a name.
+"""
+
+from lightning_megatron._torch.allocations import dump_allocations as dump_allocations
+from lightning_megatron._torch.allocations import record_allocations as record_allocations
+from lightning_megatron._torch.checkpoints import DCP_METADATA_GLOBALS as DCP_METADATA_GLOBALS
+from lightning_megatron._torch.checkpoints import StorageInfo as StorageInfo
+from lightning_megatron._torch.collectives import gather_now as gather_now
+from lightning_megatron._torch.collectives import reduce_scatter_now as reduce_scatter_now
+from lightning_megatron._torch.collectives import start_all_gather as start_all_gather
+from lightning_megatron._torch.collectives import start_reduce_scatter as start_reduce_scatter
+from lightning_megatron._torch.collectives import watch_waits as watch_waits
+from lightning_megatron._torch.dtensor import forget_meshes as forget_meshes
+from lightning_megatron._torch.dtensor import lend_gradients as lend_gradients
+from lightning_megatron._torch.dtensor import shard_of as shard_of
+from lightning_megatron._torch.dtensor import shards_of as shards_of
+from lightning_megatron._torch.dtensor import stamps as stamps
+from lightning_megatron._torch.fsdp import accumulate_gradients as accumulate_gradients
+from lightning_megatron._torch.fsdp import gather_through as gather_through
+from lightning_megatron._torch.fsdp import gathers_through as gathers_through
+from lightning_megatron._torch.fsdp import keep_reduced_gradients_in as keep_reduced_gradients_in
+from lightning_megatron._torch.fsdp import parameter_groups as parameter_groups
+from lightning_megatron._torch.fsdp import reduce_gradients as reduce_gradients
+from lightning_megatron._torch.fsdp import replicate as replicate
+from lightning_megatron._torch.graphs import WRAPPER_NAMES as WRAPPER_NAMES
+from lightning_megatron._torch.graphs import TorchDispatchMode as TorchDispatchMode
+from lightning_megatron._torch.graphs import compile_with_callers_only as compile_with_callers_only
+from lightning_megatron._torch.graphs import keep_version as keep_version
+from lightning_megatron._torch.graphs import tree_flatten as tree_flatten
+from lightning_megatron._torch.graphs import tree_map as tree_map
+from lightning_megatron._torch.graphs import tree_unflatten as tree_unflatten
+from lightning_megatron._torch.groups import HashStore as HashStore
+from lightning_megatron._torch.groups import PrefixStore as PrefixStore
+from lightning_megatron._torch.groups import Store as Store
+from lightning_megatron._torch.groups import TCPStore as TCPStore
+from lightning_megatron._torch.groups import abandon_process_groups as abandon_process_groups
+from lightning_megatron._torch.groups import default_store as default_store
+from lightning_megatron._torch.groups import flight_recorder as flight_recorder
+from lightning_megatron._torch.groups import group_ranks as group_ranks
+from lightning_megatron._torch.groups import own_connection as own_connection
+from lightning_megatron._torch.kernels import foreach_clamp_ as foreach_clamp_
+from lightning_megatron._torch.kernels import foreach_lerp as foreach_lerp
+from lightning_megatron._torch.kernels import foreach_lerp_ as foreach_lerp_
+from lightning_megatron._torch.kernels import foreach_mul_ as foreach_mul_
+from lightning_megatron._torch.kernels import foreach_norm as foreach_norm
+from lightning_megatron._torch.kernels import foreach_sub_signs_ as foreach_sub_signs_
+from lightning_megatron._torch.kernels import scaled_mm as scaled_mm
+from lightning_megatron._torch.kernels import unscale_ as unscale_
+from lightning_megatron._torch.loader import LoaderIterator as LoaderIterator
+from lightning_megatron._torch.loader import watch_no_workers as watch_no_workers

@@ -1,0 +1,60 @@
+"""What DTensors hold, and what torch remembers of the operations on them."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+from torch.distributed.tensor import debug as dtensor_debug
+
+
+def shard_of(tensor: DTensor) -> Tensor:
+    """The local tensor of ``tensor`` itself (2.11-2.13).
+
+    The public ``to_local`` makes a new view, through autograd, at 7 us each.
+    """
+    return tensor._local_tensor
+
+
+def shards_of(tensors: Sequence[DTensor]) -> list[Tensor]:
+    """`shard_of` many, without a call for each (2.11-2.13)."""
+    return [tensor._local_tensor for tensor in tensors]
+
+
+def stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Something that differs when one of ``tensors`` is another or has changed (2.11-2.13)."""
+    return [
+        (id(tensor), (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version)
+        for tensor in tensors
+    ]
+
+
+def lend_gradients(parameters: Sequence[DTensor], shards: Sequence[Tensor]) -> None:
+    """Give every shard the local part of its parameter's gradient (2.11-2.13)."""
+    for parameter, shard in zip(parameters, shards, strict=True):
+        gradient = parameter.grad
+        try:  # a look at its type first would cost a quarter more
+            shard.grad = gradient._local_tensor  # type: ignore[union-attr]
+        except AttributeError:
+            shard.grad = gradient
+
+
+def forget_meshes() -> None:
+    """Drop the results of DTensor operations that torch remembers (2.11-2.13).
+
+    They hold the mesh with which they were first computed. Meshes of the same shape count as equal,
+    so that after a second Trainer in the same process an operation would return a tensor of the
+    first one's mesh, whose process groups are gone. And what a cache holds lives on: with gloo, two
+    threads a group that wake a hundred times a second.
+    """
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for clear in (
+        getattr(dtensor_debug, "_clear_sharding_prop_cache", None),
+        getattr(dtensor_debug, "_clear_python_sharding_prop_cache", None),
+        getattr(dtensor_debug, "_clear_fast_path_sharding_prop_cache", None),
+        getattr(getattr(propagator, "_propagate_tensor_meta_cached", None), "cache_clear", None),
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear,
+    ):
+        if clear is not None:
+            clear()

@@ -1,0 +1,103 @@
+"""FSDP2, the engine of ZeRO: when it reduces gradients, in which formats, and what it gathers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The FSDP2-based replicate (ZeRO 0) has no public home in 2.11-2.13; the older
+# torch.distributed._composable.replicate is built on DDP and mixes with no DTensor.
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Do what FSDP2 does at the end of a backward, for ``root`` and the units in it (2.11-2.13).
+
+    Its hooks run when the gradients of a unit's inputs are there; weight gradients that come later
+    would never be reduced.
+    """
+    accumulate_gradients(root)
+    state = root._get_fsdp_state()
+    for inner in state._state_ctx.all_states:
+        for group in reversed(parameter_groups(inner)):
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def accumulate_gradients(root: FSDPModule) -> None:
+    """Add the latest gradients to those that wait to be reduced, in their format (2.11-2.13).
+
+    FSDP2 does so at the end of a backward. Weight gradients that come later would be added up in
+    the format of the parameters until the next one.
+    """
+    for inner in root._get_fsdp_state()._state_ctx.all_states:
+        for group in parameter_groups(inner):
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
+def gather_through(units: Sequence[FSDPModule], weight: DTensor, extension: Any) -> None:
+    """Have FSDP2 gather a weight through ``extension``, or with None as it is (2.11-2.13).
+
+    It looks for two functions on the shard; a subclass of Tensor, where they are meant to be, would
+    meet every optimizer and checkpoint. What it prepared for another way of gathering is dropped.
+
+    Args:
+        units: one of which manages the weight.
+        weight: sharded.
+        extension: with ``before`` and ``after``.
+    """
+    for unit in units:
+        for group in parameter_groups(unit._get_fsdp_state()):
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                if getattr(info.module, info.param_name) is weight:
+                    # Materialised weights are taken over at the first forward, else, and shards
+                    # that need padding replaced.
+                    parameter.reset_sharded_param()
+                    parameter.all_gather_outputs = []
+                    parameter.__dict__.pop("_unsharded_param", None)
+    shard: Any = weight._local_tensor
+    if extension is not None:
+        shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = extension.before, extension.after
+    elif hasattr(shard, "fsdp_pre_all_gather"):
+        del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
+
+
+def gathers_through(weight: Tensor) -> bool:
+    """Whether `gather_through` gave the weight an extension (2.11-2.13)."""
+    return isinstance(weight, DTensor) and hasattr(weight._local_tensor, "fsdp_pre_all_gather")
+
+
+def keep_reduced_gradients_in(module: FSDPModule, dtype: torch.dtype) -> None:
+    """Have FSDP2 leave the gradients of narrower parameters in ``dtype`` (2.11-2.13).
+
+    It casts what it has reduced to the format of the parameters and adds the microbatches up in
+    that. The parameters' ``grad_dtype`` must be the same.
+    """
+    for group in parameter_groups(module._get_fsdp_state()):
+        _keep_group_in(group, dtype)
+
+
+def _keep_group_in(group: Any, dtype: torch.dtype) -> None:
+    read_formats = group._init_mp_dtypes
+
+    def read_formats_and_adjust() -> None:
+        read_formats()
+        group._orig_dtype = dtype
+
+    # FSDP2 reads the formats when a module runs first, and when its parameters have changed.
+    group._init_mp_dtypes = read_formats_and_adjust
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """Parameters that an FSDP2 module gathers and reduces together (2.11-2.13)."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # 2.11 has one group per module
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    return list(groups)

@@ -1,0 +1,41 @@
+"""What torch sees of computations: nested containers, operators, autograd and compiled graphs."""
+
+import importlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The way to see every operator of a block of code is documented, but lives in a private module.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# Undocumented in 2.11-2.13, though every distributed module of torch leans on it.
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What torch.compile and the checkpoint wrapper insert into parameter names (2.11-2.13)."""
+
+
+def compile_with_callers_only(function: Any) -> None:
+    """Trace a function as a part of who calls it, and never by itself (2.11-2.13).
+
+    A function that ends a graph is met again when it is called in earnest, and would be compiled
+    for every shape of its arguments.
+    """
+    types = importlib.import_module("torch._dynamo.types")
+    found = importlib.import_module("torch._C._dynamo.eval_frame")
+    skip = types.FrameAction.SKIP
+    found.set_code_exec_strategy(function.__code__, types.FrameExecStrategy(skip, skip))
+
+
+def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
+    """Within the block autograd does not see that ``tensor`` is written (2.11-2.13).
+
+    What is gathered again in the backward has the values that the forward saved.
+    """
+    autograd: Any = torch.autograd
+    kept: AbstractContextManager[None] = autograd._unsafe_preserve_version_counter(tensor)
+    return kept

@@ -1,0 +1,82 @@
+"""Process groups and the stores by which their ranks meet."""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Public as names of torch.distributed, where type checkers do not see them (2.11-2.13).
+from torch._C._distributed_c10d import HashStore as HashStore
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
+
+
+def default_store() -> Any:
+    """Return the store by which the ranks of the default group found each other (2.11-2.13)."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def own_connection(store: Any) -> Any:
+    """The same store, by a connection that does not wait for what others ask it (2.11-2.13)."""
+    clone = getattr(store, "clone", None)
+    return store if clone is None else clone()
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """The process groups this rank is in, by the name that the flight recorder uses (2.11-2.13)."""
+    if not dist.is_initialized():
+        return {}
+    groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
+    # Groups that this rank is not in stand there as a number.
+    own = [(g, ranks) for g, ranks in groups if isinstance(g, dist.ProcessGroup)]
+    return {group.group_name: sorted(ranks) for group, ranks in own}
+
+
+def abandon_process_groups() -> list[Any]:
+    """Forget the process groups that a forked process has from its parent (2.11-2.13).
+
+    Their threads have stayed with the parent: a collective would wait for ever, and so would
+    destroying them, for threads to end. Yet torch takes them for its own, and connects to nobody.
+
+    Returns:
+        What must be kept until the process ends, by ``os._exit``: destructors join threads, too.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    c10d: Any = dist.distributed_c10d
+    world = c10d._world
+    kept: list[Any] = [world.default_pg, *world.pg_map.items()]
+    c10d._update_default_pg(None)
+    for name in (
+        *("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg"),
+        "pg_coalesce_state",
+    ):
+        getattr(world, name).clear()
+    c10d._unregister_all_process_groups()
+    world.group_count = 0
+    return kept
+
+
+def flight_recorder(*, entries: bool) -> dict[str, Any]:
+    """What the flight recorder of this process knows about its collectives (2.11-2.13).
+
+    Args:
+        entries: list the latest collectives (the recorder's 2000 take a tenth of a second), or tell
+            no more than how many each group has begun and completed (a tenth of a millisecond).
+
+    Returns:
+        The recorder's own format, empty where it is not there.
+    """
+    c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(
+        c10d, "_dump_nccl_trace_json", None
+    )
+    if dump is None:
+        return {}
+    try:
+        found = json.loads(dump(includeCollectives=entries, onlyActive=False))
+    except (RuntimeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,84 @@
+"""Kernels without a public name: over lists of tensors, and of FP8 matrices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Euclidean norm of each tensor, in one kernel where the device has one (2.11-2.13)."""
+    norms: Any = torch._foreach_norm(list(tensors), 2, dtype=dtype) if tensors else []
+    return list(norms)
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply all tensors in place by a scalar (2.11-2.13)."""
+    if tensors:
+        torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
+    """What lies between tensors and ``ends``, a part ``weight`` of the way (2.11-2.13)."""
+    return list(torch._foreach_lerp(list(tensors), list(ends), weight))
+
+
+def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move all tensors towards ``ends`` by a part ``weight`` of the way (2.11-2.13)."""
+    torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
+def foreach_sub_signs_(tensors: Sequence[Tensor], others: Sequence[Tensor], by: float) -> None:
+    """Move all tensors by ``by`` against the signs of ``others`` (2.11-2.13)."""
+    torch._foreach_add_(list(tensors), list(torch._foreach_sign(list(others))), alpha=-by)
+
+
+def foreach_clamp_(tensors: Sequence[Tensor], low: float, high: float) -> None:
+    """Clamp all tensors in place (2.11-2.13)."""
+    if tensors:
+        torch._foreach_clamp_min_(list(tensors), low)
+        torch._foreach_clamp_max_(list(tensors), high)
+
+
+def unscale_(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply all in place by ``inverse``; 1 in ``found`` if any is not finite (2.11-2.13).
+
+    Args:
+        gradients: of any formats.
+        found: a float32 scalar, left alone when all are finite; gradients may lie elsewhere.
+        inverse: a float32 scalar.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, _), same in alike.items():
+        here = found if device == found.device else torch.zeros_like(found, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(same, here, inverse.to(device))
+        if here is not found:
+            found.copy_(torch.maximum(found, here.to(found.device)))
+
+
+def scaled_mm(
+    left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Product of two FP8 matrices times their scales (2.11-2.13).
+
+    Args:
+        left: ``[m, k]``, stored by rows.
+        right: ``[k, n]``, stored by columns.
+        scale_left: float32, a scalar or ``[m, 1]``.
+        scale_right: float32, a scalar or ``[1, n]``.
+        dtype: of the result.
+    """
+    # On CPUs autocast reaches inside and rounds to bfloat16 what is not scaled yet, but not below a
+    # dispatch mode: what selective recomputation repeats would differ from what it repeats.
+    with torch.autocast(left.device.type, enabled=False):
+        if left.is_cpu and max(scale_left.numel(), scale_right.numel()) > 1:
+            # Kernels of CPUs take one scale for all: in 2.11, and in oneDNN later (pytorch 179118).
+            one = scale_left.new_ones(())
+            plain: Tensor = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32)
+            return (plain * scale_left * scale_right).to(dtype)
+        product: Tensor = torch._scaled_mm(left, right, scale_left, scale_right, out_dtype=dtype)
+    return product
