@@ -5,7 +5,7 @@ clipping of ``gradient_clip_val`` included, gets the same number while no gradie
 """
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
@@ -13,8 +13,9 @@ from typing_extensions import override
 
 from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.callbacks.window import LoggingSteps
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
+from lightning_megatron.optim.options import whole_numbers
 
 Nonfinite = Literal["keep", "skip", "raise"]
 
@@ -39,7 +40,7 @@ class GradientMonitor(pl.Callback):
         skipped: steps left out so far.
 
     Raises:
-        ConfigError: ``nonfinite`` is none of these, or ``every`` smaller than one step.
+        ConfigError: an argument is none of these.
     """
 
     def __init__(
@@ -48,13 +49,18 @@ class GradientMonitor(pl.Callback):
         nonfinite: Nonfinite = "keep",
         every: int | None = 1,
     ) -> None:
-        if every is not None and every < 1:
-            raise ConfigError(f"every={every}: must be at least 1; nearest valid: every=1")
-        self._every, self._steps, self._logging = every, 0, LoggingSteps()
+        problems = [] if every is None else whole_numbers(1, every=every)
         if nonfinite not in get_args(Nonfinite):
-            raise ConfigError(
+            problems.append(
                 f"nonfinite={nonfinite!r}: must be 'keep', 'skip' or 'raise'; nearest valid: 'keep'"
             )
+        if not isinstance(cast(object, clip), PercentileClip | ZScoreClip | UnitClip | None):
+            problems.append(
+                f"clip={clip!r}: must be a rule of optim.clip_rules; nearest valid: "
+                "clip=PercentileClip() (a constant limit is the Trainer's gradient_clip_val)"
+            )
+        raise_if_any(problems)
+        self._every, self._steps, self._logging = every, 0, LoggingSteps()
         self._clip, self.nonfinite = clip, nonfinite
         self.skipped = 0
 

@@ -59,7 +59,9 @@ class Adafactor(Optimizer):
         problems = at_least(0.0, lr=lr, weight_decay=weight_decay, **{"eps[1]": eps[1]})
         problems += at_least(1.0, d=d)
         if beta2_decay > 0:
-            problems.append(f"beta2_decay={beta2_decay}: must not be positive; nearest valid: -0.8")
+            problems.append(
+                f"beta2_decay={beta2_decay}: must not be positive; nearest valid: beta2_decay=-0.8"
+            )
         raise_if_any(problems)
         super().__init__(
             params,

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.adamw import AdamW
 from lightning_megatron.optim.groups import decay_groups, muon_groups
@@ -64,7 +65,11 @@ def make_optimizer(
         lr: peak learning rate; of ``adafactor`` relative to the size of the weights.
         weight_decay: of matrices.
         betas: of ``adamw`` (that beside ``muon`` too) and ``lion``.
+
+    Raises:
+        ConfigError: there is no such name, or a number is out of range.
     """
+    raise_if_any(choice_problems(name, "constant"))
     if name == "muon":
         return Muon(
             muon_groups(module, weight_decay), lr=lr, weight_decay=weight_decay, betas=betas
@@ -99,7 +104,11 @@ def make_schedule(
 
     Returns:
         None where the schedule has an end, and the run has none.
+
+    Raises:
+        ConfigError: there is no such name, or a number is out of range.
     """
+    raise_if_any(choice_problems("adamw", name))
     if name == "inverse-sqrt":
         return scheduler(optimizer, WarmupInverseSqrt(max(warmup_steps, 1)))
     if name == "constant":

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.options import at_least, below_one
+from lightning_megatron.optim.options import (
+    at_least,
+    below_one,
+    holds,
+    lists_of_names,
+    whole_numbers,
+)
 
 
 class PercentileClip:
@@ -40,11 +46,12 @@ class PercentileClip:
     """
 
     def __init__(self, percentile: float = 10.0, window: int = 1000) -> None:
-        problems = at_least(1, window=window)
-        if not 0.0 <= percentile <= 100.0:
+        problems = whole_numbers(1, window=window)
+        if not holds(lambda percentile: 0.0 <= percentile <= 100.0, percentile):
+            above = holds(lambda percentile: percentile > 100.0, percentile)
             problems.append(
-                f"percentile={percentile}: must lie in [0, 100]; "
-                f"nearest valid: percentile={min(max(percentile, 0.0), 100.0)}"
+                f"percentile={percentile!r}: must lie in [0, 100]; "
+                f"nearest valid: percentile={100.0 if above else 0.0}"
             )
         raise_if_any(problems)
         self._percentile = percentile
@@ -85,7 +92,7 @@ class ZScoreClip:
     """
 
     def __init__(self, z: float = 2.5, beta: float = 0.97, warmup: int = 25) -> None:
-        raise_if_any(at_least(0.0, z=z) + below_one(beta=beta) + at_least(1, warmup=warmup))
+        raise_if_any(at_least(0.0, z=z) + below_one(beta=beta) + whole_numbers(1, warmup=warmup))
         self._z, self._beta, self._warmup = z, beta, warmup
         self._count = 0
         self._mean = self._variance = 0.0
@@ -131,3 +138,12 @@ class UnitClip:
     """Least norm of weights to go by, so that units which start at zero can learn."""
     exclude: tuple[str, ...] = ("*head*",)
     """Patterns of names of parameters that are left alone; in the paper the last layer."""
+
+    def __post_init__(self) -> None:
+        """Refuse what would stop training, or leave alone what was not meant."""
+        problems = [
+            f"{name}={value!r}: must be a number above 0; nearest valid: {name}={nearest}"
+            for name, value, nearest in (("ratio", self.ratio, 0.01), ("eps", self.eps, 1e-3))
+            if not holds(lambda value: value > 0, value)
+        ]
+        raise_if_any(problems + lists_of_names(exclude=self.exclude))

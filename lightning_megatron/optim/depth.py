@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.groups import decay_groups
+from lightning_megatron.optim.options import at_least, holds, lists_of_names
 
 
 def layerwise_groups(
@@ -46,15 +47,17 @@ def layerwise_groups(
         ``lr * decay ** (len(layers) + 1)`` to ``lr``.
 
     Raises:
-        ConfigError: ``decay`` is out of range.
+        ConfigError: a number is out of range, or a string stands for a list.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> [g["lr"] for g in layerwise_groups(net, list(net), lr=1.0, decay=0.5)][::2]
         [0.125, 0.25, 0.5, 1.0]
     """
-    if not 0.0 < decay <= 1.0:
-        raise ConfigError(f"decay={decay}: must lie in (0, 1]; nearest valid: decay=1.0")
+    problems = at_least(0.0, lr=lr, weight_decay=weight_decay)
+    if not holds(lambda decay: 0.0 < decay <= 1.0, decay):
+        problems.append(f"decay={decay!r}: must lie in (0, 1]; nearest valid: decay=1.0")
+    raise_if_any(problems + lists_of_names(no_decay=no_decay, as_input=as_input))
     depth_of = _depths(module, layers, as_input)
     plain = decay_groups(module, weight_decay, no_decay=no_decay)
     depths = len(layers) + 2

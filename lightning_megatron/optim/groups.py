@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.options import at_least, lists_of_names
+
 
 def decay_groups(
     module: nn.Module, weight_decay: float, *, no_decay: Sequence[str] = ()
@@ -26,10 +29,14 @@ def decay_groups(
     Returns:
         Two groups for an optimizer: decayed, not decayed.
 
+    Raises:
+        ConfigError: the decay is negative, or a string stands for a list.
+
     Example:
         >>> [len(g["params"]) for g in decay_groups(nn.Linear(2, 2), 0.1)]
         [1, 1]
     """
+    raise_if_any(at_least(0.0, weight_decay=weight_decay) + lists_of_names(no_decay=no_decay))
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -64,10 +71,15 @@ def muon_groups(
         Three groups: matrices for Muon; for AdamW those that decay, and the rest. Each may be
         empty.
 
+    Raises:
+        ConfigError: the decay is negative, or a string stands for a list.
+
     Example:
         >>> [len(g["params"]) for g in muon_groups(nn.Linear(2, 2), 0.1)]
         [1, 0, 1]
     """
+    problems = at_least(0.0, weight_decay=weight_decay)
+    raise_if_any(problems + lists_of_names(adamw=adamw, no_decay=no_decay))
     embeddings = {
         id(parameter)
         for child in module.modules()

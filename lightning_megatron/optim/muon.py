@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.exchange import Exchange
-from lightning_megatron.optim.options import at_least, below_one
+from lightning_megatron.optim.options import at_least, below_one, whole_numbers
 from lightning_megatron.optim.pieces import Piece, whole_piece
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -111,11 +111,18 @@ class Muon(Optimizer):
         eps: float = 1e-8,
     ) -> None:
         problems = at_least(0.0, lr=lr, weight_decay=weight_decay, eps=eps)
-        problems += at_least(1, ns_steps=ns_steps) + below_one(
+        problems += whole_numbers(1, ns_steps=ns_steps) + below_one(
             **{"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}
         )
         if scale not in get_args(Scale):
             problems.append(f"scale={scale!r}: must be 'rms' or 'spectral'; nearest valid: 'rms'")
+        if ns_dtype is not None and not (
+            isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point
+        ):
+            problems.append(
+                f"ns_dtype={ns_dtype!r}: must be a format of floating point; nearest valid: "
+                "ns_dtype=torch.bfloat16, or None"
+            )
         raise_if_any(problems)
         super().__init__(
             params,

@@ -169,7 +169,9 @@ def _problems(warmup_steps: int, total_steps: int, min_lr_ratio: float) -> list[
             f"warmup_steps={warmup_steps}: must not be negative; nearest valid: warmup_steps=0"
         )
     if total_steps < 1:
-        problems.append(f"total_steps={total_steps}: must be at least 1; nearest: total_steps=1")
+        problems.append(
+            f"total_steps={total_steps}: must be at least 1; nearest valid: total_steps=1"
+        )
     if not 0.0 <= min_lr_ratio <= 1.0:
         nearest = min(max(min_lr_ratio, 0.0), 1.0)
         problems.append(

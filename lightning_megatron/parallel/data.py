@@ -24,7 +24,7 @@ import difflib
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from lightning_megatron._torch import (
     reduce_gradients,
     replicate,
 )
+from lightning_megatron.optim.options import lists_of_names, whole_numbers
 from lightning_megatron.parallel.low_copies import LowCopies
 from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.reduce import MeanReducer
@@ -70,13 +71,9 @@ class ShardingConfig:
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of naming its classes."""
-        problems = []
-        if not isinstance(self.min_numel, int) or self.min_numel < 0:
-            problems.append(
-                f"sharding.min_numel={self.min_numel!r}: must be a whole number of at least 0; "
-                "nearest valid: min_numel=0"
-            )
-        if module is None:
+        faults = whole_numbers(0, min_numel=self.min_numel) + lists_of_names(wrap=self.wrap)
+        problems = [f"sharding.{fault}" for fault in faults]
+        if module is None or isinstance(cast(object, self.wrap), str):
             return problems
         classes = sorted({class_name(child) for child in module.modules()})
         for name in self.wrap or ():

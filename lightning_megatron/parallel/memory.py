@@ -4,11 +4,12 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import nn
 
+from lightning_megatron.optim.options import holds, lists_of_names, whole_numbers
 from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.selective import DEAR, OPERATIONS, is_operation
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
@@ -78,17 +79,13 @@ class MemoryConfig:
             close = difflib.get_close_matches(str(self.recompute), get_args(Mode), n=1, cutoff=0.0)
             return [
                 f"memory.recompute={self.recompute!r}: no such mode; valid: "
-                f"{', '.join(get_args(Mode))}; nearest valid: {close[0]!r}"
+                f"{', '.join(get_args(Mode))}; nearest valid: {close[0]!r}",
+                *self._kind_problems(),
             ]
-        problems = []
-        for name, number in (("every", self.every), ("group", self.group)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                problems.append(
-                    f"memory.{name}={number!r}: must be a whole number of at least 1; "
-                    f"nearest valid: {name}=1"
-                )
-        problems += self._keep_problems() + self._compile_problems(module)
+        problems = self._kind_problems() + self._keep_problems() + self._compile_problems(module)
         problems += self._limit_problems() + self._offload_problems() + self._group_problems()
+        if self._kind_problems():
+            return problems
         if self.recompute == "none":
             blocks = None if self.offload_activations else self.blocks
             if (blocks, self.every) != (None, 1):
@@ -102,6 +99,13 @@ class MemoryConfig:
         if module is None or any(isinstance(child, RemoteItem) for child in module.modules()):
             return problems  # an earlier run, whose problems were told, has left some stages here
         return problems + self._block_problems(module)
+
+    def _kind_problems(self) -> list[str]:
+        """Values that no mode takes."""
+        numbers = whole_numbers(1, every=self.every, group=self.group)
+        numbers += whole_numbers(0, offload_min_bytes=self.offload_min_bytes)
+        lists = lists_of_names(blocks=self.blocks, keep=self.keep)
+        return [f"memory.{problem}" for problem in numbers + lists]
 
     def _compile_problems(self, module: nn.Module | None) -> list[str]:
         if self.compile == "none":
@@ -142,72 +146,68 @@ class MemoryConfig:
 
     def _limit_problems(self) -> list[str]:
         gib, fraction = self.activation_gib, self.activation_fraction
-        adaptive = self.recompute == "adaptive"
+        adaptive, problems = self.recompute == "adaptive", []
         if adaptive and self.compile != "none":
-            return [
+            problems.append(
                 f"memory.recompute='adaptive', compile={self.compile!r}: compiled blocks are not "
                 "measured; nearest valid: compile='none', or recompute='full'"
-            ]
+            )
         if adaptive and self.every != 1:
-            return [
+            problems.append(
                 f"memory.recompute='adaptive', every={self.every}: it chooses the blocks itself; "
                 "nearest valid: every=1, or recompute='full'"
-            ]
+            )
         given = [limit for limit in (gib, fraction) if limit is not None]
-        if len(given) != adaptive or not all(limit > 0 for limit in given):
-            return [
-                f"memory.recompute={self.recompute!r}, activation_gib={gib}, activation_fraction="
-                f"{fraction}: one number above 0 is what adaptive recomputation, and only that, "
+        if len(given) != adaptive or not all(holds(lambda limit: limit > 0, x) for x in given):
+            problems.append(
+                f"memory.recompute={self.recompute!r}, activation_gib={gib!r}, activation_fraction="
+                f"{fraction!r}: one number above 0 is what adaptive recomputation, and only that, "
                 "has to keep to; nearest valid: "
                 + ("activation_gib=1.0" if adaptive else "activation_gib=None")
-            ]
-        if fraction is not None and fraction > 1:
-            return [
+            )
+        if holds(lambda fraction: fraction > 1, fraction):
+            problems.append(
                 f"memory.activation_fraction={fraction}: a device has no more than all of its "
                 "memory; nearest valid: activation_fraction=1.0"
-            ]
-        return []
+            )
+        return problems
 
     def _offload_problems(self) -> list[str]:
-        size = self.offload_min_bytes
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            return [
-                f"memory.offload_min_bytes={size!r}: must be a whole number of at least 0; nearest "
-                "valid: offload_min_bytes=0"
-            ]
+        problems = []
         if self.distribute_inputs and self.recompute not in ("full", "selective"):
-            return [
+            problems.append(
                 f"memory.distribute_inputs=True, recompute={self.recompute!r}: it is the inputs of "
                 "blocks that are chosen to be recomputed; nearest valid: recompute='full', or "
                 "distribute_inputs=False"
-            ]
+            )
         if self.offload_activations and self.recompute == "adaptive":
-            return [
+            problems.append(
                 "memory.recompute='adaptive', offload_activations=True: what is in host memory "
                 "does not count towards the limit, so there is nothing to choose; nearest valid: "
                 "recompute='selective', or offload_activations=False"
-            ]
-        return []
+            )
+        return problems
 
     def _group_problems(self) -> list[str]:
         if self.group == 1:
             return []
+        problems = []
         if self.recompute != "full" or self.every != 1:
-            return [
+            problems.append(
                 f"memory.group={self.group}, recompute={self.recompute!r}, every={self.every}: "
                 "groups are of consecutive blocks that keep nothing but an input; nearest valid: "
                 "recompute='full' with every=1, or group=1"
-            ]
+            )
         if self.offload_activations or self.distribute_inputs:
-            return [
+            problems.append(
                 f"memory.group={self.group}, offload_activations={self.offload_activations}, "
                 f"distribute_inputs={self.distribute_inputs}: these move the inputs of single "
                 "blocks; nearest valid: group=1, or group without them"
-            ]
-        return []
+            )
+        return problems
 
     def _keep_problems(self) -> list[str]:
-        if self.keep is None:
+        if self.keep is None or isinstance(cast(object, self.keep), str):
             return []
         if self.recompute not in ("selective", "adaptive"):
             return [

@@ -27,6 +27,7 @@ from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.products import Products
+from lightning_megatron.optim.options import lists_of_names, whole_numbers
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.precision.bf16 import MixedShardedPrecision
@@ -96,8 +97,10 @@ class Fp8Precision(MixedShardedPrecision):
         history: int = 16,
         gather: Literal["bf16", "fp8"] = "bf16",
     ) -> None:
-        problems = _problems(recipe, backend, keep_first, keep_last, history)
-        raise_if_any(problems + _gather_problems(gather, recipe, backend))
+        problems = _problems(recipe, backend) + _gather_problems(gather, recipe, backend)
+        problems += whole_numbers(0, keep_first=keep_first, keep_last=keep_last)
+        problems += whole_numbers(1, history=history)
+        raise_if_any(problems + lists_of_names(include=include, exclude=exclude))
         super().__init__("bf16-mixed", "cpu")
         self.recipe = recipe
         self.backend = "torch" if backend == "auto" else backend
@@ -361,9 +364,7 @@ def _local_sizes(layer: nn.Module) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def _problems(
-    recipe: str, backend: str, keep_first: int, keep_last: int, history: int
-) -> list[str]:
+def _problems(recipe: str, backend: str) -> list[str]:
     problems = []
     if recipe not in RECIPES:
         problems.append(
@@ -375,15 +376,6 @@ def _problems(
             f"backend={backend!r}: must be one of {', '.join(BACKENDS)}; nearest valid: "
             "backend='torch'"
         )
-    for name, value, least in (
-        ("keep_first", keep_first, 0),
-        ("keep_last", keep_last, 0),
-        ("history", history, 1),
-    ):
-        if value < least:
-            problems.append(
-                f"{name}={value}: must be at least {least}; nearest valid: {name}={least}"
-            )
     known = BACKEND_RECIPES.get(backend, RECIPES)
     if recipe in RECIPES and recipe not in known:
         problems.append(

@@ -11,6 +11,7 @@ tp shards and pipeline stages would go on where one rank skips, and their weight
 part for good. Here one maximum over all processes decides.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron._torch import unscale_
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.options import holds, whole_numbers
 
 
 class LossScale:
@@ -47,17 +49,15 @@ class LossScale:
         growth_interval: int,
     ) -> None:
         problems = [
-            f"{name}={given}: must be {rule}; nearest valid: {name}={nearest}"
-            for name, given, legal, rule, nearest in (
-                ("initial_scale", initial, initial > 0, "above 0", 65536.0),
-                ("growth_factor", growth_factor, growth_factor > 1, "above 1", 2.0),
-                ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "in (0, 1)", 0.5),
-                ("growth_interval", growth_interval, growth_interval >= 1, "at least 1", 2000),
+            f"{name}={given!r}: must be a finite number {rule}; nearest valid: {name}={nearest}"
+            for name, given, low, high, rule, nearest in (
+                ("initial_scale", initial, 0, math.inf, "above 0", 65536.0),
+                ("growth_factor", growth_factor, 1, math.inf, "above 1", 2.0),
+                ("backoff_factor", backoff_factor, 0, 1, "in (0, 1)", 0.5),
             )
-            if not legal
+            if not holds(lambda given, low=low, high=high: low < given < high, given)  # type: ignore[misc]
         ]
-        if problems:
-            raise ConfigError(problems)
+        raise_if_any(problems + whole_numbers(1, growth_interval=growth_interval))
         self.value = float(initial)
         self.skipped = 0
         self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval

@@ -231,7 +231,7 @@ def test_scale_follows_the_rule_of_torch() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="4 options are wrong") as caught:
         Fp16Precision(0.0, 1.0, 1.0, 0)
-    assert "initial_scale=0.0: must be above 0" in str(caught.value)
+    assert "initial_scale=0.0: must be a finite number above 0" in str(caught.value)
     scaler = torch.amp.GradScaler("cpu", 32.0, growth_interval=7)
     taken = sharded_precision(MixedPrecision("16-mixed", "cpu", scaler))
     assert isinstance(taken, Fp16Precision)
