@@ -19,6 +19,21 @@ WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and the checkpoint wrapper insert into parameter names (2.11-2.13)."""
 
 
+class CallersMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator of eager code, and leaves compiled what is compiled (2.11-2.13).
+
+    Below any other mode torch runs compiled functions as if they were not, which takes more time,
+    and ends flex attention, an operator of higher order that compiles itself, in an error.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled functions run as such."""
+        return True
+
+
 def compile_with_callers_only(function: Any) -> None:
     """Trace a function as a part of who calls it, and never by itself (2.11-2.13).
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_megatron._torch import TorchDispatchMode, tree_flatten
+from lightning_megatron._torch import CallersMode, tree_flatten
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import training_flops_per_token
 
@@ -35,7 +35,7 @@ class ModelFlops(NamedTuple):
     formula: str
 
 
-class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationCounter(CallersMode):
     """Counts the floating-point operations that run while it is entered, backward included.
 
     Attributes:

@@ -12,6 +12,9 @@ has made, and the recomputation does so again. (Which is why this is not
 repeated. An operation that draws random numbers (attention with dropout) is never noted: what
 draws after it in the block would else find the generator at another place than in the forward.
 (For the same reason ``aten.native_dropout`` and its like should not be named by users.)
+
+What compiled functions do inside is theirs: flex attention, which is one, is computed again, and so
+is Transformer Engine's, whose operators torch does not see.
 """
 
 from collections import deque
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._torch import TorchDispatchMode, tree_flatten, tree_map
+from lightning_megatron._torch import CallersMode, tree_flatten, tree_map
 
 Operation = Literal["attention", "matmul", "norm", "activation"]
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -31,6 +34,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
+        "flash_attn::_flash_attn_forward",  # since 2.7
     ),
     # Not bmm: where attention is not fused, it makes the s x s weights.
     "matmul": ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2"),
@@ -63,9 +67,13 @@ def kept_operations(names: Sequence[str]) -> frozenset[Any]:
         for name in names
         for leaf in ((name.removeprefix(_ATEN),) if name.startswith(_ATEN) else _NAMES[name])
     ]
-    return frozenset(
-        getattr(torch.ops.aten, leaf).default for leaf in wanted if hasattr(torch.ops.aten, leaf)
-    )
+    known = []
+    for name in wanted:
+        library, _, leaf = name.rpartition("::")
+        operators = getattr(torch.ops, library or "aten")
+        if hasattr(operators, leaf):
+            known.append(getattr(operators, leaf).default)
+    return frozenset(known)
 
 
 class Keeper(Protocol):
@@ -96,9 +104,10 @@ class Notes:
         """Whether the result of a call is, or was, noted."""
         if func not in self.operations:
             return False
-        # Of attention, only the probability of a dropout is a positional float.
-        attention = "attention" in func.name()
-        return not (attention and any(isinstance(arg, float) and arg > 0.0 for arg in args))
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.name == "dropout_p":
+                return not (place < len(args) and args[place] > 0.0)
+        return True
 
     def add(self, func: Any, result: Any) -> None:
         """Note a result."""
@@ -133,7 +142,7 @@ class Notes:
         return copy if self._keeper is None else self._keeper.pack(copy)
 
 
-class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Noting(CallersMode):
     """Runs everything, and notes results."""
 
     def __init__(self, notes: Notes) -> None:
@@ -150,7 +159,7 @@ class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Replaying(CallersMode):
     """Takes what was noted from the notes, and runs the rest."""
 
     def __init__(self, notes: Notes) -> None:
