@@ -33,6 +33,11 @@ from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.precision.bf16 import MixedShardedPrecision
 from lightning_megatron.precision.fp8_blocks import BlockProducts, lack_of_kernels
 from lightning_megatron.precision.fp8_gather import Fp8Extension, WeightScales
+from lightning_megatron.precision.fp8_options import (
+    device_problems,
+    gather_problems,
+    option_problems,
+)
 from lightning_megatron.precision.fp8_products import (
     DelayedProducts,
     RowProducts,
@@ -40,17 +45,12 @@ from lightning_megatron.precision.fp8_products import (
     TensorProducts,
 )
 from lightning_megatron.precision.fp8_te import TE_ALIGNMENT, TeProducts
-from lightning_megatron.precision.fp8_te import missing as te_missing
 from lightning_megatron.precision.fp8_torchao import TorchaoProducts
-from lightning_megatron.precision.fp8_torchao import missing as torchao_missing
 from lightning_megatron.precision.recipe import (
     ALIGNMENT,
-    BACKEND_RECIPES,
-    BACKENDS,
     BLOCK,
     IN_BLOCKS,
     MX_BLOCK,
-    RECIPES,
     Backend,
     Recipe,
 )
@@ -81,7 +81,8 @@ class Fp8Precision(MixedShardedPrecision):
             changes no number (`precision.fp8_gather`).
 
     Raises:
-        ConfigError: an argument is not valid, or the backend's package is missing.
+        ConfigError: an argument is not valid, the backend's package is missing, or (when the run
+            begins) the GPU has no FP8 units.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Fp8Precision(MixedShardedPrecision):
         history: int = 16,
         gather: Literal["bf16", "fp8"] = "bf16",
     ) -> None:
-        problems = _problems(recipe, backend) + _gather_problems(gather, recipe, backend)
+        problems = option_problems(recipe, backend) + gather_problems(gather, recipe, backend)
         problems += whole_numbers(0, keep_first=keep_first, keep_last=keep_last)
         problems += whole_numbers(1, history=history)
         raise_if_any(problems + lists_of_names(include=include, exclude=exclude))
@@ -121,6 +122,7 @@ class Fp8Precision(MixedShardedPrecision):
     def prepare(self, parallel: ParallelModule) -> None:
         super().prepare(parallel)
         topology = self._topology = parallel.topology
+        raise_if_any(device_problems(self.recipe, self.backend, topology.device))
         known = {name: h.history[: h.steps] for name, h in self._delayed.items()}
         self._delayed = {}
         chosen, misfits = self._choose(parallel.module)
@@ -344,45 +346,9 @@ class Fp8Precision(MixedShardedPrecision):
         held.steps = len(rows)
 
 
-def _gather_problems(gather: str, recipe: str, backend: str) -> list[str]:
-    if gather not in ("bf16", "fp8"):
-        return [f"gather={gather!r}: must be 'bf16' or 'fp8'; nearest valid: gather='bf16'"]
-    if gather == "fp8" and (recipe != "tensorwise" or backend not in ("auto", "torch")):
-        return [
-            f"gather='fp8', recipe={recipe!r}, backend={backend!r}: only a scale for the whole "
-            "tensor can be applied before gathering; nearest valid: recipe='tensorwise', "
-            "backend='torch', or gather='bf16'"
-        ]
-    return []
-
-
 def _local_sizes(layer: nn.Module) -> tuple[int, int]:
     """Rows and columns of the weight with which this rank multiplies."""
     weight: Tensor = layer.get_parameter("weight")
     if isinstance(layer, ColumnParallelLinear) and not weight.is_meta:
         weight = layer.local_parameters()[0]
     return weight.shape[0], weight.shape[1]
-
-
-def _problems(recipe: str, backend: str) -> list[str]:
-    problems = []
-    if recipe not in RECIPES:
-        problems.append(
-            f"recipe={recipe!r}: must be one of {', '.join(RECIPES)}; nearest valid: "
-            "recipe='tensorwise'"
-        )
-    if backend not in BACKENDS:
-        problems.append(
-            f"backend={backend!r}: must be one of {', '.join(BACKENDS)}; nearest valid: "
-            "backend='torch'"
-        )
-    known = BACKEND_RECIPES.get(backend, RECIPES)
-    if recipe in RECIPES and recipe not in known:
-        problems.append(
-            f"recipe={recipe!r}, backend={backend!r}: it runs {', '.join(known)}; nearest valid: "
-            "backend='torch', which runs every recipe"
-        )
-    lack = {"te": te_missing, "torchao": torchao_missing}.get(backend, lambda: None)()
-    if lack is not None:
-        problems.append(f"backend={backend!r}: {lack}; nearest valid: backend='torch'")
-    return problems

@@ -39,6 +39,18 @@ Split = tuple[bool, bool, bool]
 """Which operands are parts of a tensor that tp ranks share."""
 
 
+def lack_of_units(device: torch.device) -> str | None:
+    """Why a device cannot multiply in FP8; None if it can."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= (8, 9):
+        return None
+    return (
+        f"{torch.cuda.get_device_name(device)} ({major}.{minor}) has no FP8 units (8.9 and later)"
+    )
+
+
 class Scaled(NamedTuple):
     """A gradient and the scales that its products need."""
 

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
+from lightning_megatron.precision.fp8_options import device_problems
 from lightning_megatron.precision.recipe import RECIPES
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import (
@@ -152,6 +154,19 @@ def test_layers_are_chosen_by_pattern(pool: WorkerPool) -> None:
         "model.trunk.head"
     ]
     assert "Fp8Precision(recipe='mxfp8') is emulated" in said
+
+
+def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, capability = torch.device("cuda", 0), [8, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
+    layout: Any = SimpleNamespace(module=Odd(), topology=SimpleNamespace(device=device))
+    with pytest.raises(ConfigError, match=r"A card \(8\.0\) has no FP8 units.*nearest valid"):
+        Fp8Precision("rowwise").prepare(layout)
+    assert device_problems("blockwise", "te", device) != []
+    assert device_problems("blockwise", "torch", device) == [], "is emulated"
+    capability[1] = 9
+    assert device_problems("rowwise", "torch", device) == []
 
 
 class Odd(nn.Module):

@@ -1,0 +1,57 @@
+"""What is wrong with a choice of recipe, backend and gathering; see `precision.fp8`."""
+
+import torch
+
+from lightning_megatron.precision.fp8_products import lack_of_units
+from lightning_megatron.precision.fp8_te import missing as te_missing
+from lightning_megatron.precision.fp8_torchao import missing as torchao_missing
+from lightning_megatron.precision.recipe import BACKEND_RECIPES, BACKENDS, IN_BLOCKS, RECIPES
+
+
+def option_problems(recipe: str, backend: str) -> list[str]:
+    """Names that do not exist or do not go together, and packages that are missing."""
+    problems = []
+    if recipe not in RECIPES:
+        problems.append(
+            f"recipe={recipe!r}: must be one of {', '.join(RECIPES)}; nearest valid: "
+            "recipe='tensorwise'"
+        )
+    if backend not in BACKENDS:
+        problems.append(
+            f"backend={backend!r}: must be one of {', '.join(BACKENDS)}; nearest valid: "
+            "backend='torch'"
+        )
+    known = BACKEND_RECIPES.get(backend, RECIPES)
+    if recipe in RECIPES and recipe not in known:
+        problems.append(
+            f"recipe={recipe!r}, backend={backend!r}: it runs {', '.join(known)}; nearest valid: "
+            "backend='torch', which runs every recipe"
+        )
+    lack = {"te": te_missing, "torchao": torchao_missing}.get(backend, lambda: None)()
+    if lack is not None:
+        problems.append(f"backend={backend!r}: {lack}; nearest valid: backend='torch'")
+    return problems
+
+
+def gather_problems(gather: str, recipe: str, backend: str) -> list[str]:
+    """Whether weights can be gathered in that format."""
+    if gather not in ("bf16", "fp8"):
+        return [f"gather={gather!r}: must be 'bf16' or 'fp8'; nearest valid: gather='bf16'"]
+    if gather == "fp8" and (recipe != "tensorwise" or backend not in ("auto", "torch")):
+        return [
+            f"gather='fp8', recipe={recipe!r}, backend={backend!r}: only a scale for the whole "
+            "tensor can be applied before gathering; nearest valid: recipe='tensorwise', "
+            "backend='torch', or gather='bf16'"
+        ]
+    return []
+
+
+def device_problems(recipe: str, backend: str, device: torch.device) -> list[str]:
+    """Whether the device of this process can do what was chosen."""
+    lack = lack_of_units(device)
+    if lack is None or (backend == "torch" and recipe in IN_BLOCKS):
+        return []
+    return [
+        f"recipe={recipe!r}, backend={backend!r}: {lack}; nearest valid: precision="
+        "'bf16-mixed', or, for the numbers without the speed, recipe='blockwise', backend='torch'"
+    ]
