@@ -32,6 +32,7 @@ from lightning_megatron import MegatronStrategy, MemoryConfig
 from lightning_megatron._torch import TorchDispatchMode, tree_flatten
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.knapsack import Way, needed
+from lightning_megatron.parallel.wrapping import outermost
 from lightning_megatron.testing import WorkerPool
 
 LENGTH = 512
@@ -106,7 +107,7 @@ class Tracked(Model):
         self.tracker = LiveBytes()
         self.tracker.__enter__()
         loss = super().training_step(batch, batch_idx)
-        offloader = getattr(self.trunk.layers[0].forward, "_offloader", None)
+        offloader = getattr(outermost(self.trunk.layers[0]), "_offloader", None)
         self.kept = self.tracker.now - (offloader.held if offloader else 0)
         return loss
 

@@ -19,7 +19,6 @@ gone by the time of the weight part.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -60,7 +59,7 @@ _Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 def breaks_graphs(function: _Called) -> _Called:
-    """Mark a function that calls itself by `WeightGradients.outside_graphs`."""
+    """Mark a function that calls itself by `WeightGradients.outside_graphs`, or one that does."""
     _breaking.append(function)
     return function
 
@@ -141,16 +140,17 @@ def multiply_with(layer: nn.Module, products: Products | None) -> None:
     """Let a linear layer, ours or a plain ``nn.Linear``, compute its products in another way."""
     setattr(layer, PRODUCTS, products)
     if type(layer) is nn.Linear:
-        taken = layer.__dict__.get("forward")
-        deferral = taken.args[1] if isinstance(taken, partial) else None
+        taken = getattr(layer.__dict__.get("forward"), "__self__", None)
+        deferral = taken.deferral if isinstance(taken, _Taken) else None
         _take_over(layer, deferral, products)
 
 
 def _take_over(
     layer: nn.Linear, deferral: WeightGradients | None, products: Products | None
 ) -> None:
-    # On the instance, so that its class, and what looks at it, stay as they are.
-    object.__setattr__(layer, "forward", partial(_forward, layer, deferral, products))
+    # On the instance, so that its class, and what looks at it, stay as they are. A method, as a
+    # compiler makes one graph for all layers whose forwards are methods with the same code.
+    object.__setattr__(layer, "forward", _Taken(layer, deferral, products).run)
 
 
 PRODUCTS = "products"
@@ -234,10 +234,17 @@ def input_gradient(
     return grad_no.mm(weight.to(grad_no.dtype))
 
 
-def _forward(
-    module: nn.Linear, deferral: WeightGradients | None, products: Products | None, x: Tensor
-) -> Tensor:
-    return linear(x, module.weight, module.bias, deferral, products)
+class _Taken(NamedTuple):
+    """A plain layer that computes as ours do."""
+
+    layer: nn.Linear
+    deferral: WeightGradients | None
+    products: Products | None
+
+    @breaks_graphs
+    def run(self, x: Tensor) -> Tensor:
+        """In place of the layer's forward."""
+        return linear(x, self.layer.weight, self.layer.bias, self.deferral, self.products)
 
 
 class _Linear(Function):

@@ -2,6 +2,7 @@
 
 1. `parallel.compile`: the forward becomes other code;
 2. `parallel.recompute`: it runs again in the backward (`parallel.groups`: together with others);
+   where that is for the compiler to do, the two change places;
 3. `parallel.shared_inputs`: of its input each tensor-parallel rank keeps a part;
 4. `parallel.offload`: what it keeps then, waits in host memory.
 
@@ -13,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from lightning_megatron.parallel.compile import compile_parts
+from lightning_megatron.parallel.compile import compile_if_alone, compile_parts
 from lightning_megatron.parallel.groups import recompute_groups
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.offload import Offloader, offload
@@ -44,9 +45,16 @@ def transform_blocks(
     offloader = None
     if config.offload_activations:
         offloader = Offloader(device, config.offload_min_bytes)
-    compile_parts(module, config)
-    grouped = recompute_groups(module, forgetful, config.group)
+    inside = config.forgets_in_graphs
+    if inside:
+        here = set(module.modules())
+        compile_if_alone([block for block in forgetful if block in here], config)
+    else:
+        compile_parts(module, config)
+    grouped = recompute_groups(module, forgetful, config.group, traced=inside)
     recompute(module, [block for block in forgetful if block not in grouped], config, offloader)
+    if inside:
+        compile_parts(module, config)
     if config.distribute_inputs and tp is not None and tp.size > 1:
         for block in forgetful:
             if not isinstance(block, RemoteItem):

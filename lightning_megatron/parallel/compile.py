@@ -11,18 +11,28 @@ Compiling the whole *model* (each stage of a pipeline, or where there is no `Pip
 each child of the module that has parameters) makes one graph of all its layers, embedding and head
 included. The compiler can work across blocks then, and takes as long as there are blocks.
 ZeRO's hooks on a unit break such a graph, as does whatever else breaks that of a block; then each
-unit is a graph of its own. Blocks that are recomputed or offloaded are regions of their own, so
-these options ask for ``"block"``.
+unit is a graph of its own.
 
 A forward is replaced on the instance: names of parameters stay, and hooks, those of ZeRO among
-them, lie outside. A block that is recomputed runs its compiled forward twice; each shape then has a
-graph of its own, so that the recomputation meets the same one.
+them, lie outside. With recomputation there are two orders:
+
+* ``"block"`` with ``"full"``: recomputation lies *around* the compiled block, which runs twice;
+  each shape then has a graph of its own, so that the second run meets the same one. What moves
+  inputs and activations lies around both.
+* ``"model"``, and ``"block"`` with what recomputes but a part of each block (``"selective"``, or
+  ``blocks=``): recomputation lies *inside* of the graph. The compiler marks what a block computes;
+  where it cuts the graph into forward and backward, it passes on the blocks' inputs, the results
+  that are to be kept and the state of the generator of random numbers, and computes the rest twice.
+
+Where something breaks the graph inside of such a block, the block runs as if nothing were compiled
+around it. One that is recomputed in full is therefore compiled once more, by itself, which takes
+effect only then. Of one that is recomputed selectively every operation must be seen, so it is not
+compiled, and a warning says so.
 
 Under tp the collectives of a block break its graph: what lies between them is compiled, which gains
 less and takes several times as long to compile. Under schedules that split the backward linear
 layers do the same, so that their weight gradients can wait (`layers.deferral`): the backward of one
-graph is one piece. Refused is selective recomputation, which looks at operations that are not there
-any more: the compiler decides about them itself.
+graph is one piece.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,8 +54,21 @@ def compile_parts(module: nn.Module, config: MemoryConfig) -> None:
         parts = find_blocks(module, None)
     elif config.compile == "model":
         parts = _models(module)
+    twice = config.recompute != "none" and not config.forgets_in_graphs
     for part in parts:
-        _Compiled(part, config)
+        _Compiled(part, config.compile_backend, twice=twice)
+
+
+def compile_if_alone(blocks: Iterable[nn.Module], config: MemoryConfig) -> None:
+    """Let blocks run compiled that a graph around them has to leave out.
+
+    Args:
+        blocks: about to be recomputed inside of that graph.
+        config: how.
+    """
+    if config.recompute == "full":
+        for block in blocks:
+            _Compiled(block, config.compile_backend, twice=True)
 
 
 def _models(module: nn.Module) -> list[nn.Module]:
@@ -67,22 +90,21 @@ class _Compiled(BlockForward):
 
     Args:
         block: what to compile.
-        config: how.
+        backend: the compiler, as ``torch.compile`` names it.
+        twice: whether the same forward runs again in the backward.
     """
 
-    def __init__(self, block: nn.Module, config: MemoryConfig) -> None:
+    def __init__(self, block: nn.Module, backend: str, *, twice: bool) -> None:
         super().__init__(block)
-        self._config = config
+        self._backend, self._dynamic = backend, False if twice else None
         self._run: Callable[..., Any] | None = None
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a part of a larger graph
+            return self._forward(*args, **kwargs)
         if self._run is None:
-            self._run = torch.compile(
-                self._forward,
-                backend=self._config.compile_backend,
-                dynamic=None if self._config.recompute == "none" else False,
-            )
+            self._run = torch.compile(self._forward, backend=self._backend, dynamic=self._dynamic)
         return self._run(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

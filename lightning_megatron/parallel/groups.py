@@ -25,21 +25,30 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_megatron.parallel.recompute import checkpoint_options
+from lightning_megatron.parallel.recompute import (
+    checkpoint_options,
+    never_trace_alone,
+    traced_options,
+)
 from lightning_megatron.pipeline.sequential import PipelineSequential, Together
 
 
-def recompute_groups(module: nn.Module, chosen: Collection[nn.Module], size: int) -> set[nn.Module]:
+def recompute_groups(
+    module: nn.Module, chosen: Collection[nn.Module], size: int, *, traced: bool = False
+) -> set[nn.Module]:
     """Let blocks of ``module`` forget their activations in groups, and no others.
 
     Args:
         module: whose trunks' stages may have groups already.
         chosen: blocks of the whole network that are recomputed.
         size: of the groups; with 1 there are none.
+        traced: whether they will run inside of what is compiled.
 
     Returns:
         The blocks that are in groups.
     """
+    if traced:
+        never_trace_alone(_Forgotten)
     grouped: set[nn.Module] = set()
     for trunk in module.modules():
         if not isinstance(trunk, PipelineSequential):
@@ -79,4 +88,5 @@ class _Forgotten(Together):
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, **self._options, **kwargs)
+        options = traced_options() if torch.compiler.is_compiling() else self._options
+        return checkpoint(run, *args, use_reentrant=False, **options, **kwargs)

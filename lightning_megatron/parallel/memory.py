@@ -59,7 +59,8 @@ class MemoryConfig:
     compile: Compile = "none"
     """Whether the blocks of the network, one by one, or all of it (each stage of a pipeline) run
     through ``torch.compile`` (`parallel.compile`), which saves time and the memory of what it
-    fuses."""
+    fuses. The compiler recomputes what ``recompute`` names, unless it is whole blocks that are
+    compiled one by one."""
     compile_backend: str = "inductor"
     """What makes code of their graphs, as ``torch.compile`` names it."""
 
@@ -72,6 +73,13 @@ class MemoryConfig:
     def selection(self) -> tuple[str, ...]:
         """Operations whose results are kept wherever blocks are recomputed selectively."""
         return DEAR if self.keep is None else tuple(self.keep)
+
+    @property
+    def forgets_in_graphs(self) -> bool:
+        """Whether what is recomputed lies inside of what is compiled (`parallel.compile`)."""
+        parts = self.recompute == "selective" or self.blocks is not None
+        inside = self.compile == "model" or (self.compile == "block" and parts)
+        return inside and self.recompute != "none"
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of applying them to it."""
@@ -121,21 +129,14 @@ class MemoryConfig:
                 f"memory.compile_backend={self.compile_backend!r}: torch has no such backend; "
                 "nearest valid: 'inductor'"
             )
-        parts = self.recompute == "selective" or self.blocks is not None
-        if self.compile == "block" and parts:
+        moves = self.offload_activations or self.distribute_inputs
+        if moves and (self.compile == "model" or self.forgets_in_graphs):
             problems.append(
-                f"memory.compile='block', recompute={self.recompute!r}, blocks={self.blocks}: "
-                "parts of a compiled block cannot be recomputed (the compiler does so where it is "
-                "cheap); nearest valid: compile='none', or recompute='none' or 'full' with "
-                "blocks=None"
-            )
-        alone = (self.recompute, self.offload_activations, self.distribute_inputs)
-        if self.compile == "model" and alone != ("none", False, False):
-            problems.append(
-                f"memory.compile='model', recompute={self.recompute!r}, offload_activations="
-                f"{self.offload_activations}, distribute_inputs={self.distribute_inputs}: one "
-                "graph has no blocks that could be recomputed or moved; nearest valid: "
-                "compile='block', or compile='model' without these"
+                f"memory.compile={self.compile!r}, recompute={self.recompute!r}, blocks="
+                f"{self.blocks}, offload_activations={self.offload_activations}, "
+                f"distribute_inputs={self.distribute_inputs}: what is kept inside of a graph "
+                "cannot be moved; nearest valid: compile='block' with recompute='none' or 'full' "
+                "and blocks=None, or the same without these"
             )
         if self.compile == "block" and module is not None and not find_blocks(module, None):
             problems.append(

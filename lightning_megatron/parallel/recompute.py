@@ -29,17 +29,25 @@ from functools import partial, reduce
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_megatron._torch import tree_flatten
+from lightning_megatron._torch import compile_with_callers_only, tree_flatten
 from lightning_megatron.parallel.knapsack import BlockCosts, combined
 from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.parallel.offload import Offloader
-from lightning_megatron.parallel.selective import Notes, Noting, Replaying, kept_operations
-from lightning_megatron.parallel.wrapping import BlockForward, address
+from lightning_megatron.parallel.plan import class_name
+from lightning_megatron.parallel.selective import (
+    Notes,
+    Noting,
+    Replaying,
+    kept_operations,
+    traced_contexts,
+)
+from lightning_megatron.parallel.wrapping import BlockForward, address, outermost
 
 _FULL = MemoryConfig(recompute="full")
 
@@ -58,13 +66,16 @@ def recompute(
         config: which results they keep.
         offloader: where these results wait.
     """
-    recompute_each(module, dict.fromkeys(chosen, config.kept), offloader)
+    kept = dict.fromkeys(chosen, config.kept)
+    recompute_each(module, kept, offloader, traced=config.forgets_in_graphs)
 
 
 def recompute_each(
     module: nn.Module,
     chosen: Mapping[nn.Module, Sequence[str]],
     offloader: Offloader | None = None,
+    *,
+    traced: bool = False,
 ) -> None:
     """Let blocks inside ``module``, and no others, forget all but results of some operations.
 
@@ -72,13 +83,16 @@ def recompute_each(
         module: whose blocks may forget already.
         chosen: some modules inside, and the operations.
         offloader: where the results wait.
+        traced: whether they will run inside of what is compiled.
     """
+    if traced:
+        never_trace_alone(_Forgetful)
     for child in module.modules():
-        held = child.__dict__.get("forward")
+        held = outermost(child)
         if isinstance(held, _Forgetful):
             held.remove()
         if child in chosen:
-            _Forgetful(child, chosen[child], offloader)
+            _Forgetful(child, chosen[child], offloader, traced=traced)
 
 
 def measure(
@@ -97,7 +111,8 @@ def measure(
     nothing = BlockCosts(seconds=0.0, kept=0, input=0)
     found = []
     for block in blocks:
-        held = block.__dict__["forward"]
+        held = outermost(block)
+        assert isinstance(held, _Forgetful)
         found.append(reduce(partial(combined, time=min), held.measured or [nothing]))
         held.now, held.selection, held.measured = now, kept, []
     return found
@@ -110,10 +125,16 @@ class _Forgetful(BlockForward):
         block: whose activations are forgotten.
         kept: operations whose results are not.
         offloader: where these results wait.
+        traced: whether it is meant to become a part of a graph.
     """
 
     def __init__(
-        self, block: nn.Module, kept: Sequence[str], offloader: Offloader | None = None
+        self,
+        block: nn.Module,
+        kept: Sequence[str],
+        offloader: Offloader | None = None,
+        *,
+        traced: bool = False,
     ) -> None:
         super().__init__(block)
         self.now: Callable[[], float] | None = None
@@ -121,11 +142,19 @@ class _Forgetful(BlockForward):
         self.measured: list[BlockCosts] = []
         self._counting = _counting([block])
         self._options = checkpoint_options([block], kept, offloader)
+        self._traced_options = traced_options(kept)
+        self._outside_is_news = traced and bool(kept)
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            options = self._traced_options
+            return checkpoint(self._forward, *args, use_reentrant=False, **options, **kwargs)
+        if self._outside_is_news:
+            _warn_of_break(self._block)
+            self._outside_is_news = False
         if self.now is not None:
             self.measured.append(self._measure(self.now, args, kwargs))
         return checkpoint(self._forward, *args, use_reentrant=False, **self._options, **kwargs)
@@ -184,6 +213,34 @@ def checkpoint_options(
     if not counting and not kept:
         return {}
     return {"context_fn": partial(_contexts, counting, kept, offloader)}
+
+
+def traced_options(kept: Sequence[str] = ()) -> dict[str, Any]:
+    """The same for a ``checkpoint`` that a compiler traces, which sees to the rest itself.
+
+    Args:
+        kept: operations whose results are not forgotten.
+    """
+    return {"context_fn": partial(traced_contexts, tuple(kept))} if kept else {}
+
+
+def never_trace_alone(forward: type) -> None:
+    """Have ``forward``'s calls traced with their callers or not at all.
+
+    If there is something in a block that breaks the graph, ``checkpoint`` has to run as it is, with
+    what it needs then; a compiler that begins with the call would have chosen otherwise before it
+    meets the break.
+    """
+    compile_with_callers_only(forward.__call__)
+
+
+def _warn_of_break(block: nn.Module) -> None:
+    rank_zero_warn(
+        f"memory.recompute='selective': a {class_name(block)} runs as it is, not compiled, as "
+        "something in it breaks the graph (TORCH_LOGS=graph_breaks tells what; the collectives of "
+        "tp, schedules that split the backward, and dropout on what tp shards do). "
+        "recompute='full' compiles what lies between"
+    )
 
 
 def _counting(blocks: Iterable[nn.Module]) -> list[nn.Module]:

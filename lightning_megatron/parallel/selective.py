@@ -15,14 +15,22 @@ draws after it in the block would else find the generator at another place than 
 
 What compiled functions do inside is theirs: flex attention, which is one, is computed again, and so
 is Transformer Engine's, whose operators torch does not see.
+
+Where the block itself is a part of a compiled graph there is nobody to take notes: there the choice
+is a *policy* that the compiler asks about every operator that it traces, and heeds when it cuts the
+graph into forward and backward. It copies nothing, as a traced graph writes into no tensor, and
+sees to random numbers itself. (torch's hint to avoid in-place operations, logged once, is for those
+who keep aliases.)
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from typing_extensions import override
 
 from lightning_megatron._torch import CallersMode, tree_flatten, tree_map
@@ -102,12 +110,7 @@ class Notes:
 
     def concern(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether the result of a call is, or was, noted."""
-        if func not in self.operations:
-            return False
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.name == "dropout_p":
-                return not (place < len(args) and args[place] > 0.0)
-        return True
+        return func in self.operations and not _draws(func, args)
 
     def add(self, func: Any, result: Any) -> None:
         """Note a result."""
@@ -173,3 +176,31 @@ class Replaying(CallersMode):
         if not self._notes.concern(func, args):
             return func(*args, **(kwargs or {}))
         return self._notes.next(func)
+
+
+def _draws(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call of attention drops some of its weights."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(place < len(args) and args[place] > 0.0)
+    return False
+
+
+def traced_contexts(names: Sequence[str]) -> Any:
+    """What a compiler that traces a checkpoint wants as its ``context_fn``.
+
+    Args:
+        names: operations whose results are kept.
+    """
+    # What is kept may be written into afterwards: the graph is made free of that.
+    return create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
+        partial(_policy, kept_operations(names)), allow_cache_entry_mutation=True
+    )
+
+
+def _policy(
+    operations: frozenset[Any], context: Any, func: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    if func in operations and not _draws(func, args):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -8,6 +8,7 @@ around each other; `parallel.blocks` alone knows their order.
 import inspect
 from collections.abc import Callable
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from lightning_megatron.pipeline.sequential import PipelineSequential
 class BlockForward:
     """Stands in for the ``forward`` of a block until it is removed.
 
-    A class, not a closure: a deep copy of the block then runs its own weights.
+    A class, not a closure: a deep copy of the block then runs its own weights. What the block is
+    given is a method of it: one graph serves all blocks whose forwards are methods with the same
+    code, where a compiler would take other objects for a different forward each.
 
     Args:
         block: whose forward is surrounded.
@@ -29,8 +32,8 @@ class BlockForward:
     def __init__(self, block: nn.Module) -> None:
         self._block, self._forward = block, block.forward
         self._own: Callable[..., Any] | None = block.__dict__.get("forward")
-        self.__signature__ = inspect.signature(block.forward)
-        object.__setattr__(block, "forward", self)
+        method = MethodType(_method(inspect.signature(block.forward)), self)
+        object.__setattr__(block, "forward", method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
@@ -44,12 +47,28 @@ class BlockForward:
             object.__setattr__(self._block, "forward", self._own)
 
 
+def _method(signature: inspect.Signature) -> Callable[..., Any]:
+    def __call__(self: BlockForward, *args: Any, **kwargs: Any) -> Any:  # the name is for pickle
+        return self(*args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    whole = signature.replace(parameters=[own, *signature.parameters.values()])
+    __call__.__signature__ = whole  # type: ignore[attr-defined]
+    return __call__
+
+
+def outermost(block: nn.Module) -> BlockForward | None:
+    """What stands in for the forward of ``block``, None if it is the block's own."""
+    held = getattr(block.__dict__.get("forward"), "__self__", None)
+    return held if isinstance(held, BlockForward) else None
+
+
 def unwrap(module: nn.Module) -> None:
     """Remove whatever lies around the forwards of the blocks inside ``module``."""
     # The stages of a trunk are no children of it.
     stages = (m.stage_items for m in module.modules() if isinstance(m, PipelineSequential))
     for child in chain(module.modules(), chain.from_iterable(stages)):
-        while isinstance(held := child.__dict__.get("forward"), BlockForward):
+        while (held := outermost(child)) is not None:
             held.remove()
 
 

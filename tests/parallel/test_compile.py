@@ -1,6 +1,8 @@
 """What is compiled: the same numbers under every kind of layout, and that it can be taken back."""
 
-from dataclasses import dataclass
+import warnings
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,12 +12,14 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lightning_megatron import MemoryConfig, PipelineSequential
-from lightning_megatron.layers.deferral import WeightGradients
+from lightning_megatron.layers.deferral import WeightGradients, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.parallel.blocks import transform_blocks
 from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.memory import blocks_to_recompute
 from lightning_megatron.parallel.wrapping import unwrap
 from lightning_megatron.testing import WorkerPool
+from tests.parallel.counting import Counted
 from tests.parity.jobs import whole_parameters
 from tests.strategies.small import (
     WIDTH,
@@ -95,12 +99,21 @@ def _noting(deferred: list[Any]) -> Any:
 
 
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "model, pp=2 zb-h1": (
+    "model, pp=2 zb-h1, full": (
         2,
         {"pp": 2, "num_microbatches": 4, "schedule": "zb-h1"},
-        {"compile": "model"},
+        {"compile": "model", "recompute": "full"},
     ),
-    "model, dp=2 zero 3": (2, {"zero": 3, "num_microbatches": 2}, {"compile": "model"}),
+    "model, pp=2, selective": (
+        2,
+        {"pp": 2, "num_microbatches": 2},
+        {"compile": "model", "recompute": "selective"},
+    ),
+    "model, dp=2 zero 3, full": (
+        2,
+        {"zero": 3, "num_microbatches": 2},
+        {"compile": "model", "recompute": "full"},
+    ),
     "block, pp=2 zbv, full": (
         2,
         {"pp": 2, "num_microbatches": 2, "schedule": "zbv"},
@@ -154,6 +167,130 @@ def gradients(module: Net) -> list[Tensor]:
     torch.manual_seed(1)
     module.net(torch.randn(8, WIDTH, dtype=torch.float64)).square().sum().backward()
     return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+class Random(nn.Module):
+    """Draws, counts batches, writes in place, and may break the graph in the middle."""
+
+    breaks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sigmoid(self.up(torch.sin(self.norm(x) * 0.5)))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return nn.functional.dropout(torch.tanh(self.down(y).mul_(0.5)), 0.3).add_(x)
+
+
+class Breaking(Random):
+    """The same in two graphs."""
+
+    breaks = True
+
+
+@dataclass
+class Pass:
+    """A forward and a backward."""
+
+    gradients: list[Tensor]
+    buffers: list[Tensor]
+    kept: int
+    """Bytes of the activations that the forward kept."""
+    products: int
+    """Products of linear layers that the backward computed again."""
+
+
+def one_pass(kind: type[Random], memory: MemoryConfig) -> Pass:
+    """Through a network of three blocks."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net = PipelineSequential(layers=[kind() for _ in range(3)], head=nn.Linear(WIDTH, 2)).double()
+    transform_blocks(net, blocks_to_recompute(net, memory), memory, CPU)
+    kept = {}
+    own = {p.untyped_storage().data_ptr() for p in net.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # The place of the generator, which a compiler saves where others do, is no activation.
+        if storage.data_ptr() not in own and tensor.dtype == torch.float64:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    torch.manual_seed(1)
+    x = torch.randn(16, WIDTH, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = net(x).square().sum()
+    torch.rand(3)  # the recomputation must not depend on where the generator is by then
+    # What runs outside of graphs in the forward would, under a mode, do so in the backward as well.
+    counted = Counted(torch.ops.aten.addmm.default)
+    with nullcontext() if kind.breaks else counted:
+        loss.backward()
+    tensors = [x, *net.parameters()]
+    gradients = [t.grad for t in tensors if t.grad is not None]
+    return Pass(gradients, list(net.buffers()), sum(kept.values()), counted.count)
+
+
+FULL = MemoryConfig(recompute="full")
+INSIDE = {
+    "full": (FULL, 1, 6),
+    "every 2nd": (replace(FULL, every=2), 1.8, 4),
+    "group of 3": (replace(FULL, group=3), 0.6, 6),
+    "selective": (MemoryConfig(recompute="selective"), 3.1, 0),
+    "selective, of each block": (MemoryConfig(recompute="selective", compile="block"), 3.1, 0),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_compiler_recomputes_what_it_is_told_to(name: str) -> None:
+    memory, more, products = INSIDE[name]
+    compiled = replace(memory, compile="block" if "block" in name else "model")
+    found = one_pass(Random, replace(compiled, compile_backend="aot_eager"))
+    plain, forgetful = one_pass(Random, MemoryConfig()), one_pass(Random, FULL)
+    same_numbers(found, plain)
+    assert found.kept <= more * forgetful.kept < plain.kept, (
+        found.kept,
+        forgetful.kept,
+        plain.kept,
+    )
+    assert found.products == products
+
+
+@pytest.mark.parametrize("memory", [FULL, MemoryConfig(recompute="selective")])
+def test_a_block_that_breaks_the_graph_is_recomputed_outside(memory: MemoryConfig) -> None:
+    compiled = replace(memory, compile="model", compile_backend="aot_eager")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = one_pass(Breaking, compiled)
+    same_numbers(found, one_pass(Breaking, MemoryConfig()))
+    assert found.kept == one_pass(Breaking, memory).kept
+    ours = {str(w.message) for w in told if "breaks the graph" in str(w.message)}
+    assert len(ours) == (1 if memory.kept else 0)
+
+
+def test_one_graph_serves_all_blocks_whose_parts_were_changed() -> None:
+    """Linear layers that multiply in another way, and parts that are recomputed."""
+    torch.compiler.reset()
+    counters["stats"].clear()
+    net = nn.Sequential(*(Random() for _ in range(3))).double()
+    for layer in net.modules():
+        if isinstance(layer, nn.Linear):
+            multiply_with(layer, None)
+    parts = MemoryConfig(recompute="full", blocks=["*.up"], compile="block")
+    memory = replace(parts, compile_backend="aot_eager")
+    transform_blocks(net, blocks_to_recompute(net, memory), memory, CPU)
+    net(torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def same_numbers(ours: Pass, theirs: Pass) -> None:
+    for found, expected in zip(
+        ours.gradients + ours.buffers, theirs.gradients + theirs.buffers, strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
 
 
 class Unpiped(nn.Module):

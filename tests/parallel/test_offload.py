@@ -40,7 +40,7 @@ def network() -> PipelineSequential:
 def offloaded(config: MemoryConfig) -> tuple[PipelineSequential, Offloader]:
     net = network()
     transform_blocks(net, blocks_to_recompute(net, config), config, CPU)
-    return net, net.layers[0].forward._offloader
+    return net, net.layers[0].forward.__self__._offloader
 
 
 def step(net: PipelineSequential, offloader: Offloader | None = None) -> tuple[list[Tensor], int]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from benchmarks.recomputation import LiveBytes
 from lightning_megatron import MegatronStrategy, MemoryConfig, PipelineSequential, ShardingConfig
-from lightning_megatron._torch import TorchDispatchMode
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.dropout import Dropout
@@ -26,6 +25,7 @@ from lightning_megatron.parallel.recompute import recompute
 from lightning_megatron.pipeline.measure import saved_bytes
 from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
+from tests.parallel.counting import Counted
 from tests.parity import reference
 from tests.parity.jobs import (
     Outcome,
@@ -179,18 +179,6 @@ def test_blocks_are_found(name: str) -> None:
     module = make()
     names = {child: n for n, child in module.named_modules()}
     assert [names[b] for b in find_blocks(module, classes)] == expected
-
-
-class Counted(TorchDispatchMode):
-    """Counts how often an operator runs."""
-
-    def __init__(self, func: Any) -> None:
-        super().__init__()
-        self.func, self.count = func, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is self.func
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

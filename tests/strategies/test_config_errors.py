@@ -187,13 +187,19 @@ CASES = {
         },
         says=("compile='model', partition='measured'", "compile='block'"),
     ),
-    "compile and recompute selectively": Case(
-        layout={"memory": MemoryConfig(compile="block", recompute="selective")},
+    "recompute inside of a compiled block and offload it": Case(
+        layout={
+            "memory": MemoryConfig(compile="block", recompute="selective", offload_activations=True)
+        },
         says=("compile='block', recompute='selective'", "'full'"),
     ),
-    "compile the model and recompute blocks": Case(
-        layout={"memory": MemoryConfig(compile="model", recompute="full")},
-        says=("compile='model', recompute='full'", "compile='block'"),
+    "compile the model and offload blocks": Case(
+        layout={"memory": MemoryConfig(compile="model", offload_activations=True)},
+        says=("compile='model', recompute='none'", "compile='block'"),
+    ),
+    "compile blocks and measure them": Case(
+        layout={"memory": MemoryConfig(compile="model", recompute="adaptive", activation_gib=1.0)},
+        says=("recompute='adaptive', compile='model'", "recompute='full'"),
     ),
     "groups of blocks that keep results": Case(
         layout={"memory": MemoryConfig(recompute="selective", group=2)},
