@@ -1,6 +1,7 @@
 """Collectives whose names differ between versions, and who waits for them."""
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -48,11 +49,12 @@ def reduce_scatter_now(output: Tensor, local: Tensor, group: dist.ProcessGroup, 
 
 
 def watch_waits(began: Callable[[], float], ended: Callable[[float], None]) -> Callable[[], None]:
-    """Call ``began`` and ``ended`` around every wait for a collective or message (2.11-2.13).
+    """Call ``began`` and ``ended`` around every wait of this thread for others (2.11-2.13).
 
     All of ``torch.distributed``, FSDP2 and our own communication wait by ``Work.wait``, a method of
     a class written in C++ which no hook surrounds; functional collectives wait elsewhere, unseen.
-    On GPUs it returns at once and the device waits.
+    On GPUs it returns at once and the device waits. Other threads may wait as they like, as that
+    which writes checkpoints does for hours: it is not they who are watched.
 
     Returns:
         A function that undoes it.
@@ -62,7 +64,7 @@ def watch_waits(began: Callable[[], float], ended: Callable[[float], None]) -> C
     if observers is None:
         work.wait = _observed(work.wait)
         observers = work.wait.observers
-    own = (began, ended)
+    own = (threading.get_ident(), began, ended)
     observers.append(own)
 
     def undo() -> None:
@@ -79,7 +81,8 @@ def _observed(original: Any) -> Any:
 
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tokens = [(ended, began()) for began, ended in observers]
+        here = threading.get_ident()
+        tokens = [(ended, began()) for thread, began, ended in observers if thread == here]
         try:
             return original(self, *args, **kwargs)
         finally:

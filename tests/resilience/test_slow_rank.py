@@ -1,5 +1,11 @@
 """Scores of ranks that do the same work."""
 
+import threading
+
+import torch
+import torch.distributed as dist
+
+from lightning_megatron._torch import watch_waits
 from lightning_megatron.resilience.sections import SectionClock
 from lightning_megatron.resilience.slow_rank import OwnWork, Verdicts, scores
 from tests.resilience.test_sections import Time
@@ -21,6 +27,31 @@ def test_waiting_is_not_own_work() -> None:
     assert len(work) == 3
     assert work.take() == [0.0, 0.0, 2.0, 0.0]
     assert len(work) == 0
+
+
+def test_only_waits_of_the_training_thread_are_seen() -> None:
+    """Another one writes checkpoints, in collectives of its own; nobody waits for it."""
+    clock = SectionClock()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    group = dist.ProcessGroupGloo(store, 0, 1)
+    seen: list[int] = []
+
+    def began() -> float:
+        seen.append(threading.get_ident())
+        return clock.began_to_wait()
+
+    def wait() -> None:
+        group.allreduce([torch.zeros(1)]).wait()
+
+    undo = watch_waits(began, clock.waited)
+    try:
+        wait()
+        other = threading.Thread(target=wait)
+        other.start()
+        other.join()
+    finally:
+        undo()
+    assert seen == [threading.get_ident()]
 
 
 def test_the_slow_rank_has_the_lowest_score_in_its_section() -> None:
