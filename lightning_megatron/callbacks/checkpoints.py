@@ -9,10 +9,11 @@
 ``ckpt/failures_total``     saves that failed
 ``ckpt/last_good_step``     step of the last one that stands; a crash now would go back to it
 ``ckpt/age_s``              seconds since it began to stand
+``ckpt/verify_s``           seconds for which the checkpoint was verified that the run went on from
 ==========================  ========================================================================
 
-Of this process' run; a run that resumed has none until its first save. On rank 0, as rank 0 saw it:
-the stall of others may differ by what they wait for each other.
+Of this process' run; until its first save one that resumed has only the last, which others never
+have. On rank 0, as rank 0 saw it: the stall of others may differ by what they wait for each other.
 """
 
 import time
@@ -41,6 +42,7 @@ class CheckpointMonitor(WindowCallback):
         self.latest: dict[str, Any] | None = None
         self._good: dict[str, Any] | None = None
         self._saves = self._failures = 0
+        self._verify_s: float | None = None
         self._events: EventLog | None = None
 
     @override
@@ -55,6 +57,8 @@ class CheckpointMonitor(WindowCallback):
 
     def _take(self, event: dict[str, Any]) -> None:
         """Note a save that has ended; called in the thread that wrote it."""
+        if event["kind"] == "verified":
+            self._verify_s = event["seconds"]
         if event["kind"] != "save":
             return
         if event["ok"]:
@@ -73,18 +77,20 @@ class CheckpointMonitor(WindowCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: dict[str, float]
     ) -> None:
         latest, good = self.latest, self._good
-        if latest is None:
-            return
-        values = {
-            "ckpt/stall_s": latest["stall"],
-            "ckpt/duration_s": latest["seconds"],
-            "ckpt/saves_total": self._saves,
-            "ckpt/failures_total": self._failures,
-        }
+        values: dict[str, float] = {}
+        if self._verify_s is not None:
+            values["ckpt/verify_s"] = self._verify_s
+        if latest is not None:
+            values |= {
+                "ckpt/stall_s": latest["stall"],
+                "ckpt/duration_s": latest["seconds"],
+                "ckpt/saves_total": self._saves,
+                "ckpt/failures_total": self._failures,
+            }
         if good is not None:
             values["ckpt/bytes"] = good["bytes"]
             values["ckpt/gb_per_s"] = good["bytes"] / max(good["seconds"], 1e-9) / 1e9
             values["ckpt/last_good_step"] = good["step"]
             values["ckpt/age_s"] = time.time() - good["t"]
-        # The other ranks' own; the logger and the progress bar are rank 0's.
-        pl_module.log_dict({name: float(value) for name, value in values.items()}, batch_size=1)
+        if values:  # the other ranks' own; the logger and the progress bar are rank 0's
+            pl_module.log_dict({name: float(v) for name, v in values.items()}, batch_size=1)

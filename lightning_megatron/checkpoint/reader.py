@@ -7,6 +7,7 @@ share the work), and that the chunks tile the tensors.
 
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ class CheckpointReader:
         state: Lightning's state.
         extras: module state that is not a parameter or buffer, by name.
         optimizers: what `merge_snapshots` returned for each optimizer.
+        verify_s: seconds that it took to verify.
 
     Raises:
         DamagedCheckpointError: it is not what was written, or would run code.
@@ -62,6 +64,7 @@ class CheckpointReader:
         group: dist.ProcessGroup | None = None,
         alone: bool = False,
     ) -> None:
+        began = time.perf_counter()
         self.peers = Peers(group, alone=alone)
         # One rank looks where it is: the others could meet a directory in the midst of a rename.
         self.directory = self.peers.run(
@@ -73,6 +76,7 @@ class CheckpointReader:
         self.peers.run(self.what, self._open, lambda _: check_files(self.directory, self.manifest))
         check_contents(self.what, self.directory, self.manifest, self.peers)
         self.peers.run(self.what, self._read, lambda _: self._check_coverage())
+        self.verify_s = time.perf_counter() - began
 
     def _open(self) -> None:
         self.manifest = read_manifest(self.directory)

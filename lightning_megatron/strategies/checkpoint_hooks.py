@@ -226,6 +226,9 @@ class CheckpointHooks:
         )
         if reader is None:
             return NoCheckpoint()
+        if fitting:
+            path, size = str(reader.directory), reader.manifest.size
+            self.events.write("verified", path=path, seconds=reader.verify_s, bytes=size)
         starts = fitting and reader.is_pretrained
         checkpoint = load_directory(
             reader,

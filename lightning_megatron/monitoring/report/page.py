@@ -15,6 +15,7 @@ from lightning_megatron.monitoring.report.tables import (
     faults_table,
     metrics_table,
     ranks_table,
+    verified_list,
 )
 from lightning_megatron.monitoring.report.text import (
     duration,
@@ -46,9 +47,7 @@ def page(story: Story) -> str:
         _verdict(story),
         _facts(story),
         _section("Where the time went", goodput_bars(story) + attempts_table(story)),
-        _section(
-            "What went wrong", faults_table(story.marks) if story.marks else "<p>Nothing.</p>"
-        ),
+        _section("What went wrong", _faults(story)),
         _section("Loss and time of a step", _curves(story)),
         _section("Ranks", ranks_table(story.ranks, story.end)),
         _section("Checkpoints", _checkpoints(story)),
@@ -161,9 +160,11 @@ def _dumps(story: Story) -> str:
 
 
 def _checkpoints(story: Story) -> str:
+    found = verified_list(story)
     if not story.saves:
-        return "<p>No save was written down. (MegatronStrategy does so; others do not tell.)</p>"
-    return checkpoints_strip(story) + checkpoints_table(story)
+        found += "<p>No save was written down. (MegatronStrategy does so; others do not tell.)</p>"
+        return found
+    return found + checkpoints_strip(story) + checkpoints_table(story)
 
 
 def _section(title: str, inner: str) -> str:

@@ -119,6 +119,8 @@ class Story:
     marks: list[Mark] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     saves: list[dict[str, Any]] = field(default_factory=list)
+    verified: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By attempt, the event of the checkpoint that it went on from."""
     validation_s: dict[int, float] = field(default_factory=dict)
     """By attempt."""
     stall_s: dict[int, float] = field(default_factory=dict)
@@ -225,6 +227,8 @@ class _Teller:
             elif kind == "save" and mine:
                 story.saves.append(event)
                 _count(story.stall_s, self._attempt(event), event.get("stall"))
+            elif kind == "verified" and mine:
+                story.verified[self._attempt(event)] = event
             elif kind == "validation" and mine and not event.get("sanity"):
                 _count(story.validation_s, self._attempt(event), event.get("seconds"))
             elif kind == "window" and mine:

@@ -192,6 +192,17 @@ def checkpoints_table(story: Story) -> str:
     return table(header, reversed(rows), "n-t-nnnt")
 
 
+def verified_list(story: Story) -> str:
+    """Return which checkpoints attempts went on from, and how long it took to verify them."""
+    items = [
+        f"<li>Attempt {attempt + 1} went on from "
+        f"<code>{escape(_short(str(event.get('path', '')), story.run_dir))}</code>, verified in "
+        f"{duration(event.get('seconds'))} ({size(event.get('bytes'))}).</li>"
+        for attempt, event in sorted(story.verified.items())[-MAX_ROWS:]
+    ]
+    return f"<ul>{''.join(items)}</ul>" if items else ""
+
+
 def _short(path: str, run_dir: str) -> str:
     """The path as seen from the directory of the run, if it is below it."""
     return path.removeprefix(os.path.join(os.path.abspath(run_dir), ""))

@@ -194,6 +194,7 @@ def test_what_stands_on_the_disk(tmp_path: Path) -> None:
     ):
         assert main(["report", str(tmp_path), *options]) == 0
         text = (tmp_path / "report.html").read_text("utf-8").split("<h2>Checkpoints")[1]
+        assert "Attempt 2 went on from <code>runs/step=12.ckpt</code>, verified in 750 ms" in text
         rows = re.findall(r"<tr><td class=\"n\">(\d+)</td>(?:<td.*?</td>){2}<td>(.*?)</td>", text)
         assert {step: re.split("[:;]", state)[0] for step, state in rows} == {
             **dict.fromkeys(("4", "8", "16"), "– deleted"),
