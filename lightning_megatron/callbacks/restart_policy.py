@@ -4,7 +4,7 @@ Restarting cures what was bad luck: a machine that died, memory that another job
 cure a batch on which the model fails every time, and a launcher cannot tell the two apart: it
 counts restarts. What tells them apart is progress. Rank 0 notes how far each attempt came
 (`resilience.attempt_log`); attempts that end where earlier ones ended, several in a row, are a
-cycle.
+cycle. It also notes why, as far as it lives to hear of it, so that the last attempt can tell.
 """
 
 import os
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_megatron import env
 from lightning_megatron.errors import ConfigError, RestartLimitError
+from lightning_megatron.monitoring.events import events_of
 from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.attempt_log import (
     AttemptLog,
@@ -64,6 +65,8 @@ class RestartPolicy(pl.Callback):
         self._max_restarts, self._cycles = max_restarts, cycles
         self._run_dir = run_dir
         self._log: AttemptLog | None = None
+        self._failed: AttemptLog | None = None
+        """Of an attempt that has ended, until it is known why."""
         self._run = ""
         self._step = -1
         self.earlier: list[AttemptRecord] = []
@@ -77,9 +80,27 @@ class RestartPolicy(pl.Callback):
         self._step = -1
         if trainer.is_global_zero:
             self._open(trainer, attempt.number if attempt is not None else 0)
+            events_of(trainer.strategy, 0).follow(self._hear)
         self._decide(trainer)
 
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        events_of(trainer.strategy, trainer.global_rank).unfollow(self._hear)
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        """Note what others find out: a root cause is looked for after all callbacks were told."""
+        log = self._log or self._failed
+        if log is None:
+            return
+        if event["kind"] == "hang":
+            log.update(why=f"rank {event['rank_of_fault']} hung in {event['section']}")
+        elif event["kind"] == "fault" and event["what"] == "peer lost":
+            log.update(why=event["detail"])
+
     def _open(self, trainer: pl.Trainer, number: int) -> None:
+        if self._failed is not None:
+            self._failed.close()
+            self._failed = None
         run_dir = self._run_dir or trainer.default_root_dir
         if "://" in os.fspath(run_dir):
             rank_zero_warn(
@@ -162,12 +183,17 @@ class RestartPolicy(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         leaves = isinstance(exception, SIGTERMException | KeyboardInterrupt)
-        self._note_end("stopped" if leaves else "failed")
+        why = "" if leaves else " ".join(f"{type(exception).__name__} {exception}".split())
+        self._note_end("stopped" if leaves else "failed", why)
 
-    def _note_end(self, end: str) -> None:
+    def _note_end(self, end: str, why: str = "") -> None:
         log, self._log = self._log, None
-        if log is not None:
-            log.update(end=end)
+        if log is None:
+            return
+        log.update(end=end, why=why)
+        if end == "failed":
+            self._failed = log
+        else:
             log.close()
 
     @override
@@ -183,4 +209,6 @@ class RestartPolicy(pl.Callback):
 
 def _line(attempt: AttemptRecord) -> str:
     step = "did no step" if attempt.step < 0 else f"came to step {attempt.step}"
-    return f"attempt {attempt.number} of run {attempt.run} {step}, {attempt.end or 'was killed'}"
+    why = f": {attempt.why}" if attempt.why else ""
+    end = f"{attempt.end or 'was killed'}{why}"
+    return f"attempt {attempt.number} of run {attempt.run} {step}, {end}"

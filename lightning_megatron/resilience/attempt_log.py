@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 FOLDER = "attempts"
-_SIZE = 512
+_SIZE, _WHY = 1024, 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,8 @@ class AttemptRecord:
     """Optimizer steps done since training began; -1 if no step was done in this attempt."""
     end: str = ""
     """``"finished"``, ``"stopped"`` (by a signal), ``"failed"``; empty if it was killed."""
+    why: str = ""
+    """What the failure was, in a few words."""
 
 
 class AttemptLog:
@@ -65,10 +67,16 @@ class AttemptLog:
             self._step = step
             self._put()
 
-    def update(self, continues: str = "", end: str = "") -> None:
+    def update(self, continues: str = "", end: str = "", why: str = "") -> None:
         """Note what is known by now; what is not given stays."""
         was = self._record
-        self._record = replace(was, continues=continues or was.continues, end=end or was.end)
+        short = "".join(c if c.isprintable() and c.isascii() else " " for c in why[:_WHY])
+        self._record = replace(
+            was,
+            continues=continues or was.continues,
+            end=end or was.end,
+            why=short or was.why,
+        )
         self._write()
 
     def close(self) -> None:

@@ -284,16 +284,17 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup"), membership: str | None = None
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            files = [root / path.strip("/") / "memory.events", root / "memory.events"]
+            place, name = root, "memory.events"
         elif "memory" in controllers.split(","):
-            files = [root / "memory" / path.strip("/") / "memory.oom_control"]
+            place, name = root / "memory", "memory.oom_control"
         else:
             continue
-        for file in files:
+        # In a container the path may be the host's, and what is mounted the group itself.
+        for file in (place / path.strip("/") / name, place / name):
             with suppress(OSError):
                 for entry in file.read_text().splitlines():
-                    name, _, value = entry.partition(" ")
-                    if name == "oom_kill":
+                    what, _, value = entry.partition(" ")
+                    if what == "oom_kill":
                         return int(value)
     return 0
 

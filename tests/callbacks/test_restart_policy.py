@@ -3,6 +3,7 @@
 Killed processes under torchrun are in `tests/launched`.
 """
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Fails(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step == self.at:
-            raise Boom
+            raise Boom(f"at {self.at}")
 
 
 def attempts(layout: Any, devices: int, folder: str, at: list[int | None], **policy: Any) -> Any:
@@ -65,17 +66,43 @@ def test_three_attempts_without_a_new_step_end_the_run(pool: WorkerPool, tmp_pat
     """On all ranks, with the reason; an attempt that came further begins a new count."""
     places = [2, 2, 2, 3, 3, 3, 3, None]
     for ends in pool.run(2, attempts, {}, 2, str(tmp_path), places):
-        assert ends[:7] == ["Boom"] * 7
+        assert ends[:7] == [f"Boom at {place}" for place in places[:7]]
         assert ends[7].startswith("RestartLimitError 3 attempts in a row ended without a step")
         assert "beyond step 3" in ends[7]
     assert [a.step for a in read_attempts(tmp_path)] == [2, -1, -1, 3, -1, -1, -1, -1]
+    assert [a.why for a in read_attempts(tmp_path)][2:4] == ["Boom at 2", "Boom at 3"]
 
 
 def test_the_budget_of_restarts(pool: WorkerPool, tmp_path: Path) -> None:
     places = [1, 2, 3, None]
     [ends] = pool.run(1, attempts, {}, 1, str(tmp_path), places, max_restarts=2)
-    assert ends[:3] == ["Boom"] * 3
+    assert ends[:3] == ["Boom at 1", "Boom at 2", "Boom at 3"]
     assert "failed 3 times, and RestartPolicy(max_restarts=2)" in ends[3]
+
+
+def test_the_last_attempt_tells_what_the_others_died_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also what was found out after the callbacks had heard of the exception."""
+
+    class Finds(Fails):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            events: Any = trainer.strategy.events  # type: ignore[attr-defined]
+            events.write("hang", rank_of_fault=3, section="data", detail="")
+
+    for found in ({"what": "peer lost", "detail": "rank 1 was killed"}, None):
+        policy, ends = RestartPolicy(cycles=0, run_dir=tmp_path), Fails(1) if found else Finds(1)
+        trainer = make_trainer({}, callbacks=[policy, ends])
+        with contextlib.suppress(Boom):
+            trainer.fit(Small(), loader())
+        if found is not None:
+            trainer.strategy.events.write("fault", **found)
+    reasons = [a.why for a in read_attempts(tmp_path)]
+    assert reasons == ["rank 1 was killed", "rank 3 hung in data"]
+    trainer = make_trainer({}, callbacks=[RestartPolicy(0, run_dir=tmp_path)])
+    with pytest.raises(RestartLimitError):
+        trainer.fit(Small(), loader())
+    assert "came to step 1, failed: rank 1 was killed" in capfd.readouterr().err
 
 
 def test_without_limits_a_run_goes_on(pool: WorkerPool, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Job:
     """Three ranks: this process, and two others."""
 
     def __init__(self) -> None:
-        sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+        sleeping = [sys.executable, "-c", "import time; time.sleep(300)"]
         self.others = [subprocess.Popen(sleeping) for _ in range(2)]
         here = Peer.here()
         self.peers = (
@@ -136,6 +136,8 @@ def test_memory_kills_are_read_from_the_control_group(tmp_path: Path) -> None:
     (old / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
     assert oom_kills(tmp_path, "4:cpu:/x\n3:memory:/old\n") == 1
     assert oom_kills(tmp_path, "0::/nowhere\n") == 0
+    (tmp_path / "memory" / "memory.oom_control").write_text("oom_kill 5\n")
+    assert oom_kills(tmp_path, "9:name=systemd:/\n4:memory:/of/the/host\n0::/\n") == 5
 
 
 def test_a_kill_for_want_of_memory_is_noted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +157,7 @@ def test_the_watch_ends_a_process_that_does_not_notice(
     assert left == []
     closed.close()
     job.end(2)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not left and time.monotonic() < deadline:
         time.sleep(0.05)
     watch.close()
@@ -166,7 +168,7 @@ def test_the_watch_ends_a_process_that_does_not_notice(
 
 def test_the_watch_ends_with_its_run(job: Job) -> None:
     watch = PeerWatch(lambda: None, 0)
-    watch._thread.join(20)
+    watch._thread.join(60)
     assert not watch._thread.is_alive()
 
 
