@@ -1,14 +1,15 @@
 """Hangs of every kind: who is named, in which section, and how long after the limit.
 
-    python -m benchmarks.hangs
-    python -m benchmarks.hangs --clean 600
+    python -m benchmarks.hangs                  # about 5 minutes
+    python -m benchmarks.hangs --clean 600      # 10 minutes and some seconds
+    python -m benchmarks.hangs --costs
 
-Each fault is committed by `ChaosMonkey` on rank 1 of two, once under every layout, and ends by
-itself long after it should have been reported; the delay is the time from the fault to the report,
-less the limit. ``--layout`` runs one layout and adds its rows to the table. The second form trains
-for so many seconds without a fault, with a save of four seconds of rank 0 in every twenty, under
-limits of five seconds: any report is a false alarm. ``--costs`` tells what the section clock and
-the two detectors cost a step.
+Each fault is committed by `ChaosMonkey` on rank 1 of two, ``--series`` times under every layout,
+and ends by itself when the report should have been there: one limit and two seconds later. All
+kinds follow each other in one run, but for the two that end it. The delay is the time from the
+fault to the report, less the limit. The second form trains for so many seconds without a fault,
+with a save of four seconds of rank 0 in every twenty, under limits of five seconds: any report is a
+false alarm. ``--costs`` tells what the section clock and the two detectors cost a step.
 """
 
 import json
@@ -42,18 +43,23 @@ from lightning_megatron.resilience.sections import SectionClock
 from lightning_megatron.resilience.slow_rank import OwnWork
 from lightning_megatron.testing import WorkerPool
 
-LIMIT_S, HANG_S, STEP_S, WIDTH, AT = 1.0, 4.0, 0.02, 16, 30
+LIMIT_S, HANG_S, STEP_S, WIDTH = 1.0, 3.0, 0.02, 16
+AT, EVERY = 6, 4
+"""The step of the first fault, and the steps from one to the next."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"zero": 1},
     "dp2 zero 3": {"zero": 3, "num_microbatches": 2},
     "pp2": {"pp": 2, "num_microbatches": 2},
 }
 SECTIONS = ("data", "forward", "backward", "optimizer", "checkpoint", "validation")
-FAULTS = {
-    **{f"sleeps in {s}": f"hang:rank=1,step={AT},section={s},amount={HANG_S}" for s in SECTIONS},
-    "holds Python's lock": f"gil:rank=1,step={AT},section=forward,amount={HANG_S}",
-    "is stopped": f"stop:rank=1,step={AT},section=forward,amount={HANG_S}",
+FAULTS: dict[str, tuple[str, str]] = {
+    **{f"sleeps in {section}": ("hang", section) for section in SECTIONS},
+    "holds Python's lock": ("gil", "forward"),
+    "is stopped": ("stop", "forward"),
 }
+"""Kind and section."""
+STEPS = {name: AT + EVERY * place for place, name in enumerate(FAULTS)}
+LAST = AT + EVERY * len(FAULTS)
 SKIPS, ENDS = "skips a collective", "has fewer batches"
 
 
@@ -106,17 +112,15 @@ class Counted(IterableDataset[Any]):
 
 
 class Saves(pl.Callback):
-    """Saves after every so many seconds, or at one batch."""
+    """Saves every so many batches."""
 
-    def __init__(self, path: str, seconds: float = 0.0) -> None:
-        self.path, self.seconds = path, seconds
+    def __init__(self, path: str, every: int) -> None:
+        self.path, self.every = path, every
         self.count = 0
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        batch = trainer.fit_loop.epoch_loop.total_batch_idx
-        every = int(self.seconds / STEP_S / 1.5) if self.seconds else AT
-        if batch and batch % every == 0 and (self.seconds or not self.count):
+        if trainer.global_step % self.every == 0:
             self.count += 1
             trainer.save_checkpoint(f"{self.path}/{self.count}.ckpt")
 
@@ -138,19 +142,25 @@ def trainer_for(layout: Mapping[str, Any], callbacks: list[pl.Callback], **more:
 
 
 def train_with(fault: str, layout: dict[str, Any], run_dir: str) -> None:
-    """Train with one fault."""
+    """Train with one of the faults that end a run, or with all others (no name)."""
     detector = HangDetector(limit=LIMIT_S, action="report", run_dir=run_dir)
-    callbacks: list[pl.Callback] = [detector, Saves(run_dir)]
-    if fault in FAULTS:
-        callbacks.append(ChaosMonkey(FAULTS[fault], directory=f"{run_dir}/chaos"))
-    if fault == ENDS:
+    callbacks: list[pl.Callback] = [detector]
+    if not fault:
+        faults = "; ".join(
+            f"{kind}:rank=1,step={STEPS[name]},section={section},amount={HANG_S}"
+            for name, (kind, section) in FAULTS.items()
+        )
+        callbacks += [Saves(run_dir, EVERY), ChaosMonkey(faults, directory=f"{run_dir}/chaos")]
+    elif fault == ENDS:
         layout = {**layout, "connection": ConnectionConfig(timeout_s=HANG_S)}
-    trainer = trainer_for(layout, callbacks, max_epochs=1, val_check_interval=AT)
+    # Saves and validations come right before the steps that faults are in.
+    trainer = trainer_for(layout, callbacks, max_epochs=1, val_check_interval=2)
     trainer.strategy.events.open(run_dir)  # type: ignore[attr-defined]
-    data: Any = TensorDataset(torch.zeros(8 * (AT + 10), WIDTH))
-    if fault == ENDS:
-        data = Counted(4 * (AT if trainer.global_rank == 1 else AT + 10))
+    data: Any = TensorDataset(torch.zeros(8 * LAST, WIDTH))
+    if fault:
         trainer.limit_val_batches = 0
+    if fault == ENDS:
+        data = Counted(4 * (AT if trainer.global_rank == 1 else LAST))
     batch_size = 8 if layout.get("pp") else 4
     loader = DataLoader(data, batch_size=batch_size)
     validation = DataLoader(TensorDataset(torch.zeros(32, WIDTH)), batch_size=batch_size)
@@ -160,33 +170,47 @@ def train_with(fault: str, layout: dict[str, Any], run_dir: str) -> None:
         time.sleep(HANG_S)
 
 
-def outcome(run_dir: Path, fault: str, layout: str) -> dict[str, Any]:
-    """A row of the table."""
-    found = [json.loads(path.read_text()) for path in (run_dir / "hangs").glob("*.json")]
+def found_in(run_dir: Path, ends: str) -> dict[str, dict[str, Any]]:
+    """The first report of each fault of a run, with the delay if the fault was injected."""
+    reports = [json.loads(path.read_text()) for path in (run_dir / "hangs").glob("*.json")]
+    reports.sort(key=lambda report: float(report["mono"]))
+    if ends:
+        return {ends: reports[0]} if reports else {}
+    names = list(FAULTS)
     begun = [e for e in read_events(run_dir) if e["kind"] == "injected"]
-    wanted = fault.rpartition("sleeps in ")[2] if fault.startswith("sleeps") else None
-    wanted = "forward" if fault in ("holds Python's lock", "is stopped") else wanted
-    row = {"rank 1": fault, "layout": layout, "reports": len(found)}
-    if not found:
-        return {**row, "right rank": False, "right section": False}
-    first = min(found, key=lambda r: r["mono"])
-    (culprit, *others) = first["culprits"]
-    delay = f"{first['mono'] - begun[0]['mono'] - LIMIT_S:.2f} s" if begun else "-"
-    stacks = sum(bool(entry["stack"]) for entry in first["ranks"])
+    found: dict[str, dict[str, Any]] = {}
+    for event, after in zip(begun, [*begun[1:], {"mono": float("inf")}], strict=True):
+        name = names[(event["step"] - AT) // EVERY]
+        for report_of in reports:
+            if event["mono"] < report_of["mono"] < after["mono"]:
+                report_of["delay"] = report_of["mono"] - event["mono"] - LIMIT_S
+                found.setdefault(name, report_of)
+    return found
+
+
+def outcome(fault: str, layout: str, found: list[dict[str, Any] | None]) -> dict[str, Any]:
+    """A row of the table, of the reports of all turns."""
+    told = [one for one in found if one is not None]
+    right = [[c["rank"] for c in one["culprits"]] == [1] for one in told]
+    section = FAULTS.get(fault, ("", ""))[1]
+    there = [one["culprits"][0]["section"] == section for one in told]
+    delays = sorted(one["delay"] for one in told if "delay" in one)
+    stacks = min((sum(bool(entry["stack"]) for entry in one["ranks"]) for one in told), default=0)
     return {
-        **row,
-        "right rank": culprit["rank"] == 1 and not others,
-        "right section": "-" if wanted is None else culprit["section"] == wanted,
-        "after the limit": delay,
+        "rank 1": fault,
+        "layout": layout,
+        "right rank": f"{sum(right)} of {len(found)}",
+        "right section": f"{sum(there)} of {len(found)}" if section else "-",
+        "after the limit": f"{delays[0]:.2f} to {delays[-1]:.2f} s" if delays else "-",
         "ranks with stacks": f"{stacks} of 2",
-        "others wait in": first["waiting_in"] or "-",
+        "others wait in": told[0]["waiting_in"] or "-" if told else "-",
     }
 
 
 def train_cleanly(seconds: float, run_dir: str) -> int:
     """Train without a fault; how often it saved."""
     detector = HangDetector(limit=5.0, action="report", run_dir=run_dir)
-    saves = Saves(run_dir, seconds=20.0)
+    saves = Saves(run_dir, int(20.0 / STEP_S / 1.5))
     trainer = trainer_for({"zero": 1}, [detector, saves], max_time={"seconds": int(seconds)})
     data = DataLoader(TensorDataset(torch.zeros(4000, WIDTH)), batch_size=4)
     validation = DataLoader(TensorDataset(torch.zeros(320, WIDTH)), batch_size=4)
@@ -221,10 +245,10 @@ def costs(directory: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    made = parser(__doc__, steps=AT)
+    made = parser(__doc__, steps=LAST)
     made.add_argument("--clean", type=float, help="train for so many seconds without a fault")
     made.add_argument("--costs", action="store_true", help="only what it costs")
-    made.add_argument("--layout", choices=list(LAYOUTS), help="only this, beside what is there")
+    made.add_argument("--series", type=int, default=3, help="turns of every fault and layout")
     options = made.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if options.costs:
@@ -238,22 +262,19 @@ def main() -> None:
                 rows[0]["false alarms"] = alarms
                 report("hangs_clean", "A run without faults", rows, options.output)
                 return
-            chosen = [options.layout] if options.layout else list(LAYOUTS)
-            known = options.output / "hangs.json"
             rows = []
-            if options.layout and known.exists():
-                rows = [
-                    r for r in json.loads(known.read_text())["rows"] if r["layout"] not in chosen
-                ]
-            for fault in (*FAULTS, SKIPS, ENDS):
-                for name in chosen:
-                    layout = LAYOUTS[name]
-                    if fault in (SKIPS, ENDS) and "pp" in layout:
-                        continue
-                    folder = Path(directory, f"{len(rows)}")
-                    folder.mkdir()
-                    pool.run(2, train_with, fault, layout, str(folder))
-                    rows.append(outcome(folder, fault, name))
+            for name, layout in LAYOUTS.items():
+                found: dict[str, list[dict[str, Any] | None]] = {}
+                for turn in range(options.series):
+                    for ends in ("",) if layout.get("pp") else ("", SKIPS, ENDS):
+                        folder = Path(directory, f"{name} {turn} {ends}")
+                        folder.mkdir()
+                        pool.run(2, train_with, ends, layout, str(folder))
+                        told = found_in(folder, ends)
+                        for fault in [ends] if ends else FAULTS:
+                            found.setdefault(fault, []).append(told.get(fault))
+                for fault, of_turns in found.items():
+                    rows.append(outcome(fault, name, of_turns))
                     print(rows[-1], flush=True)
             report("hangs", f"Hangs of rank 1 of 2, limit {LIMIT_S:.0f} s", rows, options.output)
 

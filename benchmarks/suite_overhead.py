@@ -1,11 +1,16 @@
 """What watching and guarding a run costs, while nothing goes wrong.
 
-Same module, data and layout; with no callbacks, with ``Monitor()``, with ``FaultTolerance()`` and
-with both (target: at most 1.02 of the median step).
+Same module, data and layout, with no callbacks and with ``Monitor()`` and ``FaultTolerance()``
+(target: at most 1.02 of the median step). The two take turns, in short runs, first the one and
+then the other first; the ratio is that of the medians of a round, of whose distribution the median
+and the middle half are told: what else the machine does scatters by more than the suite costs. The
+same is told of processor time, of all threads of the slower rank, which other work moves less.
 
-    python -m benchmarks.suite_overhead [--rounds 6] [--steps 60]
-    python -m benchmarks.suite_overhead --hooks [--steps 205]
-    python -m benchmarks.suite_overhead --hostile [--rounds 6] [--steps 60]
+    python -m benchmarks.suite_overhead [--rounds 8] [--steps 25] [--parts]     # about 4 minutes
+    python -m benchmarks.suite_overhead --hooks [--steps 205]                   # 2 minutes
+    python -m benchmarks.suite_overhead --hostile [--rounds 6] [--steps 60]     # 2 minutes
+
+``--parts`` tells of each of the two callbacks by itself as well, and takes twice as long.
 
 ``--hooks`` tells where it goes: microseconds that each callback takes of a batch, and their share
 of the median step (target: at most 0.01 for each), as a clock around its own hooks sees it. That is
@@ -16,6 +21,9 @@ cheapest.
 
 ``--hostile`` compares the steps of a run with an endpoint that nobody asks with those of one that
 is asked by four clients without pause, beside others that hold connections open (target: 1.01).
+Clients take time from the machine, whomever they ask: so in a third kind of run they ask the same
+server in a process of its own. What the endpoint costs a run is the ratio of the other two. The
+processor time of the endpoint's own threads is told beside it.
 """
 
 import statistics
@@ -37,10 +45,8 @@ from benchmarks.harness import (
     Model,
     StepTimer,
     Tokens,
-    interleave,
     parser,
     report,
-    slowest,
 )
 from lightning_megatron import FaultTolerance, MegatronStrategy, Monitor, PrometheusEndpoint
 from lightning_megatron.callbacks.group import HOOKS, CallbackGroup
@@ -135,16 +141,48 @@ def timed(
     return timer.seconds[WARMUP:]
 
 
-def job(layout: Mapping[str, Any], rounds: int, steps: int) -> dict[str, float]:
+Medians = dict[str, list[tuple[float, float]]]
+"""By variant, of each round: wall and processor time of the median step."""
+
+
+def in_turns(
+    variants: Mapping[str, Callable[[Sequence[pl.Callback]], list[float]]], rounds: int
+) -> Medians:
+    """Run all variants in each round, in one order and then in the other."""
+    found: Medians = {name: [] for name in variants}
+    order = list(variants.items())
+    for turn in range(rounds):
+        for name, run in order if turn % 2 == 0 else reversed(order):
+            processor = StepTimer(time.process_time)
+            wall = run([processor])
+            used = processor.seconds[WARMUP:]
+            found[name].append((statistics.median(wall), statistics.median(used)))
+    return found
+
+
+def ratios(by_rank: Sequence[Medians], name: str, beside: str, clock: int) -> str:
+    """Of the slowest rank, round by round: median, and the middle half."""
+    slow = [max(rank[name][i][clock] for rank in by_rank) for i in range(len(by_rank[0][name]))]
+    base = [max(rank[beside][i][clock] for rank in by_rank) for i in range(len(slow))]
+    found = sorted(a / b for a, b in zip(slow, base, strict=True))
+    low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def job(layout: Mapping[str, Any], rounds: int, steps: int, parts: bool) -> Medians:
     """Times of all variants, in one worker."""
     made: dict[str, Callable[[], list[pl.Callback]]] = {
         "nothing": list,
-        "Monitor": lambda: [Monitor()],
-        "FaultTolerance": lambda: [FaultTolerance()],
         "both": lambda: [FaultTolerance(), Monitor()],
     }
-    return interleave(
-        {name: lambda make=make: timed(layout, make(), steps) for name, make in made.items()},
+    if parts:
+        made["Monitor"] = lambda: [Monitor()]
+        made["FaultTolerance"] = lambda: [FaultTolerance()]
+    return in_turns(
+        {
+            name: lambda more, make=make: timed(layout, [*make(), *more], steps)
+            for name, make in made.items()
+        },
         rounds,
     )
 
@@ -180,27 +218,64 @@ def report_hooks(steps: int, output: Path) -> None:
 
 
 class Hostile(pl.Callback):
-    """Has a process ask the endpoint of a run for as long as it trains.
+    """Has a process ask an endpoint for as long as a run trains.
 
     Args:
-        endpoint: that of the run.
+        endpoint: that of the run; None for one in a process of its own, of which the run knows
+            nothing.
     """
 
-    def __init__(self, endpoint: PrometheusEndpoint) -> None:
+    def __init__(self, endpoint: PrometheusEndpoint | None) -> None:
         self._endpoint = endpoint
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        address, _, port = str(self._endpoint.url).rpartition("//")[2].partition(":")
+        if self._endpoint is not None:
+            url = str(self._endpoint.url)
+        else:
+            command = [sys.executable, "-c", ELSEWHERE]
+            server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self._processes.append(server)
+            assert server.stdout is not None
+            url = server.stdout.readline().decode().strip()
+        address, _, port = url.rpartition("//")[2].partition(":")
         command = [sys.executable, "-I", "-c", CLIENT, address, port]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self._processes.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes.clear()
+
+
+ELSEWHERE = """
+import time
+from lightning_megatron.monitoring.metrics_server import Guard, MetricsServer
+def page(request, start_response):
+    start_response("200 OK", [("Content-Type", "text/plain")])
+    return [b"lightning_megatron_perf_tokens_per_second 1200.5\\n" * 200]
+print(MetricsServer(Guard({"/metrics": page}), "127.0.0.1", 0).url, flush=True)
+time.sleep(600)
+"""
+
+
+class OtherThreads(pl.Callback):
+    """Share of the time of training that threads other than the training thread used."""
+
+    share = 0.0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._began = time.perf_counter(), time.process_time(), time.thread_time()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        now = time.perf_counter(), time.process_time(), time.thread_time()
+        wall, used, own = (b - a for a, b in zip(self._began, now, strict=True))
+        self.share = (used - own) / wall
 
 
 CLIENT = """
@@ -230,63 +305,76 @@ for work in [drip] * 3 + [ask] * 4:
 """
 
 
-def hostile_job(rounds: int, steps: int) -> dict[str, float]:
-    """Times with and without clients, in one worker."""
+def hostile_job(rounds: int, steps: int) -> tuple[Medians, dict[str, float]]:
+    """Times with and without clients, and the share of other threads, in one worker."""
+    shares: dict[str, list[float]] = defaultdict(list)
 
-    def run(asked: bool) -> list[float]:
-        endpoint = PrometheusEndpoint(port=0)
-        clients = [Hostile(endpoint)] if asked else []
-        timer = StepTimer(time.process_time)
-        seconds = timed({}, [Monitor(), endpoint, *clients, timer], steps)
-        processor["clients" if asked else "nobody"] += timer.seconds[WARMUP:]
+    def run(who: str, more: Sequence[pl.Callback]) -> list[float]:
+        endpoint, others = PrometheusEndpoint(port=0), OtherThreads()
+        asked = {"nobody": [], "elsewhere": [Hostile(None)], "endpoint": [Hostile(endpoint)]}
+        seconds = timed({}, [Monitor(), endpoint, *asked[who], *more, others], steps)
+        shares[who].append(others.share)
         return seconds
 
-    processor: dict[str, list[float]] = {"clients": [], "nobody": []}
-    found = interleave({"nobody": lambda: run(False), "clients": lambda: run(True)}, rounds)
-    return found | {f"{n}, processor": statistics.fmean(s) for n, s in processor.items()}
+    variants = {
+        who: lambda more, who=who: run(who, more) for who in ("nobody", "elsewhere", "endpoint")
+    }
+    found = in_turns(variants, rounds)
+    return found, {who: statistics.median(of_rounds) for who, of_rounds in shares.items()}
 
 
 def report_hostile(rounds: int, steps: int, output: Path) -> None:
     """What clients that mean no good cost."""
     with WorkerPool(1, timeout=900) as pool:
-        [times] = pool.run(1, hostile_job, rounds, steps)
-    used = times["clients, processor"] / times["nobody, processor"]
-    row = {
-        "nobody asks (ms)": round(1e3 * times["nobody"], 2),
-        "hostile / nobody": round(times["clients"] / times["nobody"], 3),
-        "the same, processor time of all threads": round(used, 3),
-        "target": 1.01,
-    }
-    report("suite_hostile", "Step time under hostile clients", [row], output)
+        [(times, shares)] = pool.run(1, hostile_job, rounds, steps)
+    rows = []
+    for clock, name in enumerate(("wall time", "processor time")):
+        rows.append(
+            {
+                "step": name,
+                "nobody asks (ms)": round(
+                    1e3 * statistics.median(t[clock] for t in times["nobody"]), 2
+                ),
+                "clients ask another process / nobody": ratios(
+                    [times], "elsewhere", "nobody", clock
+                ),
+                "clients ask the run / nobody": ratios([times], "endpoint", "nobody", clock),
+                "the run / another process": ratios([times], "endpoint", "elsewhere", clock),
+                "other threads of the run": round(shares["nobody"], 4),
+                "the same, asked": round(shares["endpoint"], 4),
+                "target": 1.01,
+            }
+        )
+    report("suite_hostile", "Step time under hostile clients", rows, output)
 
 
 def main() -> None:
     """Run and report."""
     made = parser(__doc__, steps=0)
-    made.add_argument("--rounds", type=int, default=6, help="turns of every variant")
+    made.add_argument("--rounds", type=int, default=0, help="turns of every variant")
+    made.add_argument("--parts", action="store_true", help="also time each callback by itself")
     made.add_argument("--hooks", action="store_true", help="time each callback by itself")
     made.add_argument("--hostile", action="store_true", help="time clients that mean no good")
     options = made.parse_args()
     if options.hooks:
         report_hooks(options.steps or WARMUP + 2 * WINDOW, options.output)
         return
-    options.steps = options.steps or 60
     if options.hostile:
-        report_hostile(options.rounds, options.steps, options.output)
+        report_hostile(options.rounds or 6, options.steps or 60, options.output)
         return
     rows = []
     with WorkerPool(2, timeout=900) as pool:
         for name, (ranks, layout) in LAYOUTS.items():
-            times = slowest(pool.run(ranks, job, layout, options.rounds, options.steps))
-            without = times.pop("nothing")
-            rows.append(
-                {
-                    "layout": name,
-                    "nothing (ms)": round(1e3 * without, 2),
-                    **{f"{n} / nothing": round(t / without, 3) for n, t in times.items()},
-                    "target": TARGET,
-                }
-            )
+            rounds, steps = options.rounds or 8, options.steps or 25
+            by_rank = pool.run(ranks, job, layout, rounds, steps, options.parts)
+            nothing = max(statistics.median(t[0] for t in rank["nothing"]) for rank in by_rank)
+            row: dict[str, Any] = {"layout": name, "nothing (ms)": round(1e3 * nothing, 2)}
+            for variant in by_rank[0]:
+                if variant != "nothing":
+                    row[f"{variant} / nothing"] = ratios(by_rank, variant, "nothing", 0)
+                    row[f"{variant} / nothing, processor"] = ratios(by_rank, variant, "nothing", 1)
+            rows.append({**row, "target": TARGET})
+            print(rows[-1], flush=True)
     report("suite_overhead", "Step time with the suite on and off", rows, options.output)
 
 
