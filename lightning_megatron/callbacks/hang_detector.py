@@ -8,9 +8,11 @@ others.
 """
 
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,7 +32,7 @@ from lightning_megatron.resilience.watchdog import Watchdog, start_monitor, this
 
 Action = Literal["abort", "raise", "report"]
 FOLDER = "hangs"
-_MEMORY = Path("/dev/shm")
+_MEMORY, _NEEDED = Path("/dev/shm"), 4 << 20
 
 
 class HangDetector(pl.Callback):
@@ -156,8 +158,7 @@ class HangDetector(pl.Callback):
         mine = sorted((m for node, m in everyone if node == _node()), key=lambda m: m.rank)
         made = ""
         if mine[0] == member:
-            parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-            made = tempfile.mkdtemp(prefix="lightning_megatron-", dir=parent)
+            made = tempfile.mkdtemp(prefix="lightning_megatron-", dir=_in_memory())
         shared = dict(_gather((member.rank, made)))
         return mine, Path(shared[mine[0].rank])
 
@@ -175,6 +176,14 @@ class HangDetector(pl.Callback):
                 detail=report["reason"],
                 action=report["action"],
             )
+
+
+def _in_memory() -> Path | None:
+    """Where files cost no disk; None if that is nowhere, or full, as in containers it may be."""
+    with suppress(OSError):
+        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _NEEDED:
+            return _MEMORY
+    return None
 
 
 def heartbeats(pages: Pages) -> list[Family]:

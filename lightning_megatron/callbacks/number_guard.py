@@ -43,10 +43,10 @@ from typing_extensions import override
 
 from lightning_megatron.callbacks.gradients import GradientMonitor
 from lightning_megatron.callbacks.group import members_of
+from lightning_megatron.callbacks.number_reports import tell_fault, tell_rollback, text_of
 from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.callbacks.window import LoggingSteps
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.bad_numbers import (
     BadNumber,
     Window,
@@ -307,29 +307,14 @@ class NumberGuard(pl.Callback):
         """Whether gradients may overflow for a loss scale that is too large."""
         return hasattr(self._strategy.precision_plugin, "loss_scale")
 
-    # What is told --------------------------------------------------------------------------------
-
     def _text(self, fault: BadNumber) -> str:
-        return f"step {self._running.global_step}: {fault.detail}"
+        return text_of(self._running, fault)
 
     def _report(self, fault: BadNumber, action: str, note: str) -> None:
         self.faults.append(fault)
-        strategy = self._strategy
-        detail = "; ".join(part for part in (fault.detail, note) if part)
-        strategy.events.write(
-            "fault",
-            what=fault.what,
-            rank_of_fault=list(fault.ranks),
-            section="backward",
-            detail=detail,
-            action=action,
-        )
-        if action == "skip":
-            strategy.events.write("skip", batch=self._running.fit_loop.epoch_loop.batch_idx)
-        if strategy.is_global_zero:
-            epoch = self._running.current_epoch
-            lines = [self._text(fault), f"epoch {epoch}; action: {action}"]
-            announce(f"bad numbers: {fault.what}", [*lines, note] if note else lines)
+        tell_fault(self._running, fault, action, note)
+
+    # What is done when the batch is over ---------------------------------------------------------
 
     @override
     def on_train_batch_end(
@@ -363,21 +348,8 @@ class NumberGuard(pl.Callback):
         self.rollbacks += 1
         updates, batches = there
         strategy.passed_over = max(0, self._rollback.skip_batches - (read - batches))
-        strategy.events.write(
-            "rollback",
-            updates_back=made - updates,
-            batches_since=read - batches,
-            batches_ahead=strategy.passed_over,
-        )
-        if strategy.is_global_zero:
-            announce(
-                f"rollback {self.rollbacks} of at most {self._rollback.max_rollbacks}",
-                [
-                    f"step {trainer.global_step}: back by {made - updates} updates",
-                    f"{read - batches} batches since then and the next {strategy.passed_over} are "
-                    "passed over",
-                ],
-            )
+        count = f"{self.rollbacks} of at most {self._rollback.max_rollbacks}"
+        tell_rollback(trainer, count, made - updates, read - batches)
 
     @override
     def state_dict(self) -> dict[str, Any]:

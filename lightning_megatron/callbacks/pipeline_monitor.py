@@ -38,7 +38,7 @@ class PipelineMonitor(pl.Callback):
     def __init__(self, every: int = 50) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: must be at least 1; nearest valid: every=1")
-        self._every = every
+        self._every, self._batches = every, 0
         self.latest: Bubble | None = None
 
     @override
@@ -48,7 +48,8 @@ class PipelineMonitor(pl.Callback):
         pipeline = getattr(trainer.strategy, "pipeline", None)
         if pipeline is not None:
             # Not the first batch, which pays for everything that happens once.
-            pipeline.measure((batch_idx + 1) % self._every == 0 and trainer.global_step > 0)
+            self._batches += 1
+            pipeline.measure(self._batches % self._every == 0 and trainer.global_step > 0)
 
     @override
     def on_train_batch_end(

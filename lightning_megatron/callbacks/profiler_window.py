@@ -6,6 +6,7 @@ and each writes ``DIRECTORY/profile/rank_00000-steps_100-102.json.gz``, to be op
 Ranks of one pipeline or tensor group next to each other show who waits for whom.
 """
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
 
+logger = logging.getLogger(__name__)
+
 
 class ProfilerWindow(pl.Callback):
     """Traces the optimizer steps ``start`` to ``start + steps - 1`` of this run.
 
     Counted are steps from the beginning of training (``trainer.global_step``); a run that resumes
-    behind the window traces nothing. With accumulated gradients a step has several batches.
+    behind the window traces nothing. With accumulated gradients a step has several batches. A trace
+    that cannot be written costs a warning.
 
     Args:
         start: first step.
@@ -115,8 +119,11 @@ class ProfilerWindow(pl.Callback):
             return
         finished.stop()
         folder = Path(self._directory or trainer.default_root_dir) / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
         steps = f"{self._start}-{max(trainer.global_step - 1, self._start)}"
-        finished.export_chrome_trace(
-            str(folder / f"rank_{trainer.global_rank:05d}-steps_{steps}.json.gz")
-        )
+        file = folder / f"rank_{trainer.global_rank:05d}-steps_{steps}.json.gz"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(file))
+        except (OSError, RuntimeError) as error:
+            message = "rank %d: the trace could not be written to %s: %s; training goes on"
+            logger.warning(message, trainer.global_rank, file, error)

@@ -256,7 +256,16 @@ class PrometheusEndpoint(WindowCallback):
         self._beat = time.monotonic()
 
     @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close()  # Lightning calls no teardown; the next attempt may want the port
+
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self._closed.set()
         self._log.unfollow(self._count)
         self._shut()

@@ -49,6 +49,7 @@ from lightning_megatron.monitoring.flops import (
     model_flops,
 )
 from lightning_megatron.monitoring.spread import device_of, number_device
+from lightning_megatron.resilience.sections import CHECKPOINT
 
 _COUNTED_BATCH = 3
 """Number of the batch whose operations are counted: by then a strategy that measures its first
@@ -277,7 +278,7 @@ class ThroughputMonitor(pl.Callback):
 def _seconds_saving(trainer: pl.Trainer) -> float:
     """Seconds this run has spent on checkpoints, where the strategy counts them."""
     sections = getattr(trainer.strategy, "sections", None)
-    return 0.0 if sections is None else float(sections.seconds().get("checkpoint", 0.0))
+    return 0.0 if sections is None else float(sections.seconds_in(CHECKPOINT))
 
 
 def _data_parallel_size(trainer: pl.Trainer) -> int:

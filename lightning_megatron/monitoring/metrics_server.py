@@ -160,7 +160,12 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             request.close()
             return
         self._open[id(request)] = (time.monotonic() + self._deadline_s, request)
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system gives no more threads
+            self._open.pop(id(request), None)
+            self._slots.release()
+            request.close()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and give the slot back."""

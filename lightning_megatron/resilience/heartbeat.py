@@ -99,7 +99,8 @@ class Page:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size < _SIZE:
-                os.ftruncate(descriptor, _SIZE)
+                # Not `ftruncate`: where there is no room left, a store would end the process.
+                os.posix_fallocate(descriptor, 0, _SIZE)
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)

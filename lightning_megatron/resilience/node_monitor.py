@@ -27,6 +27,7 @@ from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.hang_report import describe, summary, title, write_text
 from lightning_megatron.resilience.heartbeat import (
     EXIT,
+    NOTHING,
     REPORTED,
     TELL,
     Beat,
@@ -248,9 +249,14 @@ class NodeMonitor:
         able = [v for v in able if not v.process.stopped]
         self._orders += 1
         order = {"action": self._config.action, "teller": able[0].rank if able else -1}
-        write_whole(report_file(self._directory, self._orders), {**order, "report": report})
+        kind = REPORTED
+        try:
+            write_whole(report_file(self._directory, self._orders), {**order, "report": report})
+        except OSError as error:  # no room: the ranks learn no more than that they are to end
+            announce("the ranks cannot be told of a hang", [str(error)])
+            kind = EXIT if self._config.action == "abort" else NOTHING
         for view in here:
-            self._page(view.rank).give(self._orders, REPORTED)
+            self._page(view.rank).give(self._orders, kind)
         if self._config.action == "abort":
             self._kill([v for v in here if v not in able])
             self._end(here, _EXIT_GRACE_S)

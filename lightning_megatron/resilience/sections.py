@@ -116,6 +116,11 @@ class SectionClock:
         seconds[current] += self._now() - since
         return seconds
 
+    def seconds_in(self, name: str) -> float:
+        """The same for one section."""
+        now = self._now() - self.since if name == self.current else 0.0
+        return self._seconds[name] + now
+
     def waited_seconds(self) -> dict[str, float]:
         """Those of `seconds` that went by in waiting for other ranks, as far as that is seen."""
         return self._waited.copy()

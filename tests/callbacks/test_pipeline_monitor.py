@@ -21,8 +21,9 @@ class Validated(Small):
 
 def monitored(layout: Mapping[str, Any], devices: int) -> tuple[dict[str, float], int, int]:
     """What was logged, and how many stages were measured."""
-    monitor = PipelineMonitor(every=2)
-    trainer = make_trainer(layout, devices, callbacks=[monitor], val_check_interval=1)
+    monitor = PipelineMonitor(every=3)  # longer than an epoch
+    short = {"limit_train_batches": 2, "max_epochs": 2}
+    trainer = make_trainer(layout, devices, callbacks=[monitor], val_check_interval=1, **short)
     data = loader(dp=dp_of(devices, layout))
     trainer.fit(Validated(), data, data)
     logged = {key: float(trainer.callback_metrics[key]) for key in KEYS if monitor.latest}

@@ -44,6 +44,16 @@ def test_a_failure_inside_the_window_keeps_the_trace(tmp_path: Path) -> None:
     assert [f.name for f in (tmp_path / "profile").iterdir()] == ["rank_00000-steps_1-1.json.gz"]
 
 
+def test_a_trace_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    trainer = make_trainer({}, callbacks=[ProfilerWindow(1, 1, directory=str(tmp_path))])
+    trainer.fit(Small(), loader())
+    assert trainer.global_step == 4
+    assert "rank 0: the trace could not be written to" in caplog.text
+
+
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"start=-1[\s\S]*steps=0"):
         ProfilerWindow(start=-1, steps=0)

@@ -1,13 +1,17 @@
 """What the monitor of a node makes of ranks that do not answer."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_megatron.resilience import node_monitor
+from lightning_megatron.resilience.heartbeat import NOTHING, Page, page_file
 from lightning_megatron.resilience.node_monitor import MonitorConfig, NodeMonitor, _Evidence
 from lightning_megatron.resilience.recorder import Collective
-from lightning_megatron.resilience.verdict import View
+from lightning_megatron.resilience.verdict import Suspicion, View
 from tests.resilience.test_verdict import view
 
 VIEWS = [view(0), view(1)]
@@ -30,6 +34,22 @@ class Told(NodeMonitor):
 
     def _do(self, found: Any, views: Any, report: Any) -> None:
         self.blamed.append(found.ranks)
+
+
+def test_ranks_that_cannot_be_told_get_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, value: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(node_monitor, "write_whole", full)
+    config = MonitorConfig(
+        tuple(v.member for v in VIEWS), str(tmp_path), "hang", "report", check_s=0.5
+    )
+    monitor = NodeMonitor(tmp_path, config)
+    monitor._do(Suspicion((0,), "", certain=True), VIEWS, {})
+    assert [Page(page_file(tmp_path, v.rank)).order for v in VIEWS] == [(1, NOTHING)] * 2
+    assert "No space left on device" in capfd.readouterr().err
 
 
 def evidence(of_0: Collective, of_1: Collective, mute: int) -> _Evidence:
