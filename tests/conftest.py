@@ -16,7 +16,7 @@ settings.load_profile("suite")
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Eight warm workers; `pool.run(n, fn, *args)` runs a module-level function on `n` ranks."""
-    with WorkerPool(size=8) as workers:
+    with WorkerPool(size=8, timeout=200) as workers:  # on a machine that does much else
         yield workers
 
 

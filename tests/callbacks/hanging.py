@@ -1,12 +1,16 @@
-"""A module whose rank 1 hangs on order, in every way that ends by itself."""
+"""A module whose rank 1 hangs on order, in every way, until that was reported.
+
+How long that takes is the machine's business; a hang that ended after a fixed time would end unseen
+on a busy one.
+"""
 
 import ctypes
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,33 +21,43 @@ from torch.utils.data import IterableDataset
 
 from tests.strategies.small import Small, samples
 
-HANG_S = 2.5
+LONGEST_S = 60.0
 
 
-def sleep() -> None:
-    time.sleep(HANG_S)
+def wait_for_report(run_dir: str, step: int | str) -> None:
+    """Return when the hang in this step was reported, or when that has become unlikely."""
+    until = time.monotonic() + LONGEST_S
+    while time.monotonic() < until and not list(Path(run_dir, "hangs").glob(f"*step_{step}.json")):
+        time.sleep(0.05)
 
 
-def sleep_on() -> None:
+def _until_report(run_dir: str, step: int) -> str:
+    """The same for a shell."""
+    there = f"for f in '{run_dir}'/hangs/*step_{step}.json; do [ -e \"$f\" ] && break 2; done"
+    count = int(LONGEST_S / 0.1)
+    return f"n=0; while [ $n -lt {count} ]; do {there}; n=$((n + 1)); sleep 0.1; done"
+
+
+def sleep_on(run_dir: str, step: int) -> None:
     time.sleep(600)
 
 
-def lock_python() -> None:
+def lock_python(run_dir: str, step: int) -> None:
     """A C call that does not release Python's lock."""
-    ctypes.PyDLL(None).usleep(int(HANG_S * 1e6))
+    ctypes.PyDLL(None).system(_until_report(run_dir, step).encode())
 
 
-def stop_process() -> None:
+def stop_process(run_dir: str, step: int) -> None:
     """SIGSTOP, from outside, and after a while SIGCONT."""
     pid = os.getpid()
-    subprocess.Popen(
-        ["sh", "-c", f"kill -STOP {pid}; sleep {HANG_S}; kill -CONT {pid}"],
+    subprocess.run(
+        ["sh", "-c", f"kill -STOP {pid}; {_until_report(run_dir, step)}; kill -CONT {pid}"],
         start_new_session=True,
+        check=True,
     )
-    time.sleep(0.2)
 
 
-def loop() -> None:
+def loop(run_dir: str, step: int) -> None:
     """Python that never ends, but can be interrupted."""
     while True:
         time.sleep(0.01)
@@ -52,7 +66,7 @@ def loop() -> None:
 KINDS = {
     "for ever": sleep_on,
     "loop": loop,
-    "sleep": sleep,
+    "sleep": wait_for_report,
     "lock": lock_python,
     "stop": stop_process,
 }
@@ -66,19 +80,20 @@ class Hanging(Small):
 
     Args:
         faults: by batch.
+        run_dir: where hangs are reported.
         rank: who hangs.
     """
 
-    def __init__(self, faults: Mapping[int, Fault], rank: int = 1) -> None:
+    def __init__(self, faults: Mapping[int, Fault], run_dir: str, rank: int = 1) -> None:
         super().__init__()
-        self.faults, self.rank = dict(faults), rank
+        self.faults, self.run_dir, self.rank = dict(faults), run_dir, rank
         self.batch_idx = -1
 
     def meet(self, section: str) -> None:
         where, kind = self.faults.get(self.batch_idx, ("", ""))
         if where == section and self.trainer.global_rank == self.rank:
             del self.faults[self.batch_idx]
-            KINDS[kind]()
+            KINDS[kind](self.run_dir, self.batch_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.batch_idx = batch_idx
@@ -102,25 +117,31 @@ class Hanging(Small):
 
 
 class Skipping(Small):
-    """Rank 1 leaves out one collective of a group of its own, until the others give up on it.
+    """Rank 1 leaves out one collective of a group of its own, and makes up for it when told off.
 
     Args:
         at: the batch.
+        run_dir: where hangs are reported.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, run_dir: str) -> None:
         super().__init__()
-        self.at = at
+        self.at, self.run_dir = at, run_dir
         self.group: Any = None
 
     def on_fit_start(self) -> None:
-        self.group = dist.new_group(timeout=timedelta(seconds=HANG_S))
+        self.group = dist.new_group()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx < self.at or (batch_idx == self.at and self.trainer.global_rank != 1):
-            with suppress(RuntimeError):
-                dist.all_reduce(torch.zeros(5, 3), group=self.group)
+        if batch_idx == self.at and self.trainer.global_rank == 1:
+            threading.Thread(target=self.make_up, daemon=True).start()
+        elif batch_idx <= self.at:
+            dist.all_reduce(torch.zeros(5, 3, dtype=torch.float32), group=self.group)
         return self.loss(batch)
+
+    def make_up(self) -> None:
+        wait_for_report(self.run_dir, self.at)
+        dist.all_reduce(torch.zeros(5, 3, dtype=torch.float32), group=self.group)
 
 
 class Counted(IterableDataset[Any]):

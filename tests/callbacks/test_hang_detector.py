@@ -1,7 +1,7 @@
 """Who hangs, where, and no alarm when nobody does."""
 
 import json
-import time
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,24 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 
-from lightning_megatron import ConfigError, ConnectionConfig, HangDetector
+from lightning_megatron import ConfigError, HangDetector
 from lightning_megatron.callbacks import hang_detector
 from lightning_megatron.resilience.watchdog import EXIT_CODE
 from lightning_megatron.testing import WorkerError, WorkerPool
-from tests.callbacks.hanging import HANG_S, Counted, Fault, Hanging, SaveAt, Skipping, Slow
+from tests.callbacks.hanging import (
+    Counted,
+    Fault,
+    Hanging,
+    SaveAt,
+    Skipping,
+    Slow,
+    wait_for_report,
+)
 from tests.strategies.small import Small, loader, make_trainer, samples
 
-LIMIT = 0.8
+LIMIT = 1.5
+FOUND_S = 2.0
+"""How long after its limit a hang is reported on a machine that has time; three times that here."""
 # At each batch another way to hang; the first three are not counted.
 FAULTS: dict[int, Fault] = {
     3: ("data", "sleep"),
@@ -39,25 +49,24 @@ def trainer_with(
 
 def train_with_faults(faults: Mapping[int, Fault], run_dir: str, batches: int) -> int:
     trainer = trainer_with(run_dir, 2, SaveAt(f"{run_dir}/at.ckpt", 7))
-    trainer.fit(Hanging(faults), loader(samples(8 * batches), dp=2))
+    trainer.fit(Hanging(faults, run_dir), loader(samples(8 * batches), dp=2))
     return int(trainer.global_step)
 
 
 def train_skipping(run_dir: str) -> int:
     trainer = trainer_with(run_dir, 2)
-    trainer.fit(Skipping(at=4), loader(samples(8 * 6), dp=2))
+    trainer.fit(Skipping(4, run_dir), loader(samples(8 * 6), dp=2))
     return int(trainer.global_step)
 
 
 def train_unevenly(run_dir: str) -> str:
     trainer = trainer_with(run_dir, 2)
-    trainer.strategy._connection = ConnectionConfig(timeout_s=HANG_S)  # type: ignore[attr-defined]
     count = 8 * (4 if trainer.global_rank == 1 else 6)
     try:
         trainer.fit(Small(), loader(Counted(count), dp=2))
     except RuntimeError as error:
         return str(error)
-    time.sleep(HANG_S)  # ends later, or rank 0 would see at once that its peer is gone
+    wait_for_report(run_dir, "*")  # or rank 0 would see at once that its peer is gone
     return ""
 
 
@@ -65,33 +74,33 @@ def train_slowly(run_dir: str) -> int:
     step = dict.fromkeys(("data", "forward", "backward", "optimizer"), LIMIT)
     trainer = trainer_with(run_dir, 2, SaveAt(f"{run_dir}/at.ckpt", 4), limit=step)
     trainer.limit_val_batches = 2
-    module = Slow(1.5 * LIMIT)
+    module = Slow(1.25 * LIMIT)
     trainer.fit(module, loader(samples(8 * 6), dp=2), loader(dp=2))
     return int(trainer.global_step)
 
 
 def train_alone(run_dir: str) -> int:
     trainer = trainer_with(run_dir, 1)
-    trainer.fit(Hanging({4: ("backward", "lock")}, rank=0), loader(samples(8 * 6)))
+    trainer.fit(Hanging({4: ("backward", "lock")}, run_dir, rank=0), loader(samples(8 * 6)))
     return int(trainer.global_step)
 
 
 def train_until_raised(run_dir: str) -> int:
     trainer = trainer_with(run_dir, 2, action="raise")
-    trainer.fit(Hanging({4: ("forward", "loop")}), loader(samples(8 * 6), dp=2))
+    trainer.fit(Hanging({4: ("forward", "loop")}, run_dir), loader(samples(8 * 6), dp=2))
     return int(trainer.global_step)
 
 
 def train_until_aborted(run_dir: str) -> None:
     trainer = trainer_with(run_dir, 2, action="abort")
-    trainer.fit(Hanging({4: ("forward", "for ever")}), loader(samples(8 * 6), dp=2))
+    trainer.fit(Hanging({4: ("forward", "for ever")}, run_dir), loader(samples(8 * 6), dp=2))
 
 
 def train_on_two_nodes(run_dir: str, rank: int) -> int:
     trainer = trainer_with(run_dir, 4)
     node = str(trainer.global_rank // 2)
     with mock.patch.object(hang_detector, "_node", return_value=(node,)):
-        trainer.fit(Hanging({4: ("forward", "sleep")}, rank), loader(samples(8 * 6), dp=4))
+        trainer.fit(Hanging({4: ("forward", "sleep")}, run_dir, rank), loader(samples(8 * 6), dp=4))
     return int(trainer.global_step)
 
 
@@ -109,7 +118,7 @@ def test_every_hang_names_rank_section_and_stacks(pool: WorkerPool, tmp_path: Pa
         (culprit,) = report["culprits"]
         _, kind = FAULTS[culprit["step"]]
         assert culprit["rank"] == 1
-        assert LIMIT < culprit["seconds"] < HANG_S
+        assert LIMIT < culprit["seconds"] < LIMIT + 3 * FOUND_S
         assert report["waiting"] in ([0], [])
         if kind == "stop":
             assert "stopped" in report["reason"]
@@ -171,6 +180,13 @@ def test_only_the_node_of_the_culprit_reports_it(pool: WorkerPool, tmp_path: Pat
     (report,) = reports(tmp_path)
     assert [c["rank"] for c in report["culprits"]] == [2]
     assert [r["rank"] for r in report["ranks"]] == [2, 3]
+
+
+def test_pages_go_elsewhere_when_shared_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store into a page that has no memory behind it would end the process."""
+    full = shutil.disk_usage("/")._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert hang_detector._in_memory() is None
 
 
 @pytest.mark.parametrize(

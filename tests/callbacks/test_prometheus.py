@@ -80,7 +80,7 @@ def test_metrics_of_a_run(tmp_path: Path) -> None:
     assert "# TYPE lightning_megatron_perf_tokens_per_second gauge" in text
     assert str(found[prefix + "train_loss"]) == "nan"
     assert found[prefix + "step"] == 3
-    assert 0 <= found[prefix + "seconds_since_progress"] < 5
+    assert 0 <= found[prefix + "seconds_since_progress"] < 60
     assert found[prefix + 'events_total{kind="step"}'] == 3
     assert not any("other" in name for name in found)
     assert any(name.startswith(prefix + "run_info{") for name in found)
@@ -125,13 +125,27 @@ def test_a_port_in_use_costs_one_warning_and_is_tried_again(
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
                 if batch_idx == 2:
                     other.close()
-                    until = time.monotonic() + 10
+                    until = time.monotonic() + 60
                     while endpoint.url is None and time.monotonic() < until:
                         time.sleep(0.02)
 
         module = Waiting(endpoint)
         make_trainer(None, callbacks=[endpoint]).fit(module, loader())
         assert module.pages["/metrics"][0] == 200
+
+
+def test_the_endpoint_of_a_run_that_fails_is_gone_and_serves_the_next() -> None:
+    class Failing(Watched):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("bad sample")
+
+    endpoint = PrometheusEndpoint(port=0)
+    with pytest.raises(ValueError, match="bad sample"):
+        make_trainer({}, callbacks=[endpoint]).fit(Failing(endpoint), loader())
+    assert endpoint.url is None
+    module = Watched(endpoint)
+    make_trainer({}, callbacks=[endpoint]).fit(module, loader())
+    assert samples(module.pages["/metrics"][1])["lightning_megatron_step"] == 3
 
 
 class Attacked(Small):
@@ -169,14 +183,14 @@ class Attacked(Small):
 
     def ask(self, port: int, name: str, request: tuple[str, Any, dict[str, str]]) -> None:
         while not self.done.is_set():
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection.request(request[0], "/metrics", request[1], request[2])
                 self.answers[name].add(connection.getresponse().status)
             connection.close()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while self.clients and not all(self.answers.values()) and time.monotonic() < until:
             time.sleep(0.01)
         return super().training_step(batch, batch_idx)
@@ -191,7 +205,7 @@ def test_hostile_clients_are_refused_and_change_no_weight() -> None:
     finally:
         attacked.done.set()
     for client in attacked.clients:
-        client.join(10)
+        client.join(60)
         assert not client.is_alive()
     assert attacked.answers == {"flood": {200}, "POST": {405}, "1 MB": {413}, "foreign": {403}}
     found = dict(attacked.named_parameters())

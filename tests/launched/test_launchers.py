@@ -7,7 +7,7 @@ import pytest
 
 from tests.launched.jobs import Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 two_trainers_then_a_failure = pytest.mark.parametrize(
     "launched", ["two_trainers_then_a_failure"], indirect=True
@@ -38,7 +38,7 @@ def ends_soon_with_its_traceback(done: Finished, place: str) -> None:
     """As a user meets it: one command, which ends with the failing rank's traceback."""
     assert done.failed_after is not None, done.text
     # On a machine so busy that the start took longer, the end may as well.
-    assert done.seconds - done.failed_after < max(10, done.failed_after)
+    assert done.seconds - done.failed_after < max(30, done.failed_after)
     assert done.code != 0
     assert "finished" not in done.text
     assert re.search(rf'in training_step\n.*self._maybe\("{place}"\)', done.text)

@@ -4,9 +4,9 @@ import ipaddress
 
 import pytest
 
-from tests.launched.jobs import Survived
+from tests.launched.jobs import LIMIT_S, Survived
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 killed_under_torchrun = pytest.mark.parametrize(
     "launched", ["killed_under_torchrun"], indirect=True
@@ -48,8 +48,7 @@ def test_the_death_of_the_first_rank_ends_the_others(launched: Survived) -> None
     assert launched.done.code == -9
     assert "=== root cause: rank 0 (" in launched.done.text
     assert "finished" not in launched.done.text
-    ended = launched.done.seconds
-    assert ended < 200
+    assert launched.done.seconds < LIMIT_S  # at which all would have been killed
 
 
 @killed_first_rank

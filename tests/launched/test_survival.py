@@ -11,7 +11,7 @@ import pytest
 
 from tests.launched.forked import ENDS, Left
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 scenarios = pytest.mark.parametrize("launched", ["scenarios"], indirect=True)
 

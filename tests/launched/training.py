@@ -97,7 +97,7 @@ class Strike(pl.Callback):
             os.killpg(0, self.number)
         else:
             os.kill(os.getpid() if self.whom == "self" else os.getppid(), self.number)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not trainer.strategy.stop_flag.number and time.monotonic() < until:  # type: ignore[attr-defined]
             time.sleep(0.01)
 
@@ -157,7 +157,7 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     noisy = options.get("noisy", False)
     trainer = pl.Trainer(
-        strategy=MegatronStrategy(**layout, connection=ConnectionConfig(init_timeout_s=120)),
+        strategy=MegatronStrategy(**layout, connection=ConnectionConfig(init_timeout_s=300)),
         accelerator="cpu",
         devices=world,
         precision="64-true",

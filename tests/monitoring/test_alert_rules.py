@@ -2,7 +2,6 @@ import json
 import logging
 import math
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -74,22 +73,27 @@ def test_the_text_of_an_alert() -> None:
 
 def test_a_courier_neither_waits_nor_fails(caplog: pytest.LogCaptureFixture) -> None:
     courier, gate, done = Courier(length=2), threading.Event(), []
+    taken = threading.Event()
 
     def fail() -> None:
         raise OSError("nobody there")
 
-    courier.send("waiting", lambda: gate.wait(20))
-    time.sleep(0.1)
+    def wait() -> None:
+        taken.set()
+        gate.wait(60)
+
+    courier.send("waiting", wait)
+    assert taken.wait(60)
     for i in range(2):
         courier.send("work", lambda i=i: done.append(i))
     courier.send("work", lambda: done.append("too many"))
     assert courier.dropped == 1
     assert not courier.drain(0.05)
     gate.set()
-    assert courier.drain(10)
+    assert courier.drain(60)
     for _ in range(3):
         courier.send("failing", fail)
-        assert courier.drain(10)
+        assert courier.drain(60)
     assert done == [0, 1]
     assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
     assert "failing failed: OSError: nobody there" in caplog.text
@@ -111,7 +115,7 @@ def test_posting() -> None:
     thread = threading.Thread(target=server.handle_request)
     thread.start()
     post(f"http://127.0.0.1:{server.server_port}/secret", {"value": 1.5})
-    thread.join(10)
+    thread.join(60)
     server.server_close()
     assert Received.bodies == [{"value": 1.5}]
     assert shown_url("https://me:word@hooks.example.com/T0/secret?x=1") == (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_megatron.errors import MissingRanksError
 from lightning_megatron.resilience.attempt import Attempt, join, recall, remember
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 def start(
@@ -94,7 +94,7 @@ def test_a_rank_that_dies_while_rank_0_gathers_is_replaced(store: Any) -> None:
 
 def test_all_who_came_name_the_missing_ranks(store: Any) -> None:
     with ThreadPoolExecutor(8) as threads:
-        futures = start(threads, store, [0, 1, 4], 5, 0.5)
+        futures = start(threads, store, [0, 1, 4], 5, 2.0)
         for future in futures.values():
             with pytest.raises(MissingRanksError, match=r"ranks 2, 3 of 5 have not connected"):
                 future.result()

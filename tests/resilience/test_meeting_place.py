@@ -51,7 +51,7 @@ def test_somebody_else_at_the_port_is_named(foreign: int) -> None:
     begun = time.monotonic()
     with pytest.raises(ConnectError, match=rf"MASTER_PORT={foreign} is not the store of rank 0"):
         reach_store("127.0.0.1", foreign, 1.0, "rank 0")
-    assert time.monotonic() - begun < 3 * 3
+    assert time.monotonic() - begun < 20  # and not for ever: it does not answer
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def run(body: Callable[..., None], *args: Any) -> int:
     """Exit code of a forked process that calls ``body``."""
     process = FORK.Process(target=body, args=args)
     process.start()
-    process.join(60)
+    process.join(120)
     assert process.exitcode is not None
     return process.exitcode
 
@@ -58,7 +58,7 @@ def first_signal_is_noted() -> None:
 
 def second_signal_meets_a_process_that_hangs() -> None:
     installed(same_s=0.1)
-    be_struck(2, 0.5)
+    be_struck(2, 1.0)
     hang()
 
 
@@ -73,6 +73,9 @@ def a_handler_runs_late() -> None:
     flag = installed(same_s=0.1)
     be_struck(1, 0)
     torch.linalg.svd(torch.randn(1000, 1000))  # a second or so
+    until = time.monotonic() + 60
+    while not flag.number and time.monotonic() < until:
+        time.sleep(0.05)
     time.sleep(0.2)
     os._exit(flag.number)
 
@@ -111,7 +114,7 @@ def test_a_forked_child_dies_of_its_signals_as_ever() -> None:
 def _work(ready: Any) -> None:
     shield(None)(0)
     ready.set()
-    time.sleep(60)
+    time.sleep(300)
 
 
 def test_a_worker_takes_signals_from_its_parent_only() -> None:
