@@ -26,10 +26,11 @@ from lightning_megatron.testing import WorkerPool
 
 WIDTH, BATCH, WINDOW, THRESHOLD = 64, 4, 20, 0.7
 STEP_S, MORE_S = 0.012, 0.010
+TWICE = "the same work twice"
 KINDS: dict[str, str] = {
     "nothing": "",
     "+10 ms in the forward": "forward",
-    "the same work twice": "forward",
+    TWICE: "forward",
     "+10 ms in the backward": "backward",
     "a slow loader": "data",
     "a slow collective": "backward",
@@ -59,7 +60,10 @@ class Slow(Dataset[Tensor]):
 
 
 class Model(pl.LightningModule):
-    """Does 12 ms of work a step, and on one rank something more."""
+    """Takes 12 ms a step, and on one rank something more.
+
+    Asleep, as what the processor does beside would else decide who is slow; but for one kind.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -72,17 +76,20 @@ class Model(pl.LightningModule):
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        spin(STEP_S / 2)
+        self._work()
         if self.more == "+10 ms in the forward":
             time.sleep(MORE_S)
-        if self.more == "the same work twice":
-            spin(STEP_S / 2)
+        if self.more == TWICE:
+            self._work()
         loss: Tensor = self.net(batch).square().mean()
         loss.register_hook(self._in_backward)  # type: ignore[no-untyped-call]
         return loss
 
+    def _work(self) -> None:
+        (spin if self.kind == TWICE else time.sleep)(STEP_S / 2)
+
     def _in_backward(self, gradient: Tensor) -> None:
-        spin(STEP_S / 2)
+        self._work()
         if self.more == "+10 ms in the backward":
             time.sleep(MORE_S)
 

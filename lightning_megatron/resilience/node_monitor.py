@@ -164,11 +164,17 @@ class NodeMonitor:
         self._told = {r: p for r, p in self._told.items() if by_rank[r] == p}
         if self._told or time.monotonic() < self._pause_until:
             return
-        whole = self._config.whole
-        suspicion = suspect(views, _SILENCE * self._config.check_s, whole=whole)
+        whole, patience = self._config.whole, _SILENCE * self._config.check_s
+        suspicion = suspect(views, patience, whole=whole)
         if suspicion is None:
             return
         evidence = self._collect(views)
+        if evidence.mute and not suspicion.certain:
+            # It took a while, after which it may be clear why they do not answer.
+            views = self.look()
+            suspicion = suspect(views, patience, whole=whole)
+            if suspicion is None:
+                return
         self._tries += 1
         if evidence.mute and not suspicion.certain and self._tries < _TRIES:
             return  # a busy machine: what the others say would lay it to whoever is silent

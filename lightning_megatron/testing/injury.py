@@ -56,8 +56,13 @@ def _hang(fault: Fault) -> None:
 
 
 def _hold_gil(fault: Fault) -> None:
-    # A PyDLL does not release the lock around its calls, unlike any other library of ctypes.
-    ctypes.PyDLL(None).sleep(math.ceil(min(fault.amount, _LONGEST_S)))
+    # A signal, as of somebody who asks for stacks, would end the sleep; other threads take it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        # A PyDLL does not release the lock around its calls, unlike any other library of ctypes.
+        ctypes.PyDLL(None).sleep(math.ceil(min(fault.amount, _LONGEST_S)))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stop(fault: Fault) -> None:

@@ -29,11 +29,22 @@ class Told(NodeMonitor):
         super().__init__(directory, config)
         self.answers, self.blamed = answers, []
 
+    def look(self) -> list[View]:
+        return VIEWS
+
     def _collect(self, views: Any) -> _Evidence:
         return self.answers.pop(0)
 
     def _do(self, found: Any, views: Any, report: Any) -> None:
         self.blamed.append(found.ranks)
+
+
+def test_who_turns_out_to_hold_the_lock_is_not_asked_again(tmp_path: Path) -> None:
+    """It gave no answer, and by then no sign of life for so long that this says enough."""
+    monitor = Told(tmp_path, [evidence(OLD, NEW, 1)])
+    monitor.look = lambda: [view(0), view(1, silence=2.5)]  # type: ignore[method-assign]
+    monitor.act_on([view(0), view(1, waits=2, silence=1.5)])
+    assert monitor.blamed == [(1,)]
 
 
 def test_ranks_that_cannot_be_told_get_no_order(
