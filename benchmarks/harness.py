@@ -2,10 +2,13 @@
 
 A ratio of two times is taken from one run: the variants take turns, round after round, in the same
 processes, so that what else the machine does hits all of them alike. The figure of a variant is the
-median over all its steps; of several ranks, the slowest.
+median over all its steps; of several ranks, the slowest. Where variants take turns step by step, a
+ratio is that of the two steps of each round: the median of these, and their middle half.
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import platform
@@ -27,6 +30,10 @@ from lightning_megatron.models.transformer import build_trunk
 
 WARMUP = 5
 """Steps of each fit that are not counted."""
+
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""Of ``mallopt``."""
 
 
 class StepTimer(pl.Callback):
@@ -112,6 +119,42 @@ def interleave(
         for name, run in variants.items():
             seconds[name] += run()
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what is freed, where its C library can be told so (glibc)."""
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        for option, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1)):
+            mallopt(option, value)
+
+
+def take_turns(
+    variants: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Seconds of every step of every variant, one step a turn; who begins, changes."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names = list(variants)
+    for turn in range(rounds + 2):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            start = clock()
+            variants[name]()
+            seconds[name].append(clock() - start)
+    return {name: times[2:] for name, times in seconds.items()}
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Median of the ratios of steps in the same rounds, and between what half of them lie.
+
+    >>> ratio([1.0, 2.0, 1.2], [1.0, 1.0, 1.0])
+    '1.200 (1.100 to 1.600)'
+    """
+    each = [one / other for one, other in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def slowest(by_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:

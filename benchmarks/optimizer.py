@@ -2,7 +2,8 @@
 
 200 small parameters, two processes, ZeRO 1: what is timed is the precision plugin's step, from the
 gradients of the DTensor parameters to the updated shards, and beside it the step of a plain torch
-optimizer, and the step through DTensor dispatch. The variants take turns, step by step.
+optimizer, and the step through DTensor dispatch. The variants take turns, step by step; times are
+those that the thread spent on the processor, as a step on shards talks to nobody.
 
     python -m benchmarks.optimizer [--rounds 300]
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from benchmarks.harness import arguments, report
+from benchmarks.harness import arguments, ratio, report, take_turns
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.parallel.gradients import local
 from lightning_megatron.testing import WorkerPool
@@ -44,8 +45,8 @@ class Many(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def job(numel: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds of a step, by optimizer and variant."""
+def job(numel: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every step, by optimizer and variant."""
     module, strategy = Many(numel), MegatronStrategy()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -72,19 +73,11 @@ def job(numel: int, rounds: int) -> dict[str, dict[str, float]]:
             "plain": theirs.step,
             "shards": lambda ours=ours: strategy.precision_plugin.step(ours),
         }
-        found[name] = _interleave(variants, rounds)
-        found[name] |= _interleave({"DTensor": dispatched.step}, max(rounds // 10, 3))
+        found[name] = take_turns(variants, rounds, time.thread_time)
+        found[name] |= take_turns(
+            {"DTensor": dispatched.step}, max(rounds // 10, 3), time.thread_time
+        )
     return found
-
-
-def _interleave(variants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, step in variants.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times[2:]) for name, times in seconds.items()}
 
 
 def main() -> None:
@@ -95,14 +88,15 @@ def main() -> None:
         for numel in (128, 8192):
             times = pool.run(2, job, numel, options.rounds)[0]
             for name, found in times.items():
+                middle = {variant: statistics.median(t) for variant, t in found.items()}
                 rows.append(
                     {
                         "optimizer": name,
                         "elements of a shard": numel // 2,
-                        **{f"{variant} (ms)": round(1e3 * t, 3) for variant, t in found.items()},
-                        "shards / plain": round(found["shards"] / found["plain"], 3),
+                        **{f"{variant} (ms)": round(1e3 * t, 3) for variant, t in middle.items()},
+                        "shards / plain": ratio(found["shards"], found["plain"]),
                         "target": TARGET,
-                        "DTensor / plain": round(found["DTensor"] / found["plain"], 2),
+                        "DTensor / plain": round(middle["DTensor"] / middle["plain"], 2),
                     }
                 )
     title = f"Optimizer step on the shards of {COUNT} parameters, dp=2, zero=1"

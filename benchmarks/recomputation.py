@@ -2,24 +2,23 @@
 
 Two numbers of each mode on one process: bytes of the activations that are alive when the forward of
 a batch ends (and the most that are alive at any time of the step, gradients included), counted by a
-tracker of tensor storages, and the time of a step, measured without it (processor time of the one
-process, which other load does not change much). Published (Korthikanti et
-al., arXiv 2205.05198): a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits; without the
-``s x s`` tensors of attention that is not fused, ``34 s b h``, at a few percent of time; together
-with sequence parallelism about a fifth of all.
+tracker of tensor storages, and the time of a forward and backward, measured without it (processor
+time of the one process, which other load does not change much; modes take turns). Published
+(Korthikanti et al., arXiv 2205.05198): a layer keeps ``s b h (34 + 5 a s / h)`` bytes in 16 bits;
+without the ``s x s`` tensors of attention that is not fused, ``34 s b h``, at a few percent of
+time; together with sequence parallelism about a fifth of all.
 
 What is offloaded counts as gone, as on a GPU; on a CPU copies cost what they cost, as there is no
 other stream.
 
-A second table holds adaptive recomputation against settings made by hand: at two limits, the step
-time of its plan, of every setting that fits by the same count, and the ratio to the best of these.
-
     python -m benchmarks.recomputation             # --rounds 0 leaves the times out
+
+Adaptive recomputation has a table of its own (`benchmarks.adaptive`).
 """
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +26,19 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Model, Tokens, arguments, fit, interleave, report
+from benchmarks.harness import (
+    Model,
+    Tokens,
+    arguments,
+    fit,
+    keep_freed_memory,
+    ratio,
+    report,
+    take_turns,
+)
 from lightning_megatron import MegatronStrategy, MemoryConfig
 from lightning_megatron._torch import TorchDispatchMode, tree_flatten
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.parallel.knapsack import Way, needed
 from lightning_megatron.parallel.wrapping import outermost
 from lightning_megatron.testing import WorkerPool
 
@@ -60,8 +67,6 @@ MODES: dict[str, MemoryConfig] = {
     "none, offloaded": MemoryConfig(offload_activations=True),
     "full, offloaded": MemoryConfig(recompute="full", offload_activations=True),
 }
-LIMITS = (0.35, 0.65)
-"""Of the way from what the blocks take if all are recomputed to what they take if none is."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -135,75 +140,36 @@ def count(config: TransformerConfig, options: Mapping[str, Any]) -> tuple[int, i
     return module.kept, module.most
 
 
-def times(
-    config: TransformerConfig, modes: Mapping[str, MemoryConfig], rounds: int, steps: int
-) -> dict[str, float]:
-    """Median seconds per step by mode."""
-
-    def variant(memory: MemoryConfig) -> Sequence[float]:
-        strategy = MegatronStrategy(memory=memory)
-        return fit(Model(config), strategy, steps, 1, LENGTH, time.process_time)
-
-    return interleave({name: lambda m=memory: variant(m) for name, memory in modes.items()}, rounds)
+def stepper(config: TransformerConfig, memory: MemoryConfig, length: int) -> Callable[[], None]:
+    """Forward and backward of a model whose blocks the strategy has changed, as often as called."""
+    module = Model(config)
+    fit(module, MegatronStrategy(memory=memory), 1, 1, length)
+    return step_of(module, length)
 
 
-def by_hand(layers: int) -> dict[str, tuple[MemoryConfig, list[Way]]]:
-    """Settings that a user would try, and what they mean for each block."""
-    found: dict[str, tuple[MemoryConfig, list[Way]]] = {
-        "none": (MemoryConfig(), ["none"] * layers),
-        "selective": (MemoryConfig(recompute="selective"), ["selective"] * layers),
-        "full": (MemoryConfig(recompute="full"), ["full"] * layers),
-    }
-    for every in range(2, layers):
-        for mode in ("selective", "full"):
-            config = MemoryConfig(recompute=mode, every=every)
-            ways: list[Way] = [mode if i % every == 0 else "none" for i in range(layers)]
-            found[f"{mode}, every {every}"] = config, ways
-    return found
+def step_of(module: Model, length: int) -> Callable[[], None]:
+    """Forward and backward of a model that has been trained; its blocks stay as they were then."""
+    tokens = torch.randint(256, (1, length + 1))
+
+    def step() -> None:
+        module.training_step((tokens[:, :-1], tokens[:, 1:]), 0).backward()
+        for p in module.parameters():
+            p.grad = None
+
+    return step
 
 
-def adaptive(config: TransformerConfig, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Rows of the second table."""
-    strategy = MegatronStrategy(memory=MemoryConfig(recompute="adaptive", activation_fraction=0.9))
-    fit(Model(config), strategy, 4, 1, LENGTH)
-    assert strategy.adaptive_memory is not None
-    costs = [block.costs for block in strategy.adaptive_memory.measured.values()]
-    hand = by_hand(len(costs))
-    sizes = {name: needed(costs, ways) for name, (_, ways) in hand.items()}
-    limits = [sizes["full"] + part * (sizes["none"] - sizes["full"]) for part in LIMITS]
-    chosen = {
-        f"adaptive, {limit / 2**20:.1f} MiB": MemoryConfig(
-            recompute="adaptive", activation_gib=limit / 2**30
-        )
-        for limit in limits
-    }
-    tried = {name: memory for name, (memory, _) in hand.items() if sizes[name] <= max(limits)}
-    seconds = times(config, {**tried, **chosen}, rounds, steps)
-    rows = []
-    for name, limit in zip(chosen, limits, strict=True):
-        fitting = {other: seconds[other] for other in tried if sizes[other] <= limit}
-        best = min(fitting, key=lambda other: fitting[other])
-        rows.append(
-            {
-                "limit, MiB": round(limit / 2**20, 1),
-                "adaptive, ms": round(1e3 * seconds[name], 1),
-                "best by hand": best,
-                "its MiB": round(sizes[best] / 2**20, 1),
-                "its ms": round(1e3 * seconds[best], 1),
-                "ratio": round(seconds[name] / seconds[best], 3),
-                "target": 1.03,
-                "others that fit, ms": ", ".join(
-                    f"{other} {1e3 * time:.1f}" for other, time in fitting.items() if other != best
-                ),
-            }
-        )
-    return rows
+def times(config: TransformerConfig, rounds: int) -> dict[str, list[float]]:
+    """Processor seconds of every step by mode."""
+    keep_freed_memory()
+    steps = {name: stepper(config, memory, LENGTH) for name, memory in MODES.items()}
+    return take_turns(steps, rounds, time.process_time)
 
 
 def main() -> None:
     """Run and report."""
-    options = arguments(__doc__, rounds=2, steps=8)
-    rows, plans = [], []
+    options = arguments(__doc__, rounds=8, steps=1)
+    rows = []
     with WorkerPool(2, timeout=600) as pool:
         for kind, config in CONFIGS.items():
             alone = {m: pool.run(1, count, config, {"memory": c})[0] for m, c in MODES.items()}
@@ -213,9 +179,7 @@ def main() -> None:
             }
             seconds = {}
             if options.rounds:
-                seconds = pool.run(1, times, config, MODES, options.rounds, options.steps)[0]
-                for row in pool.run(1, adaptive, config, options.rounds, options.steps)[0]:
-                    plans.append({"attention": kind, **row})
+                seconds = pool.run(1, times, config, options.rounds)[0]
             for mode, (kept, most) in alone.items():
                 rows.append(
                     {
@@ -227,7 +191,7 @@ def main() -> None:
                         "with tp=2, sp": round(split[mode][0] / 2**20, 1),
                         "less in all by": round(alone["none"][0] / split[mode][0], 2),
                         **(
-                            {"step time, to none": round(seconds[mode] / seconds["none"], 3)}
+                            {"step time, to none": ratio(seconds[mode], seconds["none"])}
                             if seconds
                             else {}
                         ),
@@ -235,9 +199,6 @@ def main() -> None:
                 )
     title = "Activations of 4 layers, h=256, 8 heads, 1 x 512 tokens, float32"
     report("recomputation", title, rows, options.output)
-    if plans:
-        title = f"Adaptive recomputation against settings by hand, {title.partition(', ')[2]}"
-        report("adaptive", title, plans, options.output)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """``memory.recompute="adaptive"``: recompute as little as the memory allows, by measurement.
 
 Training begins with all blocks recomputed. The first batch pays for whatever happens once; during
-the second every block runs three times more and is measured: the time of its forward and what
-autograd keeps of it, and the time and the notes of recomputing it selectively. From these numbers,
+the second every block is measured, three times over: the time of its forward and what autograd
+keeps of it, and the time and the notes of recomputing it selectively. From these numbers,
 the largest and slowest of all ranks, and from how many microbatches the schedule has under way on a
 stage, every rank works out how to recompute each block of every pipeline rank, or not at all
 (`parallel.knapsack`), and goes on with its own. Rank 0 reports the plan.

@@ -1,0 +1,138 @@
+"""Adaptive recomputation against what a user would set by hand: peak of the activations, and time.
+
+Promise: whatever limit ``recompute="adaptive"`` is given, the blocks stay under it, and a step is
+at most 3 % slower than that of the best setting by hand that fits: none, selective, full, or one of
+these for each n-th block. What fits is told by the same count for both (`knapsack.needed`).
+
+At several limits, on one process: the *peak* of the blocks' activations under the plan, counted by
+a tracker of tensor storages over one step into gradients that exist (what is outside of blocks, and
+the backward's own tensors, are known from a step that recomputes nothing, and taken off); and the
+processor time of forward and backward, all settings taking turns step by step. Freed memory stays
+with the process, as with the allocator of a GPU: to get it back from Linux costs more time than the
+settings differ by.
+
+    python -m benchmarks.adaptive
+"""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.harness import (
+    Model,
+    arguments,
+    fit,
+    keep_freed_memory,
+    ratio,
+    report,
+    take_turns,
+)
+from benchmarks.recomputation import CONFIGS, LENGTH, LiveBytes, step_of, stepper
+from lightning_megatron import MegatronStrategy, MemoryConfig
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.parallel.knapsack import BlockCosts, Way, needed
+from lightning_megatron.testing import WorkerPool
+
+LIMITS = (0.1, 0.35, 0.65, 0.9)
+"""Of the way from what the blocks take if all are recomputed to what they take if none is."""
+TARGET = 1.03
+_DECIDED = 4
+"""Batches until the plan is made and in force."""
+
+
+def by_hand(layers: int) -> dict[str, tuple[MemoryConfig, list[Way]]]:
+    """Settings that a user would try, and what they mean for each block."""
+    found: dict[str, tuple[MemoryConfig, list[Way]]] = {
+        "none": (MemoryConfig(), ["none"] * layers),
+        "selective": (MemoryConfig(recompute="selective"), ["selective"] * layers),
+        "full": (MemoryConfig(recompute="full"), ["full"] * layers),
+    }
+    for every in range(2, layers):
+        for mode in ("selective", "full"):
+            config = MemoryConfig(recompute=mode, every=every)
+            ways: list[Way] = [mode if i % every == 0 else "none" for i in range(layers)]
+            found[f"{mode}, every {every}"] = config, ways
+    return found
+
+
+def planned(config: TransformerConfig, **limit: float) -> tuple[Model, list[BlockCosts], list[Way]]:
+    """A model under the plan for a limit, what was measured of its blocks, and the plan."""
+    module = Model(config)
+    strategy = MegatronStrategy(memory=MemoryConfig(recompute="adaptive", **limit))  # type: ignore[arg-type]
+    fit(module, strategy, _DECIDED, 1, LENGTH)
+    adaptive = strategy.adaptive_memory
+    assert adaptive is not None
+    assert adaptive.ways is not None
+    costs = [block.costs for block in adaptive.measured.values()]
+    return module, costs, list(adaptive.ways.values())
+
+
+def peak(module: Model) -> int:
+    """The most bytes of tensors made during a step that are alive at a time, without gradients."""
+    step = step_of(module, LENGTH)
+    step()
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    with LiveBytes() as live:
+        step()
+    return live.most
+
+
+def compare(config: TransformerConfig, rounds: int) -> list[dict[str, Any]]:
+    """A row for every limit."""
+    keep_freed_memory()
+    free, costs, _ = planned(config, activation_fraction=0.9)
+    hand = by_hand(len(costs))
+    sizes = {name: needed(costs, ways) for name, (_, ways) in hand.items()}
+    outside = peak(free) - sizes["none"]
+    steps = {name: stepper(config, memory, LENGTH) for name, (memory, _) in hand.items()}
+    plans: dict[str, tuple[float, int, list[Way]]] = {}
+    for part in LIMITS:
+        limit = sizes["full"] + part * (sizes["none"] - sizes["full"])
+        module, _, ways = planned(config, activation_gib=limit / 2**30)
+        name = f"adaptive at {part}"
+        steps[name] = step_of(module, LENGTH)
+        plans[name] = limit, peak(module) - outside, ways
+    seconds = take_turns(steps, rounds, time.process_time)
+    middle = {name: statistics.median(times) for name, times in seconds.items()}
+    rows = []
+    for name, (limit, most, ways) in plans.items():
+        fitting = [other for other in hand if sizes[other] <= limit]
+        best = min(fitting, key=lambda other: middle[other])
+        rows.append(
+            {
+                "limit, MiB": round(limit / 2**20, 1),
+                "peak, MiB": round(most / 2**20, 1),
+                "plan": ", ".join(f"{ways.count(way)} {way}" for way in dict.fromkeys(ways)),
+                "ms": round(1e3 * middle[name], 1),
+                "best by hand": f"{best} ({sizes[best] / 2**20:.1f} MiB)",
+                "its ms": round(1e3 * middle[best], 1),
+                "ratio": ratio(seconds[name], seconds[best]),
+                "target": TARGET,
+                "others that fit, ms": ", ".join(
+                    f"{other} {1e3 * middle[other]:.1f}" for other in fitting if other != best
+                )
+                or "-",
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Run and report."""
+    options = arguments(__doc__, rounds=8, steps=1)
+    rows = []
+    with WorkerPool(1, timeout=600) as pool:
+        for kind, config in CONFIGS.items():
+            for row in pool.run(1, compare, config, options.rounds)[0]:
+                rows.append({"attention": kind, **row})
+    title = (
+        "Adaptive recomputation against settings by hand: 4 layers, h=256, 8 heads, 1 x 512 tokens"
+    )
+    report("adaptive", title, rows, options.output)
+
+
+if __name__ == "__main__":
+    main()
