@@ -91,11 +91,12 @@ def fit(
     batch_size: int,
     length: int,
     clock: Callable[[], float] = time.perf_counter,
+    accelerator: str = "cpu",
 ) -> list[float]:
     """Train for ``steps`` steps; seconds of each counted step."""
     timer = StepTimer(clock)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=int(os.environ.get("WORLD_SIZE", "1")),
         strategy=strategy,
         max_steps=steps,

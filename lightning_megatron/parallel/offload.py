@@ -149,9 +149,9 @@ class Offloader:
             for stored in leaving:
                 assert stored.device is not None
                 stored.check()
+                self.held += stored.size
                 stored.host = torch.empty(stored.size, dtype=torch.uint8, pin_memory=pin)
                 stored.host.copy_(stored.device, non_blocking=True)
-                self.held += stored.size
         self.most = max(self.most, self.held)
         passage.sent = out.record_event()
 
