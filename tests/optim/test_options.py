@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "activation_fraction=1.0",
             "distribute_inputs=False",
             "does not count towards the limit",
-            "compile='block', or",
+            "memory.compile='model', recompute='adaptive'",
             "group=1",
             "group=1, or group without them",
         ),
