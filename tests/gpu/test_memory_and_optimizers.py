@@ -1,0 +1,148 @@
+"""Ways to save memory, optimizers and precisions with options, on one GPU, through the Trainer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import (
+    Bf16MixedPrecision,
+    Bf16TruePrecision,
+    Fp8Precision,
+    GradientMonitor,
+    LanguageModel,
+    MegatronStrategy,
+    MemoryConfig,
+)
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+ACCELERATOR = "gpu"
+MEMORY = {
+    "full": MemoryConfig(recompute="full"),
+    "every second": MemoryConfig(recompute="full", every=2),
+    "groups": MemoryConfig(recompute="full", group=2),
+    "selective": MemoryConfig(recompute="selective"),
+    "selective, of parts": MemoryConfig(recompute="selective", keep=["matmul", "norm"]),
+    "adaptive": MemoryConfig(recompute="adaptive", activation_gib=0.002),
+    "a part of the device": MemoryConfig(recompute="adaptive", activation_fraction=0.5),
+    "offload": MemoryConfig(offload_activations=True, offload_min_bytes=0),
+    "offload of few": MemoryConfig(recompute="selective", offload_activations=True),
+}
+
+
+def fit(
+    memory: MemoryConfig | None = None,
+    model: dict[str, Any] | None = None,
+    backend: Any = "sdpa",
+    callbacks: Sequence[pl.Callback] = (),
+    **options: Any,
+) -> list[float]:
+    """Losses of 16 steps on one sentence of 64 letters."""
+    pl.seed_everything(3, verbose=False)
+    config = TransformerConfig(
+        vocab_size=64, hidden_size=64, num_layers=4, num_heads=4, attention_backend=backend
+    )
+    tokens = torch.randint(64, (1, 17), generator=torch.Generator().manual_seed(0)).expand(64, 17)
+    losses = Losses()
+    trainer = pl.Trainer(
+        accelerator=ACCELERATOR,
+        devices=1,
+        strategy=MegatronStrategy(memory=memory or MemoryConfig(), num_microbatches=2),
+        max_steps=16,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[losses, *callbacks],
+        **options,
+    )
+    module = LanguageModel(config, **{"lr": 1e-2, "warmup_steps": 2, **(model or {})})
+    trainer.fit(module, DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4))
+    assert losses.seen[-1] < losses.seen[0] / 2
+    return losses.seen
+
+
+class Losses(pl.Callback):
+    """Of every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", MEMORY)
+def test_memory_changes_no_loss(name: str, precision: str) -> None:
+    expected = fit(precision=precision)
+    found = fit(MEMORY[name], precision=precision)
+    # Backwards of attention add up in any order on a GPU.
+    assert found == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "adaptive"])
+def test_flex_attention_stays_compiled_in_recomputed_blocks(recompute: Any) -> None:
+    limit = 0.002 if recompute == "adaptive" else None
+    memory = MemoryConfig(recompute=recompute, activation_gib=limit)
+    expected = fit(precision="bf16-mixed", backend="flex")
+    found = fit(memory, precision="bf16-mixed", backend="flex")
+    assert found == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("name", ["muon", "lion", "adafactor", "adamw-bfloat16", "adamw-int8"])
+def test_optimizers_learn(name: str) -> None:
+    rates = {"lion": 2e-3, "adafactor": 5e-2}
+    fit(model={"optimizer": name, "lr": rates.get(name, 1e-2)}, precision="bf16-mixed")
+
+
+def test_a_chunked_loss_is_the_loss() -> None:
+    expected = fit(precision="32-true")
+    found = fit(model={"chunked_loss": True}, precision="32-true")
+    assert found == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        lambda: Bf16MixedPrecision(reduce_dtype="bf16"),
+        lambda: Bf16TruePrecision(stochastic_rounding=True),
+        lambda: Fp8Precision(plain_linear=True, keep_first=0, keep_last=0, include=["*.head"]),
+    ],
+    ids=["bf16 reduction", "stochastic rounding", "FP8 everywhere"],
+)
+def test_plugins_learn(plugin: Any) -> None:
+    if "Fp8" in type(plugin()).__name__ and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no FP8 units")
+    fit(plugins=[plugin()])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs FP8 units",
+)
+def test_fp8_is_recomputed(recompute: Any) -> None:
+    memory = MemoryConfig(recompute=recompute, offload_activations=recompute != "none")
+    fit(memory, plugins=[Fp8Precision("delayed")])
+
+
+@pytest.mark.parametrize("rule", [PercentileClip(50), ZScoreClip(warmup=4), UnitClip()])
+def test_rules_clip(rule: Any) -> None:
+    fit(callbacks=[GradientMonitor(rule, nonfinite="skip")], precision="16-mixed")
+
+
+@pytest.mark.parametrize("compile_", ["block", "model"])
+def test_compiled_networks_learn(compile_: Any) -> None:
+    expected = fit(precision="bf16-mixed")
+    found = fit(MemoryConfig(compile=compile_), precision="bf16-mixed")
+    assert found == pytest.approx(expected, rel=5e-2)
