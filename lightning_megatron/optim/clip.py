@@ -35,19 +35,20 @@ def global_norm(
         copies: local gradients that another rank contributes.
 
     Returns:
-        A scalar, equal on all ranks; float64 when all gradients are, else float32.
+        A scalar in float64, whatever gradients this rank has: rounded on some ranks only, the norm
+        would scale copies of a gradient differently.
     """
-    wide = bool(counted) and all(g.dtype == torch.float64 for g in counted)
-    dtype = torch.float64 if wide or not counted else torch.float32
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradients, weight in ((counted, 1.0), (copies, 0.0)):
-        norms = foreach_norm([g for g in gradients if g.numel()], dtype)
+        full = [g for g in gradients if g.numel()]
+        wide = all(g.dtype == torch.float64 for g in full)
+        norms = foreach_norm(full, torch.float64 if wide else torch.float32)
         if norms:
             squares = torch.stack([n.to(device, torch.float64) for n in norms]).square()
             total += weight * squares.sum()
     if group is not None:
         dist.all_reduce(total, group=group)
-    return total.sqrt().to(dtype)
+    return total.sqrt()
 
 
 def finiteness(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

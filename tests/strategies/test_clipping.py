@@ -7,11 +7,21 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
-from tests.strategies.small import WIDTH, Small, assert_same, dp_of, full, loader, make_trainer
+from tests.strategies.small import (
+    WIDTH,
+    Small,
+    assert_same,
+    dp_of,
+    full,
+    loader,
+    make_trainer,
+    samples,
+)
 
 
 class Everything(Small):
@@ -113,3 +123,20 @@ def test_trap_11_clipping_is_global(
             assert norms == pytest.approx(plain_norms, rel=1e-10)
     # The tied weight has its first name in the plain module, and both under a pipeline.
     assert_same({name: merged[name] for name in plain}, plain)
+
+
+def narrow_job() -> tuple[list[float], dict[str, Tensor]]:
+    """A whole copy on each rank, of which the first one counts."""
+    module, norms = Everything(), Norms()
+    options: dict[str, Any] = {"gradient_clip_val": 0.05, "callbacks": [norms]}
+    trainer = make_trainer({"zero": 0}, 2, precision="32-true", **options)
+    trainer.fit(
+        module.float(), loader(TensorDataset(*(t.float() for t in samples().tensors)), dp=2)
+    )
+    return norms.found, {name: full(p) for name, p in module.named_parameters()}
+
+
+def test_copies_are_clipped_alike_in_narrow_formats(pool: WorkerPool) -> None:
+    (norms, found), (other_norms, other) = pool.run(2, narrow_job)
+    assert norms == other_norms
+    assert all(torch.equal(other[name], weight) for name, weight in found.items())
