@@ -15,6 +15,7 @@ from lightning_megatron._torch.collectives import start_reduce_scatter as start_
 from lightning_megatron._torch.collectives import watch_waits as watch_waits
 from lightning_megatron._torch.dtensor import forget_meshes as forget_meshes
 from lightning_megatron._torch.dtensor import lend_gradients as lend_gradients
+from lightning_megatron._torch.dtensor import mend_operation_keys as mend_operation_keys
 from lightning_megatron._torch.dtensor import shard_of as shard_of
 from lightning_megatron._torch.dtensor import shards_of as shards_of
 from lightning_megatron._torch.dtensor import stamps as stamps

@@ -1,10 +1,16 @@
 """What DTensors hold, and what torch remembers of the operations on them."""
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor import debug as dtensor_debug
+from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
 
 def shard_of(tensor: DTensor) -> Tensor:
@@ -58,3 +64,39 @@ def forget_meshes() -> None:
     ):
         if clear is not None:
             clear()
+
+
+@cache
+def mend_operation_keys() -> None:
+    """See to it that what DTensor operations were called with is freed some day (2.11).
+
+    The key under which torch remembers an operation, if no keyword arguments of it matter, is made
+    in C++ with a reference too many to the arguments, and through them to their mesh and its
+    process groups, which then live until the process ends. An empty list of such keyword arguments
+    makes a key that is as good, and correct. Nothing is changed where a key holds what it should.
+    """
+    if not _keys_are_kept():
+        return
+    schema: Any = OpSchema
+    for name in ("__post_init__", "_recompute_comparison_key"):
+        setattr(schema, name, _with_keywords(getattr(schema, name)))
+
+
+def _keys_are_kept() -> bool:
+    probe: Any = object()
+    before = sys.getrefcount(probe)
+    OpSchema(torch.ops.aten.detach.default, (probe,), {}, RuntimeSchemaInfo(static_argnum=0))
+    return sys.getrefcount(probe) > before
+
+
+def _with_keywords(make_key: Any) -> Any:
+    def make(schema: Any) -> None:
+        given = schema.schema_info
+        if given is None or given.static_kwargkey is None:
+            schema.schema_info = replace(given or RuntimeSchemaInfo(), static_kwargkey=[])
+        try:
+            make_key(schema)
+        finally:
+            schema.schema_info = given
+
+    return make

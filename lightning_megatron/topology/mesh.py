@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_megatron._torch import forget_meshes
+from lightning_megatron._torch import forget_meshes, mend_operation_keys
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
 from lightning_megatron.topology.meter import Meter
@@ -80,6 +80,7 @@ class Topology:
         self.world_size = degrees.world_size
         self._timeout = timeout
         self.meters = {kind: Meter() for kind in ("tp", "pp", "cp", "dp")}
+        mend_operation_keys()
         forget_meshes()
         present = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]
         self.mesh: DeviceMesh = init_device_mesh(

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
 from lightning_megatron import ShardingConfig
+from lightning_megatron._torch import dtensor
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import Small, dp_of, loader, make_trainer
 
@@ -43,24 +45,34 @@ def gloo_threads() -> list[str]:
     return [name for name in names if "gloo" in name]
 
 
-# torch 2.11 never frees the arguments with which it first met a detached DTensor, nor the mesh in
-# them (`DTensor.detach` alone shows it); 2.13 does.
-SHARDED_FOR_EVER = pytest.mark.xfail(
-    torch.__version__.startswith("2.11."), reason="torch 2.11 keeps the meshes of sharded tensors"
-)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(n, marks=SHARDED_FOR_EVER if "zero 0" not in n else ()) for n in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_process_group_outlives_a_run(pool: WorkerPool, layout: str) -> None:
     """Each would keep two threads that wake a hundred times a second, in every worker."""
     world, options = LAYOUTS[layout]
     before = pool.run(world, gloo_threads)  # of tests that ended a run in other ways
     pool.run(world, fit_job, options, world)
     assert pool.run(world, gloo_threads) == before
+
+
+def test_keys_of_operations_tell_arguments_apart_and_let_go_of_them() -> None:
+    """As the keys of torch 2.11 are made, which hold on to arguments by themselves."""
+    make = dtensor._with_keywords(OpSchema.__post_init__)
+
+    def schema(value: Any, info: RuntimeSchemaInfo | None = None) -> OpSchema:
+        made = OpSchema(torch.ops.aten.detach.default, (value,), {"k": 1}, info)
+        make(made)
+        assert made.schema_info is info
+        return made
+
+    hashed = RuntimeSchemaInfo(static_argnum=0)
+    assert schema(1, hashed) == schema(1, hashed) != schema(2, hashed)
+    assert hash(schema(1, hashed)) == hash(schema(1, hashed))
+    assert schema(1) == schema(2)
+    named = RuntimeSchemaInfo(static_argnum=0, static_kwargkey=["k"])
+    assert schema(1, named) == schema(1, named) != schema(2, named)
+    dtensor.mend_operation_keys()
+    assert not dtensor._keys_are_kept()
 
 
 class Failing(Callback):
