@@ -42,7 +42,7 @@ def sleep_on(bad_rank: int) -> None:
     dist.init_process_group("gloo")
     reset_signals()
     if dist.get_rank() == bad_rank:
-        time.sleep(60)
+        time.sleep(300)
     dist.all_reduce(torch.ones(1))
 
 
@@ -110,7 +110,7 @@ def test_a_stuck_rank_is_killed_with_its_stack_and_the_pool_goes_on(pool: Worker
     start = time.monotonic()
     with pytest.raises(WorkerError, match="no result after 1 s") as caught:
         pool.run(2, sleep_on, 1, timeout=1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     stuck = next(f for f in caught.value.failures if f.rank == 1)
     assert "sleep_on" in stuck.output
     assert pool.run(2, all_reduce, 1.0)[0][0].tolist() == [3.0] * 3
@@ -145,7 +145,7 @@ def test_workers_forked_after_the_parent_computed_still_compute() -> None:
     x = torch.ones(512, 512, requires_grad=True)
     (x @ x).sum().backward()
     with WorkerPool(1) as pool:
-        assert pool.run(1, backward, timeout=20) == [64.0 * 64 * 128]
+        assert pool.run(1, backward) == [64.0 * 64 * 128]
 
 
 def test_a_closed_pool_leaves_no_process() -> None:
@@ -172,7 +172,7 @@ def test_workers_forget_the_process_groups_of_the_process_they_come_from(tmp_pat
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     dist.new_group([0])
     dist.all_reduce(torch.ones(1))
-    with WorkerPool(2, timeout=20) as pool:
+    with WorkerPool(2) as pool:
         for _ in range(2):
             assert pool.run(2, reduced) == [[2.0, 2.0]] * 2
     dist.all_reduce(torch.ones(1))

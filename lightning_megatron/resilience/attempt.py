@@ -233,7 +233,7 @@ def describe_missing(
     where = f" Here are: {', '.join(hosts[:16])}." if hosts else ""
     return (
         f"{'rank' if one else 'ranks'} {shown} of {world_size} "
-        f"{'has' if one else 'have'} not connected within {timeout_s:g} s "
+        f"{'has' if one else 'have'} not connected within {round(timeout_s, 1):g} s "
         f"(ConnectionConfig.init_timeout_s).{where} Look at the output of "
         f"{'that process' if one else 'those processes'}: {'it' if one else 'they'} did not start, "
         "ended early, or still import or load"

@@ -107,6 +107,7 @@ class WorkerPool:
         fn: Callable[..., Any],
         *args: Any,
         timeout: float | None = None,
+        grace: float = _GRACE_SECONDS,
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
@@ -118,6 +119,7 @@ class WorkerPool:
             args: positional arguments, the same on every rank; they must be picklable.
             timeout: seconds from the call of `fn` before the run is given up, `self.timeout` by
                 default.
+            grace: seconds that the peers of a failed rank may take to fail by themselves.
             env: further environment variables of the run.
             kwargs: keyword arguments for `fn`.
 
@@ -146,7 +148,7 @@ class WorkerPool:
                     timeout=timeout,
                 )
                 worker.connection.send(job)
-            self._wait(run, timeout)
+            self._wait(run, timeout, grace)
         finally:
             # It has a thread, and a process forked now would die of it. An error keeps this frame.
             del store
@@ -162,7 +164,7 @@ class WorkerPool:
         """End all workers; the pool cannot be used afterwards."""
         self._finalizer()
 
-    def _wait(self, run: _Run, timeout: float) -> None:
+    def _wait(self, run: _Run, timeout: float, grace: float) -> None:
         """Collect answers until all ranks answered, or the time is up."""
         starting = True
         deadline = time.monotonic() + max(timeout, _START_SECONDS)
@@ -179,7 +181,7 @@ class WorkerPool:
                 starting = False
                 deadline = time.monotonic() + timeout
             if run.failures:
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + grace)
 
     def _collect(self, run: _Run, rank: int) -> None:
         """Take a rank's next message: its start, its result, its failure, or its process's end."""

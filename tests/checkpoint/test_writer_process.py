@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +56,7 @@ def saver(**options):
     try:
         yield made
     finally:
-        made.close(timeout_s=20)
+        made.close(timeout_s=60)
 
 
 def pid_of(background):
@@ -93,7 +92,7 @@ def state_of(pid):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -203,13 +202,21 @@ def test_a_killed_process_fails_one_save(tmp_path, caplog):
     assert_same(tmp_path / "4.ckpt", module)
 
 
-def test_a_save_in_flight_gives_way(tmp_path):
+def test_a_save_in_flight_gives_way(tmp_path, monkeypatch):
     with saver(when_busy="supersede") as background:
         pid = started(background, tmp_path / "1.ckpt")
         with held(pid):
             background.save(tmp_path / "2.ckpt", model_chunks(Mixed()), {})
             wait_until_asked(background)
-            threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
+            connection = background._process._connection
+            send = connection.send
+
+            def send_and_wake(request):
+                send(request)
+                if request == file_writer.STOP:
+                    os.kill(pid, signal.SIGCONT)
+
+            monkeypatch.setattr(connection, "send", send_and_wake)
             module = Mixed()
             background.save(tmp_path / "3.ckpt", model_chunks(module), {})
         background.drain()
@@ -313,7 +320,7 @@ def test_it_notices_the_end_of_the_connection():
         theirs.close()
         ours.close()
         os.close(memory)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def killed_on_one_rank_job(path):

@@ -36,7 +36,7 @@ def test_command_inherits_the_faults_and_leaves_nothing(tmp_path: Path) -> None:
     entry, faults, left = json.loads((tmp_path / "output").read_text())
     assert entry == "lightning_megatron.callbacks.chaos:chaos_from_environment"
     assert faults == "kill:step=3"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while Path(f"/proc/{left}").exists() and time.monotonic() < deadline:
         if Path(f"/proc/{left}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
             break
@@ -49,7 +49,7 @@ def test_command_inherits_the_faults_and_leaves_nothing(tmp_path: Path) -> None:
 def test_end_of_the_time(tmp_path: Path) -> None:
     begun = time.monotonic()
     assert run_command(["sleep", "100"], [], tmp_path / "x", limit_s=0.2) is None
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 60
 
 
 def test_a_terminated_rehearsal_leaves_nothing(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_collectives_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "_start", sleep)
     begun = time.monotonic()
     [finding] = examination.bandwidth(2, limit_s=0.3)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
     assert (finding.level, "no result within" in finding.text) == ("bad", True)
     assert all(process.poll() is not None for process in started)
     assert not any(os.path.exists(f"/proc/{process.pid}") for process in started)

@@ -56,5 +56,5 @@ def test_the_clock_leaves_waiting_out() -> None:
     clock.end()
     times = clock.read()
     assert len(times.busy) == 3
-    assert all(0.009 < seconds < times.step / 2 for seconds in times.busy)
-    assert times.step > 0.089
+    assert all(seconds > 0.009 for seconds in times.busy)
+    assert times.step - sum(times.busy) > 0.059

@@ -315,7 +315,7 @@ def misuse_job(kind: str) -> None:
 )
 def test_the_trunk_is_called_once_in_every_step(pool: WorkerPool, kind: str, message: str) -> None:
     with pytest.raises(WorkerError, match=message):
-        pool.run(2, misuse_job, kind, timeout=20)
+        pool.run(2, misuse_job, kind)
 
 
 def caught_job() -> list[float]:

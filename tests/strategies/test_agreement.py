@@ -86,7 +86,7 @@ def differ(rank_dependent: bool) -> None:
 
 def test_ranks_that_exchange_different_things_are_told(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError) as failure:
-        pool.run(2, differ, True)
+        pool.run(2, differ, True, grace=30.0)
     for found in failure.value.failures:
         assert isinstance(found.exception, ConfigError)
         assert "rank 1" in str(found.exception)

@@ -1,6 +1,7 @@
 """How the processes find each other, as the strategy's options say."""
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,11 @@ def test_ranks_know_their_attempt_and_listen_on_loopback(pool: WorkerPool) -> No
         assert all(address.startswith("127.") for address in one["listens"])
 
 
-def start_without_the_last_rank(seconds: float) -> str:
+def start_without_the_last_rank(seconds: float, folder: Path) -> str:
+    """The two others begin at the same time, or one would name the other as well."""
+    (folder / os.environ["RANK"]).touch()
+    while len(list(folder.iterdir())) < 2:
+        time.sleep(0.01)
     os.environ["WORLD_SIZE"] = "3"
     connection = ConnectionConfig(init_timeout_s=seconds)
     trainer = make_trainer({"zero": 1, "connection": connection}, 2, max_steps=1, num_nodes=1)
@@ -72,9 +77,9 @@ def start_without_the_last_rank(seconds: float) -> str:
     return str(error.value)
 
 
-def test_a_rank_that_never_starts_is_named_by_all_others(pool: WorkerPool) -> None:
-    for text in pool.run(2, start_without_the_last_rank, 1.0):
-        assert text.startswith("rank 2 of 3 has not connected within 1 s")
+def test_a_rank_that_never_starts_is_named_by_all_others(pool: WorkerPool, tmp_path: Path) -> None:
+    for text in pool.run(2, start_without_the_last_rank, 2.0, tmp_path):
+        assert text.startswith("rank 2 of 3 has not connected within 2 s")
 
 
 class Numbered(Dataset[Any]):

@@ -19,6 +19,9 @@ from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategies.small import Small, dp_of, loader, make_trainer, samples
 
+PATIENCE_S = 30.0
+"""Ranks that wait for ever are told from those of a busy machine."""
+
 PLACES = ("forward", "loss", "backward", "dataset", "optimizer")
 
 
@@ -99,30 +102,30 @@ def explode_and_exit(*args: Any) -> None:
         os._exit(1)
 
 
+def check(error: WorkerError, ranks: int, place: str, rank: int) -> None:
+    failures = {found.rank: found for found in error.failures}
+    assert f"boom in {place}" in failures[rank].output
+    assert {rank: f.summary for rank, f in failures.items()} == dict.fromkeys(
+        range(ranks), "the process ended with exit code 1"
+    )
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_on_one_rank_ends_all(pool: WorkerPool, place: str) -> None:
     """Its peers fail too, instead of waiting for it."""
     rank = _rank_of(place)
     with pytest.raises(WorkerError) as failure:
-        pool.run(4, explode_and_exit, {"pp": 2}, 4, place, rank)
-    failures = {found.rank: found for found in failure.value.failures}
-    assert f"boom in {place}" in failures[rank].output
-    assert {rank: f.summary for rank, f in failures.items()} == dict.fromkeys(
-        range(4), "the process ended with exit code 1"
-    )
+        pool.run(4, explode_and_exit, {"pp": 2}, 4, place, rank, grace=PATIENCE_S)
+    check(failure.value, 4, place, rank)
 
 
 @pytest.mark.parametrize("place", ["forward", "loss", "backward"])
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1f1b"])
 def test_an_exception_ends_every_schedule(pool: WorkerPool, schedule: str, place: str) -> None:
-    """Within ten seconds, with a cause that is not a broken connection."""
+    """With a cause that is not a broken connection."""
     last = make_schedule(schedule, 2, 1).last_stage_rank
     rank = {"forward": 1, "loss": last, "backward": 0}[place]
     layout = {"pp": 2, "schedule": schedule, "num_microbatches": 4}
-    start = time.monotonic()
     with pytest.raises(WorkerError) as failure:
-        pool.run(2, explode_and_exit, layout, 2, place, rank)
-    assert time.monotonic() - start < 10
-    failures = {found.rank: found for found in failure.value.failures}
-    assert set(failures) == {0, 1}
-    assert f"boom in {place}" in failures[rank].output
+        pool.run(2, explode_and_exit, layout, 2, place, rank, grace=PATIENCE_S)
+    check(failure.value, 2, place, rank)

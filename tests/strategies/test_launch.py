@@ -133,6 +133,6 @@ def test_a_module_goes_on_under_a_second_trainer_of_the_same_layout(
 def test_a_module_cannot_change_its_layout(pool: WorkerPool, other: dict[str, Any]) -> None:
     first = {"pp": 2} if other != {"zero": 3} else {"zero": 0}
     with pytest.raises(WorkerError, match="earlier Trainer") as failure:
-        pool.run(2, fit_twice, [first, other], 2)
+        pool.run(2, fit_twice, [first, other], 2, grace=30.0)
     assert isinstance(failure.value.__cause__, ConfigError)
     assert len(failure.value.failures) == 2
