@@ -22,6 +22,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -288,13 +289,15 @@ def is_file_name(name: str) -> bool:
 
 def library_versions() -> dict[str, str]:
     """Return the versions of the libraries that a checkpoint depends on."""
-    found = {}
-    for name in _LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+    return {name: _version(name) for name in _LIBRARIES}
+
+
+@cache  # it reads and parses files: 5 ms each, in every save
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

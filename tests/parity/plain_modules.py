@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from tests.parity.jobs import batch_share
 
-STEPS, BATCH = 4, 8
+STEPS, BATCH = 2, 8
 
 
 def draw(*shape: int, high: int | None = None, step: int = 0) -> Tensor:

@@ -22,7 +22,8 @@ from tests.parity import reference
 from tests.parity.jobs import Outcome, ParityModule, merge_stages, quiet_trainer, whole_parameters
 from tests.parity.reference import Data
 
-STEPS = 5
+STEPS = 3
+"""The first has no moments, and a run is interrupted before the last."""
 OPTIMIZERS: dict[str, Callable[[L.LightningModule], Optimizer]] = {
     "lion": lambda m: Lion(m.parameters(), lr=1e-3, weight_decay=0.1),
     "adafactor": lambda m: Adafactor(m.parameters(), lr=3e-2, weight_decay=0.1),
@@ -51,6 +52,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+GOES_ON = {"tp=2 dp=2 zero 3": "pp=2", "pp=2": "dp=2 zero 1"}
+
+
 class Chosen(ParityModule):
     """The parity module with one of the optimizers."""
 
@@ -69,7 +73,7 @@ class Interruption(L.Callback):
         self.path = path
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if self.path and trainer.global_step == 3:
+        if self.path and trainer.global_step == STEPS - 1:
             trainer.save_checkpoint(self.path)
 
 
@@ -103,19 +107,17 @@ def alone(pool: WorkerPool) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trains_as_in_one_process(pool: WorkerPool, alone: dict[str, Outcome], layout: str) -> None:
-    world, options = LAYOUTS[layout]
-    check(pool.run(world, job, options), alone)
-
-
-def test_state_is_loaded_under_other_layouts(
-    pool: WorkerPool, alone: dict[str, Outcome], tmp_path: Path
+def test_trains_as_in_one_process(
+    pool: WorkerPool, alone: dict[str, Outcome], tmp_path: Path, layout: str
 ) -> None:
-    for before, after in (("tp=2 dp=2 zero 3", "pp=2"), ("pp=2", "dp=2 zero 1")):
-        directory = str(tmp_path / before)
-        for layout, files in ((before, {"save": directory}), (after, {"load": directory})):
-            world, options = LAYOUTS[layout]
-            check(pool.run(world, job, options, **files), alone)
+    """And two runs go on under other layouts from what they have saved."""
+    world, options = LAYOUTS[layout]
+    after = GOES_ON.get(layout)
+    files = {} if after is None else {"save": str(tmp_path)}
+    check(pool.run(world, job, options, **files), alone)
+    if after is not None:
+        world, options = LAYOUTS[after]
+        check(pool.run(world, job, options, load=str(tmp_path)), alone)
 
 
 def narrow_job(strategy_options: dict[str, Any], **options: Any) -> dict[str, Outcome]:
@@ -131,8 +133,8 @@ def test_narrow_state_is_near_and_equal_on_copies(pool: WorkerPool, tmp_path: Pa
         for name, outcome in expected.items():
             weights = merge_stages([found[name] for found in by_rank])  # copies equal to the bit
             for key, weight in outcome.weights.items():
-                # Five steps of 1e-3 each, against weights of 0.3.
-                assert float((weights[key] - weight).abs().max()) < 1e-3, (name, key)
+                # Three steps of 1e-3 each, against weights of 0.3.
+                assert float((weights[key] - weight).abs().max()) < 6e-4, (name, key)
 
 
 def check(by_rank: list[dict[str, Outcome]], alone: dict[str, Outcome]) -> None:

@@ -1,6 +1,7 @@
 """`Fp8Precision`: which layers it takes, and the same training in every layout."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,16 +30,19 @@ from tests.parity.reference import Data
 CONFIG = TransformerConfig(
     vocab_size=32, hidden_size=64, num_layers=4, num_heads=4, mlp_size=96, max_seq_len=16
 )
-STEPS = 4
+SHALLOW = replace(CONFIG, num_layers=2)
+STEPS = 3
+"""The second has scales that follow from the first, the third weights from such scales."""
 
 
 class Model(GlobalBatches):
-    def __init__(self, steps: int, length: int = 16) -> None:
-        super().__init__(Data(steps=steps, lengths=(length,)).batches())
+    def __init__(self, steps: int, config: TransformerConfig = CONFIG) -> None:
+        super().__init__(Data(steps=steps, lengths=(16,)).batches())
+        self.config = config
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model, self.loss = Transformer(CONFIG), VocabParallelCrossEntropy()
+            self.model, self.loss = Transformer(self.config), VocabParallelCrossEntropy()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = self.loss(self.model(batch[0]), batch[1])
@@ -61,7 +65,7 @@ def train_job(recipe: str, options: dict[str, Any], backend: str = "torch") -> O
         gradient_clip_val=10.0,
         **{"precision": None, **chosen},
     )
-    trainer.fit(Model(STEPS))
+    trainer.fit(Model(STEPS, SHALLOW))
     losses = [float(strategy.reduce(loss.float())) for loss in recorder.losses]
     return Outcome(losses, recorder.norms)
 
@@ -235,14 +239,15 @@ def gather_job(options: dict[str, Any], gather: str) -> tuple[Outcome, int]:
     trainer = quiet_trainer(
         strategy, callbacks=[recorder], precision=None, plugins=[plugin], gradient_clip_val=10.0
     )
-    module = Model(2)
+    module = Model(2, SHALLOW)
     trainer.fit(module)
     sent = strategy.topology.batch.meter.bytes
     weights = whole_parameters(module.model, strategy.topology)
-    # A run that follows in another precision finds weights that are gathered as they are.
-    other = MegatronStrategy(**options)
-    quiet_trainer(other, precision="bf16-mixed").fit(module)
-    assert other.topology.batch.meter.bytes > 0
+    if gather == "fp8":
+        # A run that follows in another precision finds weights that are gathered as they are.
+        other = MegatronStrategy(**options)
+        quiet_trainer(other, precision="bf16-mixed").fit(module)
+        assert other.topology.batch.meter.bytes > 0
     return Outcome([float(x) for x in recorder.losses], recorder.norms, weights), sent
 
 
