@@ -77,7 +77,7 @@ class ThroughputMonitor(pl.Callback):
     Args:
         window: number of batches to average over.
         every: batches between two values; None: the steps in which the Trainer logs, and in the
-            progress bar once a second.
+            progress bar, if there is one, once a second.
         flops_per_token: model FLOPs of forward and backward, where the formulas do not fit.
         peak_tflops: what a device can do, in 1e12 operations per second, where the table does not
             know it or another number format counts.
@@ -191,7 +191,8 @@ class ThroughputMonitor(pl.Callback):
         else:
             due = self._batches % self._every == 0
         due = due or len(self._marks) == 2
-        if due or self._ended_at - self._bar_at >= _BAR_S:
+        shown = getattr(trainer, "progress_bar_callback", None) is not None
+        if due or (shown and self._ended_at - self._bar_at >= _BAR_S):
             self._bar_at = self._ended_at
             values = self._values(trainer.world_size)
             bar = {"perf/tokens_per_s": values.pop("perf/tokens_per_s")}
