@@ -60,6 +60,16 @@ def unscale_(gradients: Sequence[Tensor], found: Tensor, inverse: Tensor) -> Non
             found.copy_(torch.maximum(found, here.to(found.device)))
 
 
+def in_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor that nobody else holds, in another shape, but not as a view of it (2.11-2.13).
+
+    torch's own linear operator ends like this. What is a view FSDP2 warns of, as its hooks would be
+    lost if somebody changed it in place.
+    """
+    reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, list(shape))
+    return reshaped
+
+
 def scaled_mm(
     left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_megatron._torch import compile_with_callers_only
+from lightning_megatron._torch import compile_with_callers_only, in_shape
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.products import Products
 
@@ -211,12 +211,19 @@ def bias_gradient(grad_no: Tensor, bias: Tensor) -> Tensor:
     return grad_no.sum(0).to(bias.dtype)
 
 
-def output(x: Tensor, weight: Tensor, products: Products | None) -> tuple[Tensor, Any]:
-    """The product ``[..., out]`` without bias, and what `ready` wants of it."""
+def output(
+    x: Tensor, weight: Tensor, products: Products | None, bias: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """The product ``[..., out]`` plus bias, no view, and what `ready` wants of the product."""
+    weight = weight.to(x.dtype)
     if products is None:
-        return F.linear(x, weight.to(x.dtype)), None
-    y, kept = products.output(rows(x), weight.to(x.dtype))
-    return y.view(*x.shape[:-1], -1), kept
+        bias = None if bias is None else bias.to(x.dtype)
+        y, kept = F.linear(rows(x), weight, bias), None
+    else:
+        y, kept = products.output(rows(x), weight)
+        if bias is not None:
+            y.add_(bias)
+    return (y if x.dim() == 2 else in_shape(y, (*x.shape[:-1], y.shape[-1]))), kept
 
 
 def ready(grad_no: Tensor, kept: Any, products: Products | None) -> Any:
@@ -262,10 +269,8 @@ class _Linear(Function):
         x = x.to(compute_dtype(x))
         ctx.deferral, ctx.parameters, ctx.products = deferral, (weight, bias), products
         ctx.save_for_backward(x, weight)
-        if products is None:
-            return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-        y, ctx.kept = output(x, weight, products)
-        return y if bias is None else y.add_(bias)
+        y, ctx.kept = output(x, weight, products, bias)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -273,7 +278,7 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         needs, products = ctx.needs_input_grad, ctx.products
         grad_no, x_ni = rows(grad), rows(x)
-        gradient = ready(grad_no, getattr(ctx, "kept", None), products)
+        gradient = ready(grad_no, ctx.kept, products)
         grad_x = (
             input_gradient(gradient, weight, x.dtype, products).view(x.shape) if needs[0] else None
         )

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from lightning_megatron.comm.collectives import (
     Pending,
@@ -48,16 +47,6 @@ def regathers(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products | None
-) -> tuple[Tensor, Any]:
-    bias = None if bias is None else bias.to(x.dtype)
-    if products is None:
-        return F.linear(x, weight.to(x.dtype), bias), None
-    y, kept = output(x, weight, products)
-    return y if bias is None else y.add_(bias), kept
-
-
 class _ColumnParallel(Function):
     """``x, weight, bias, weight, bias, ... -> y, y, ...`` (see the module's table).
 
@@ -81,7 +70,7 @@ class _ColumnParallel(Function):
         ctx.regather, ctx.parameters = sequence and regathers(x), parameters
         ctx.save_for_backward(x if ctx.regather else gathered, *weights)
         found = [
-            _linear(gathered, w, b, p)
+            output(gathered, w, p, b)
             for w, b, p in zip(weights, biases, products, strict=True)
             if w is not None
         ]

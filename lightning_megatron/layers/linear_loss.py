@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
@@ -192,11 +191,7 @@ class _Plan:
 
     def logits(self, x_nh: Tensor, weight_vh: Tensor, bias_v: Tensor | None) -> tuple[Tensor, Any]:
         """Logits of one chunk, and what `ready` wants of their product."""
-        if self.products is None:
-            return _without_padding(F.linear(x_nh, weight_vh, bias_v), self.padding), None
-        logits, kept = output(x_nh, weight_vh, self.products)
-        if bias_v is not None:
-            logits.add_(bias_v)
+        logits, kept = output(x_nh, weight_vh, self.products, bias_v)
         return _without_padding(logits, self.padding), kept
 
 

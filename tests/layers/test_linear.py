@@ -161,6 +161,25 @@ def _double_backward(tp):
         grad.sum().backward()
 
 
+def _views(_):
+    topology = make_topology(2)
+    column, row = ColumnParallelLinear(8, 8), RowParallelLinear(8, 8)
+    plain = nn.Linear(8, 8)
+    deferral.attach(plain, deferral.WeightGradients())
+    found = []
+    for layer in (column, row, plain):
+        distribute(layer, topology)
+        y = layer(torch.randn(2, 3, layer.weight.shape[1], requires_grad=True))
+        found.append((tuple(y.shape[:2]), y._base is None))
+    return found
+
+
+def test_outputs_are_no_views(pool):
+    """FSDP2 warns of a unit that returns one."""
+    for found in pool.run(2, _views, None):
+        assert found == [((2, 3), True)] * 3
+
+
 def test_second_derivatives_are_refused_rather_than_wrong(pool):
     pool.run(2, _double_backward, 2)
 
