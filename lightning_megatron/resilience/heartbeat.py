@@ -21,6 +21,7 @@ import json
 import mmap
 import os
 import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,8 +100,12 @@ class Page:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size < _SIZE:
-                # Not `ftruncate`: where there is no room left, a store would end the process.
-                os.posix_fallocate(descriptor, 0, _SIZE)
+                # Where there is no room left, the first store into a file that `ftruncate` made
+                # long would end the process. macOS has nothing else.
+                if sys.platform == "darwin":
+                    os.ftruncate(descriptor, _SIZE)
+                else:
+                    os.posix_fallocate(descriptor, 0, _SIZE)
             self._map = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
