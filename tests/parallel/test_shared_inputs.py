@@ -1,5 +1,6 @@
 """Each tensor-parallel rank keeps a part of a recomputed block's input."""
 
+import time
 from typing import Any
 
 import lightning as L
@@ -22,8 +23,18 @@ class Kept(ParityModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with LiveBytes() as live:
             loss = super().training_step(batch, batch_idx)
-            self.kept = live.now
+            self.kept = settled(live)
         return loss
+
+
+def settled(live: LiveBytes) -> int:
+    """Bytes, once they stay: gloo's threads let go of what was sent a moment after it arrived."""
+    found, since = live.now, time.monotonic()
+    while time.monotonic() - since < 0.2:
+        time.sleep(0.01)
+        if live.now != found:
+            found, since = live.now, time.monotonic()
+    return found
 
 
 def kept_job(memory: MemoryConfig) -> int:

@@ -69,7 +69,7 @@ def readings(
     layout: Mapping[str, Any] | None, devices: int, order: str = "given", **options: Any
 ) -> tuple[list[list[int]], list[list[float]], str]:
     """Indices and random draws of every batch, and the kind of the sampler."""
-    seed = options.pop("seed", None)
+    seed, epochs = options.pop("seed", None), options.pop("epochs", 2)
     if seed is not None:
         pl.seed_everything(seed, workers=options.pop("workers", False), verbose=False)
     else:  # as in processes that have just started
@@ -84,7 +84,7 @@ def readings(
     elif order == "weighted":
         options["sampler"] = WeightedRandomSampler([1.0] * 32, 32)
     dp = dp_of(devices, layout or {})
-    trainer = make_trainer(layout, devices, max_epochs=2, callbacks=[reader])
+    trainer = make_trainer(layout, devices, max_epochs=epochs, callbacks=[reader])
     trainer.fit(Small(), loader(data, dp=dp, **options))
     return reader.indices, reader.drawn, type(trainer.train_dataloader.sampler).__name__
 
@@ -112,7 +112,7 @@ def test_trap_03_a_loader_that_does_not_shuffle_keeps_its_order(
 def test_trap_04_the_sampler_follows_the_batch_coordinate(pool: WorkerPool) -> None:
     hybrid = ShardingConfig(dp_replicate=2)
     for layout in ({"tp": 2}, {"pp": 2}, {"pp": 2, "sharding": hybrid}):
-        ranks = pool.run(4, readings, layout, 4)
+        ranks = pool.run(4, readings, layout, 4, epochs=1)
         # tp peers are neighbours, pipeline stages are world / pp apart.
         peers = [(0, 1), (2, 3)] if "tp" in layout else [(0, 2), (1, 3)]
         for one, other in peers:
@@ -148,7 +148,7 @@ def test_trap_05_ranks_that_read_the_same_samples_augment_them_alike(
     pool: WorkerPool, axis: str, seeding: str, workers: int
 ) -> None:
     """And the others differently, in torch's generator at least."""
-    options: dict[str, Any] = {"num_workers": workers}
+    options: dict[str, Any] = {"num_workers": workers, "epochs": 1}
     if workers:
         options["multiprocessing_context"] = "fork"
     if seeding != "none":

@@ -25,7 +25,7 @@ ROWS: list[tuple[int, dict[str, Any], int]] = [
     (2, {"tp": 2}, 0),
     (2, {"pp": 2, "num_microbatches": 2}, 0),
     (4, {"tp": 2, "sequence_parallel": False, "zero": 0}, 0),
-    (4, {"pp": 2, "zero": 1}, 2),
+    (4, {"pp": 2, "zero": 1}, 1),
 ]
 """Processes, layout, DataLoader workers."""
 
@@ -35,8 +35,8 @@ def test_resuming_changes_nothing(
     pool: WorkerPool, tmp_path: Path, devices: int, layout: dict[str, Any], workers: int
 ) -> None:
     points = list(POINTS)
-    if workers:
-        points = ["in mid-accumulation", "during validation", "with the last batch of an epoch"]
+    if workers:  # to start them takes most of the time
+        points = ["during validation", "with the last batch of an epoch"]
     elif devices > 2:  # each axis alone goes through all of them
         points = points[1::2]
     directory = str(tmp_path)
