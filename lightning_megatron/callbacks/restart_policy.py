@@ -183,7 +183,8 @@ class RestartPolicy(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         leaves = isinstance(exception, SIGTERMException | KeyboardInterrupt)
-        why = "" if leaves else " ".join(f"{type(exception).__name__} {exception}".split())
+        name = type(exception).__name__
+        why = "" if leaves else " ".join(f"{name}: {exception}".split())
         self._note_end("stopped" if leaves else "failed", why)
 
     def _note_end(self, end: str, why: str = "") -> None:

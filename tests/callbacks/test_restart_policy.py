@@ -70,7 +70,7 @@ def test_three_attempts_without_a_new_step_end_the_run(pool: WorkerPool, tmp_pat
         assert ends[7].startswith("RestartLimitError 3 attempts in a row ended without a step")
         assert "beyond step 3" in ends[7]
     assert [a.step for a in read_attempts(tmp_path)] == [2, -1, -1, 3, -1, -1, -1, -1]
-    assert [a.why for a in read_attempts(tmp_path)][2:4] == ["Boom at 2", "Boom at 3"]
+    assert [a.why for a in read_attempts(tmp_path)][2:4] == ["Boom: at 2", "Boom: at 3"]
 
 
 def test_the_budget_of_restarts(pool: WorkerPool, tmp_path: Path) -> None:
