@@ -76,6 +76,10 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x if axis.size == 1 else _apply(_ReduceScatter, x, axis, dim)
 
 
+CHANGES = (copy_to, reduce_from, gather_from, split_to, all_gather, reduce_scatter)
+"""All of them."""
+
+
 def _apply(function: Any, *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)
     return result

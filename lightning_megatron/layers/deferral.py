@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron._torch import compile_with_callers_only, in_shape
+from lightning_megatron.comm.functional import CHANGES
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.products import Products
 
@@ -86,7 +87,7 @@ class WeightGradients:
     def load(self) -> None:
         """Get ready for compilers; not at import, as it loads theirs."""
         self._outside = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
-        for function in _breaking:
+        for function in (*_breaking, *CHANGES):
             compile_with_callers_only(function)
 
     def add(self, targets: list[Tensor], compute: Callable[[], list[Tensor]]) -> None:
@@ -134,6 +135,19 @@ def attach(module: nn.Module, deferral: WeightGradients) -> None:
             child.deferral = deferral
         elif type(child) is nn.Linear:
             _take_over(child, deferral, getattr(child, PRODUCTS, None))
+
+
+def end_graphs(module: nn.Module) -> None:
+    """Let layers inside ``module`` that communicate run between the graphs of a compiler.
+
+    It cannot trace their collectives, and would try from the layer on down to each of them.
+    """
+    never = WeightGradients()
+    never.enabled = False
+    never.load()
+    for child in module.modules():
+        if isinstance(child, ParallelLayer) and child.topology and child.topology.tp.size > 1:
+            child.deferral = never
 
 
 def multiply_with(layer: nn.Module, products: Products | None) -> None:

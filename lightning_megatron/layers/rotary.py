@@ -97,6 +97,10 @@ class Rotary:
         self, length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         key = (length, device, dtype)
+        if torch.compiler.is_compiling():
+            # A graph that fills the table is another one than that which finds it full, but what
+            # is computed again in the backward must meet the same. In a graph it is nearly free.
+            return self._angles(torch.arange(length, device=device), dtype)
         if self._tables is None or self._key != key:
             # Tables made under inference_mode could not be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():

@@ -42,6 +42,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_megatron.layers.deferral import end_graphs
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.wrapping import BlockForward
 from lightning_megatron.pipeline.sequential import PipelineSequential
@@ -55,6 +56,8 @@ def compile_parts(module: nn.Module, config: MemoryConfig) -> None:
     elif config.compile == "model":
         parts = _models(module)
     twice = config.recompute != "none" and not config.forgets_in_graphs
+    if config.compile != "none":
+        end_graphs(module)
     for part in parts:
         _Compiled(part, config.compile_backend, twice=twice)
 

@@ -16,7 +16,8 @@ Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the i
   recomputation too, which needs no gathering of its own;
 - collectives of tp are repeated, in the same order on every rank;
 - dropout draws the same masks again, those of tensors that tp shards included, as all of them
-  follow from the default generator (`topology.rng`), and autocast is what it was;
+  follow from the default generator (`topology.rng`), and autocast and the default dtype are what
+  they were;
 - running statistics (batch norm) count every batch once;
 - the input part of a split backward recomputes, and the weight part uses the factors that it left.
 
@@ -211,11 +212,7 @@ def checkpoint_options(
         kept: operations whose results are not forgotten.
         offloader: where these results wait.
     """
-    counting = _counting(blocks)
-    # torch's default where nothing else is needed: it asks less of compilation.
-    if not counting and not kept:
-        return {}
-    return {"context_fn": partial(_contexts, counting, kept, offloader)}
+    return {"context_fn": partial(_contexts, _counting(blocks), kept, offloader)}
 
 
 def traced_options(kept: Sequence[str] = ()) -> dict[str, Any]:
@@ -266,10 +263,13 @@ class _Again(AbstractContextManager[None]):
 
     def __init__(self, counting: Sequence[nn.Module], notes: Notes | None) -> None:
         self._counting, self._notes = counting, notes
+        # Precision plugins change it around forwards only.
+        self._dtype = torch.get_default_dtype()
 
     @override
     def __enter__(self) -> None:
         self._entered = ExitStack()
+        self._entered.enter_context(_default_dtype(self._dtype))
         self._entered.enter_context(_without_counting(self._counting))
         if self._notes is not None:
             self._entered.enter_context(Replaying(self._notes))
@@ -277,6 +277,16 @@ class _Again(AbstractContextManager[None]):
     @override
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -8,10 +8,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+
+# What the first compilation imports: here, once, rather than in every worker.
+import torch._dynamo.backends.debugging
+import torch._inductor.compile_fx
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lightning_megatron import MemoryConfig, PipelineSequential
+from lightning_megatron._torch import compile_with_callers_only
 from lightning_megatron.layers.deferral import WeightGradients, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.parallel.blocks import transform_blocks
@@ -31,6 +36,8 @@ from tests.strategies.small import (
     merged,
 )
 
+ROWS = 2
+"""Samples of a microbatch; no weight has as many rows."""
 CPU = torch.device("cpu")
 
 
@@ -71,6 +78,13 @@ class Found:
     """How many the compiler was given."""
     deferred: int
     """Weight gradients that were left for later."""
+    kept: int
+    """Numbers that autograd kept of all microbatches; of weights, none."""
+
+
+def compare(processes: int, options: dict[str, Any], memory: MemoryConfig) -> tuple[Found, int]:
+    """What is found with compilation, and what is kept without it and without recomputation."""
+    return train(processes, options, memory), train(processes, options, MemoryConfig()).kept
 
 
 def train(processes: int, options: dict[str, Any], memory: MemoryConfig) -> Found:
@@ -83,9 +97,30 @@ def train(processes: int, options: dict[str, Any], memory: MemoryConfig) -> Foun
     noting = patch.object(WeightGradients, "add", _noting(deferred))
     with noting, torch._dynamo.config.patch(limits):
         trainer, module = make_trainer(layout, processes, max_steps=2), Net()
+        kept = count_kept(module)
         trainer.fit(module, loader(dp=dp_of(processes, options)))
     whole = whole_parameters(module.net, trainer.strategy.topology)
-    return Found(whole, counters["stats"]["unique_graphs"], len(deferred))
+    return Found(whole, counters["stats"]["unique_graphs"], len(deferred), sum(kept))
+
+
+def count_kept(module: Net) -> list[int]:
+    """Note sizes of what autograd keeps in the steps of ``module``."""
+    step, sizes, seen = module.training_step, [], set[int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape[:1] == (ROWS,) and tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            sizes.append(tensor.numel())
+        return tensor
+
+    def counted(*args: Any) -> Any:
+        seen.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return step(*args)
+
+    compile_with_callers_only(pack)
+    module.training_step = counted  # type: ignore[method-assign]
+    return sizes
 
 
 def _noting(deferred: list[Any]) -> Any:
@@ -106,7 +141,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "model, pp=2, selective": (
         2,
-        {"pp": 2, "num_microbatches": 2},
+        {"pp": 2, "num_microbatches": 4},
         {"compile": "model", "recompute": "selective"},
     ),
     "model, dp=2 zero 3, full": (
@@ -116,7 +151,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "block, pp=2 zbv, full": (
         2,
-        {"pp": 2, "num_microbatches": 2, "schedule": "zbv"},
+        {"pp": 2, "num_microbatches": 4, "schedule": "zbv"},
         {"compile": "block", "recompute": "full"},
     ),
     "block, tp=2 pp=2 zb-h1": (
@@ -132,10 +167,13 @@ def test_compiled_networks_train_as_others_do(pool: WorkerPool, name: str) -> No
     processes, options, memory = CASES[name]
     plain = pool.run(1, train, 1, {}, MemoryConfig())
     compiled = MemoryConfig(compile_backend="aot_eager", **memory)
-    found = pool.run(processes, train, processes, options, compiled, timeout=300)
+    by_rank = pool.run(processes, compare, processes, options, compiled, timeout=300)
+    found = [compiled for compiled, _ in by_rank]
     assert_same(merged([f.weights for f in found]), plain[0].weights)
     assert all(f.graphs for f in found)
     assert all(bool(f.deferred) == ("zb" in name) for f in found)
+    if compiled.recompute != "none":
+        assert all(f.kept < 0.6 * plainly for f, plainly in by_rank), by_rank
 
 
 @pytest.mark.parametrize(("name", "graphs"), [("model", 1), ("block", 4)])

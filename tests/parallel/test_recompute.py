@@ -2,7 +2,8 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -146,6 +147,34 @@ def test_can_be_taken_back() -> None:
     recompute(net, [net.layers[1]])
     gradients(net)
     assert [b.runs for b in net.layers] == [1, 2, 1, 1]
+
+
+class Constants(nn.Module):
+    """Makes a tensor in the default format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * torch.full((WIDTH,), 0.1))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_the_default_format_is_that_of_the_forward(mode: Any) -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Constants()).double()
+    recompute(net, [net[1]], MemoryConfig(recompute=mode))
+    with patch_default(torch.float64):
+        loss = net(torch.ones(2, WIDTH)).sum()
+    loss.backward()
+    assert torch.get_default_dtype() == torch.float32
+    with patch_default(torch.float64):
+        expected = torch.cos(net[0](torch.ones(2, WIDTH)) * 0.1).sum(0) * 0.1
+    assert torch.equal(net[0].bias.grad, expected)
+
+
+@contextmanager
+def patch_default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
 
 
 class Listed(nn.Module):

@@ -90,16 +90,17 @@ def test_chunked_loss_trains_as_whole_logits_do(
     ("layout", "memory"),
     [
         (Layout(tp=2, sequence_parallel=True), {}),
-        (Layout(dp=2, zero=3, num_microbatches=2, architecture="gpt"), {"recompute": "full"}),
+        (Layout(dp=2, zero=3, num_microbatches=2, architecture="gpt"), {"group": 2}),
     ],
     ids=str,
 )
-def test_compiled_blocks_train_as_others_do(
+def test_compiled_models_that_recompute_train_as_others_do(
     pool: WorkerPool, layout: Layout, memory: dict[str, Any]
 ) -> None:
     lengths = (8, 12) if memory else (8,)
     data, architecture = Data(steps=2, lengths=lengths), layout.architecture
-    compiled = MemoryConfig(compile="block", compile_backend="aot_eager", **memory)
+    options = {"compile_backend": "aot_eager", "recompute": "full", **memory}
+    compiled = MemoryConfig(compile="model", **options)
     options = {**layout.strategy_options(), "memory": compiled}
     outcomes = pool.run(layout.world_size, train_job, options, architecture, data)
     check(outcomes, reference_curve(architecture, data))
