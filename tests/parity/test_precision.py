@@ -27,7 +27,7 @@ from tests.parity.jobs import (
 )
 from tests.parity.reference import Data
 
-STEPS = 5
+STEPS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp=2": {"tp": 2},
     "tp=2 sequence parallel": {"tp": 2, "sequence_parallel": True},
