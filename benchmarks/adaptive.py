@@ -87,7 +87,7 @@ def compare(config: TransformerConfig, rounds: int) -> list[dict[str, Any]]:
     keep_freed_memory()
     free, costs, _ = planned(config, activation_fraction=0.9)
     hand = by_hand(len(costs))
-    sizes = {name: needed(costs, ways) for name, (_, ways) in hand.items()}
+    sizes = {name: needed(costs, ways, in_order=True) for name, (_, ways) in hand.items()}
     outside = peak(free) - sizes["none"]
     steps = {name: stepper(config, memory, LENGTH) for name, (memory, _) in hand.items()}
     plans: dict[str, tuple[float, int, list[Way]]] = {}

@@ -4,7 +4,9 @@ Nothing but arithmetic. From its forward to its backward a block costs the bytes
 of it; or, recomputed selectively, those of its input and of the results it keeps, and the time of
 the rest of its forward; or, recomputed in full, those of its input, and the time of its forward. Of
 the bytes, as many times as there are microbatches under way. While the backward of a recomputed
-block runs, its activations exist once. To choose among these ways for each block is a knapsack
+block runs, its activations exist once; where one microbatch is under way at a time, those of the
+blocks behind it are gone by then (*in order*), so that the last blocks are the best to keep.
+To choose among these ways for each block is a knapsack
 problem (of several choices: one thing of each kind is taken).
 
 It is solved by the list of all choices so far that no other beats in both bytes and time. Blocks
@@ -43,6 +45,8 @@ class BlockCosts:
     """Bytes that are kept then, the input included."""
     live: int = 1
     """Most microbatches that are under way in it at a time."""
+    place: int = 0
+    """When it runs, among all blocks of a forward."""
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -69,26 +73,45 @@ def combined(one: BlockCosts, other: BlockCosts, time: Callable[..., float]) -> 
         selective_seconds=None if None in selective else time(*selective),
         selective_kept=max(one.selective_kept, other.selective_kept),
         live=max(one.live, other.live),
+        place=min(one.place, other.place),
     )
 
 
-def needed(blocks: Sequence[BlockCosts], ways: Sequence[Way]) -> int:
-    """Bytes that the blocks take at most, if each is recomputed in its way."""
+def needed(blocks: Sequence[BlockCosts], ways: Sequence[Way], *, in_order: bool = False) -> int:
+    """Bytes that the blocks take at most, if each is recomputed in its way.
+
+    Args:
+        blocks: of one rank.
+        ways: of each.
+        in_order: whether the blocks run one after the other as they are given, and backward before
+            they run again.
+    """
+    if in_order:
+        before = most = 0
+        for block, way in zip(blocks, ways, strict=True):
+            before += block.bytes(way)
+            most = max(most, before + (block.kept if way != "none" else 0))
+        return most
     held = sum(block.bytes(way) for block, way in zip(blocks, ways, strict=True))
     again = (block.kept for block, way in zip(blocks, ways, strict=True) if way != "none")
     return held + max(again, default=0)
 
 
-def choose(blocks: Sequence[BlockCosts], limit: int) -> tuple[Way, ...] | None:
+def choose(
+    blocks: Sequence[BlockCosts], limit: int, *, in_order: bool = False
+) -> tuple[Way, ...] | None:
     """A way for each block, of all that fit the one that costs the least time.
 
     Args:
         blocks: of one rank.
         limit: bytes for their activations.
+        in_order: see `needed`.
 
     Returns:
         None if they do not fit even if all are recomputed in full.
     """
+    if in_order:
+        return _choose_in_order(blocks, limit)
     everything: tuple[Way, ...] = tuple("full" for _ in blocks)
     nothing: tuple[Way, ...] = tuple("none" for _ in blocks)
     if needed(blocks, nothing) <= limit:
@@ -133,11 +156,35 @@ def _choose(
             taken += [(w + weight, t + time, (way, path)) for w, t, path in choices]
         choices = _undominated([t for t in taken if t[0] * unit <= room])
     _, seconds, path = choices[-1]
+    return seconds, _ways(path)
+
+
+def _choose_in_order(blocks: Sequence[BlockCosts], limit: int) -> tuple[Way, ...] | None:
+    least = [min(block.bytes(way) for way in block.ways) for block in blocks]
+    unit = max(1, (limit - sum(least)) // _PARTS)
+    choices: list[tuple[int, float, Any]] = [(0, 0.0, None)]
+    before = 0
+    for block, base in zip(blocks, least, strict=True):
+        before += base
+        taken = []
+        for way in block.ways:
+            weight, time = -(-(block.bytes(way) - base) // unit), block.time(way)
+            room = limit - before - (block.kept if way != "none" else 0)
+            taken += [
+                (w + weight, t + time, (way, path))
+                for w, t, path in choices
+                if (w + weight) * unit <= room
+            ]
+        choices = _undominated(taken)
+    return _ways(choices[-1][2]) if choices else None
+
+
+def _ways(path: Any) -> tuple[Way, ...]:
     chosen: list[Way] = []
     while path is not None:
         way, path = path
         chosen.append(way)
-    return seconds, tuple(reversed(chosen))
+    return tuple(reversed(chosen))
 
 
 def _undominated(choices: list[tuple[int, float, Any]]) -> list[tuple[int, float, Any]]:

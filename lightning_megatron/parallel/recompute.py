@@ -24,6 +24,7 @@ Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the i
 Without gradients (evaluation, generation) blocks run as they are.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, reduce
@@ -113,12 +114,12 @@ def measure(
         Of every block what it has measured so far, the largest sizes and the least times.
     """
     nothing = BlockCosts(seconds=0.0, kept=0, input=0)
-    found = []
+    found, places = [], itertools.count()
     for block in blocks:
         held = outermost(block)
         assert isinstance(held, _Forgetful)
         found.append(reduce(partial(combined, time=min), held.measured or [nothing]))
-        held.now, held.selection, held.measured = now, kept, []
+        held.now, held.selection, held.measured, held.places = now, kept, [], places
     return found
 
 
@@ -144,6 +145,7 @@ class _Forgetful(BlockForward):
         self.now: Callable[[], float] | None = None
         self.selection: Sequence[str] = ()
         self.measured: list[BlockCosts] = []
+        self.places: Iterator[int] = itertools.count()
         self._counting = _counting([block])
         self._options = checkpoint_options([block], kept, offloader)
         self._traced_options = traced_options(kept)
@@ -199,6 +201,7 @@ class _Forgetful(BlockForward):
             input=sum(held.values()),
             selective_seconds=again,
             selective_kept=sum(held.values()) + noted,
+            place=next(self.places),
         )
 
 

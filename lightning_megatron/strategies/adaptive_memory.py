@@ -11,7 +11,7 @@ stage, every rank works out how to recompute each block of every pipeline rank, 
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -94,9 +94,9 @@ class AdaptiveMemory:
         problems = []
         for rank in range(topology.pp.size):
             own = {name: b.costs for name, b in blocks.items() if b.rank == rank}
-            ways = choose(list(own.values()), limit)
+            ways = choose(list(own.values()), limit, in_order=self._in_order)
             if ways is None:
-                least = needed(list(own.values()), ["full"] * len(own)) / 2**30
+                least = self._needed(list(own.values()), ["full"] * len(own)) / 2**30
                 problems.append(
                     f"memory.activation_gib={limit / 2**30:.4g}: the blocks of pipeline rank "
                     f"{rank} need {least:.4g} GiB even if all are recomputed; nearest valid: "
@@ -111,7 +111,7 @@ class AdaptiveMemory:
             block: kept[plan[name]] for name, block in self._blocks.items() if plan[name] in kept
         }
         recompute_each(self._parallel.module, chosen)
-        self._report(_table(blocks, plan, limit))
+        self._report(self._table(blocks, plan, limit))
 
     def _limit(self) -> int:
         """Bytes that the blocks of this rank may take; the least of all ranks."""
@@ -165,7 +165,42 @@ class AdaptiveMemory:
                     larger = combined(known.costs, block.costs, time=max)
                     block = Measured(rank=block.rank, costs=larger)
                 merged[block.rank, name] = block
-        return {name: merged[rank, name] for rank, name in sorted(merged, key=lambda k: k[0])}
+        order = sorted(merged, key=lambda key: (key[0], merged[key].costs.place))
+        return {name: merged[rank, name] for rank, name in order}
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether one microbatch is under way at a time, whose backward frees what it has passed.
+
+        A backward in two parts, which pipelines may have, leaves to its second what that needs.
+        """
+        return self._parallel.topology.pp.size == 1
+
+    def _needed(self, blocks: Sequence[BlockCosts], ways: Sequence[Way]) -> int:
+        return needed(blocks, ways, in_order=self._in_order)
+
+    def _table(self, blocks: Mapping[str, Measured], ways: Mapping[str, Way], limit: int) -> str:
+        again = sum(way != "none" for way in ways.values())
+        lines = [
+            f'memory.recompute="adaptive": {again} of {len(blocks)} blocks are recomputed',
+            f"{'':36} {'MiB kept if recomputed':^32} {'ms lost':^17}",
+            f"{'block':27} {'pp':>3} {'live':>4} {'none':>10} {'selective':>10} {'full':>10} "
+            f"{'selective':>9} {'full':>7}  chosen",
+        ]
+        for name, block in blocks.items():
+            costs = block.costs
+            sizes = (costs.kept, costs.selective_kept, costs.input)
+            lines.append(
+                f"{name:27} {block.rank:3} {costs.live:4} "
+                f"{' '.join(f'{size / 2**20:10.2f}' for size in sizes)} "
+                f"{1e3 * costs.time('selective'):9.2f} {1e3 * costs.time('full'):7.2f}  "
+                f"{ways[name]}"
+            )
+        for rank in sorted({block.rank for block in blocks.values()}):
+            own = [name for name, block in blocks.items() if block.rank == rank]
+            held = self._needed([blocks[name].costs for name in own], [ways[name] for name in own])
+            lines.append(f"pipeline rank {rank}: {held / 2**20:.2f} MiB of {limit / 2**20:.2f}")
+        return "\n".join(lines)
 
 
 def _memory(device: torch.device) -> int:
@@ -173,26 +208,3 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _table(blocks: Mapping[str, Measured], ways: Mapping[str, Way], limit: int) -> str:
-    again = sum(way != "none" for way in ways.values())
-    lines = [
-        f'memory.recompute="adaptive": {again} of {len(blocks)} blocks are recomputed',
-        f"{'':36} {'MiB kept if recomputed':^32} {'ms lost':^17}",
-        f"{'block':27} {'pp':>3} {'live':>4} {'none':>10} {'selective':>10} {'full':>10} "
-        f"{'selective':>9} {'full':>7}  chosen",
-    ]
-    for name, block in blocks.items():
-        costs = block.costs
-        sizes = (costs.kept, costs.selective_kept, costs.input)
-        lines.append(
-            f"{name:27} {block.rank:3} {costs.live:4} "
-            f"{' '.join(f'{size / 2**20:10.2f}' for size in sizes)} "
-            f"{1e3 * costs.time('selective'):9.2f} {1e3 * costs.time('full'):7.2f}  {ways[name]}"
-        )
-    for rank in sorted({block.rank for block in blocks.values()}):
-        own = [name for name, block in blocks.items() if block.rank == rank]
-        held = needed([blocks[name].costs for name in own], [ways[name] for name in own])
-        lines.append(f"pipeline rank {rank}: {held / 2**20:.2f} MiB of {limit / 2**20:.2f}")
-    return "\n".join(lines)

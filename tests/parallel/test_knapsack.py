@@ -2,14 +2,16 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 
 from lightning_megatron.parallel.knapsack import BlockCosts, choose, needed
 
 
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_against_all_choices(seed: int) -> None:
+def test_against_all_choices(seed: int, in_order: bool) -> None:
     draw = random.Random(seed)
     blocks = []
     for _ in range(draw.randint(1, 7)):
@@ -23,21 +25,28 @@ def test_against_all_choices(seed: int) -> None:
                 # Sometimes of no use, as it keeps or takes more than another way.
                 selective_seconds=draw.choice([None, seconds * draw.uniform(0.0, 1.2)]),
                 selective_kept=draw.randint(size, kept + 2),
-                live=draw.randint(1, 3),
+                live=1 if in_order else draw.randint(1, 3),
             )
         )
     possible = list(itertools.product(*(block.ways for block in blocks)))
     nothing, everything = ("none",) * len(blocks), ("full",) * len(blocks)
-    for limit in (0, draw.randint(1, 100), draw.randint(50, 300), needed(blocks, nothing)):
-        fitting = [ways for ways in possible if needed(blocks, ways) <= limit]
-        found = choose(blocks, limit)
+    size_of = partial(needed, blocks, in_order=in_order)
+    for limit in (0, draw.randint(1, 100), draw.randint(50, 300), size_of(nothing)):
+        fitting = [ways for ways in possible if size_of(ways) <= limit]
+        found = choose(blocks, limit, in_order=in_order)
         if found is None:
             assert everything not in fitting
             continue
-        assert needed(blocks, found) <= limit
+        assert size_of(found) <= limit
         cost = sum(block.time(way) for block, way in zip(blocks, found, strict=True))
         least = min(sum(b.time(w) for b, w in zip(blocks, ways, strict=True)) for ways in fitting)
         assert cost == pytest.approx(least)
+
+
+def test_the_last_blocks_are_kept_where_one_microbatch_is_under_way() -> None:
+    blocks = [BlockCosts(seconds=1.0, kept=10, input=1)] * 4
+    assert choose(blocks, 22, in_order=True) == ("full", "full", "none", "none")
+    assert choose(blocks, 22) == ("full", "full", "full", "full")
 
 
 def test_many_blocks_of_real_sizes_are_quick() -> None:
