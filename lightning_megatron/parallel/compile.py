@@ -29,10 +29,10 @@ around it. One that is recomputed in full is therefore compiled once more, by it
 effect only then. Of one that is recomputed selectively every operation must be seen, so it is not
 compiled, and a warning says so.
 
-Under tp the collectives of a block break its graph: what lies between them is compiled, which gains
-less and takes several times as long to compile. Under schedules that split the backward linear
-layers do the same, so that their weight gradients can wait (`layers.deferral`): the backward of one
-graph is one piece.
+Under tp the collectives of a block break its graph; parallel layers end it by themselves
+(`layers.deferral.end_graphs`), before the compiler has tried. What lies between them is compiled,
+which gains less and takes longer to compile. Under schedules that split the backward linear layers
+do the same, so that their weight gradients can wait: the backward of one graph is one piece.
 """
 
 from collections.abc import Callable, Iterable

@@ -315,7 +315,6 @@ def compare_job(
 LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
     "alone": (1, "gpt", 0.2, {"num_microbatches": 2}),
     "tp=2": (2, "gpt", 0.2, {"tp": 2}),
-    "tp=2 without dropout": (2, "gpt", 0.0, {"tp": 2}),
     "tp=2 sequence parallel": (2, "llama", 0.2, {"tp": 2, "sequence_parallel": True}),
     "pp=2": (2, "deep", 0.2, {"pp": 2, "num_microbatches": 4}),
     "pp=2 zbv tp=2": (
