@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Architecture = Literal["llama", "gpt", "deep", "qwen"]
-"""``deep`` is ``llama`` with layers for eight pipeline stages, ``qwen`` with norms of queries
-and keys."""
+Architecture = Literal["llama", "gpt", "deep", "qwen", "shallow"]
+"""``deep`` is ``llama`` with layers for eight pipeline stages, ``shallow`` with one, ``qwen`` with
+norms of queries and keys."""
 IGNORED = -100
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, MLP = 32, 16, 4, 2, 24
-LAYERS: dict[Architecture, int] = {"llama": 2, "gpt": 2, "deep": 5, "qwen": 2}
+LAYERS: dict[Architecture, int] = {"llama": 2, "gpt": 2, "deep": 5, "qwen": 2, "shallow": 1}
 LONGEST = 16
 CLIP = 1.0
 # The gradient of a key bias is zero but for rounding: softmax does not see a shift. With Adam's

@@ -89,7 +89,7 @@ def test_chunked_loss_trains_as_whole_logits_do(
 @pytest.mark.parametrize(
     ("layout", "memory"),
     [
-        (Layout(tp=2, sequence_parallel=True), {}),
+        (Layout(tp=2, sequence_parallel=True, architecture="shallow"), {}),
         (Layout(dp=2, zero=3, num_microbatches=2, architecture="gpt"), {"group": 2}),
     ],
     ids=str,
@@ -126,23 +126,29 @@ class Case:
 
 
 CASES = {
-    "gradients accumulate over batches": Case(Data(steps=6), accumulate=2),
+    "gradients accumulate over batches": Case(Data(steps=4), accumulate=2),
     "batch is no multiple of microbatches": Case(
-        Data(steps=3, batch=10), strategy={"num_microbatches": 4}
+        Data(steps=2, batch=10), strategy={"num_microbatches": 4}
     ),
     "microbatch size leaves a rest": Case(
-        Data(steps=3, batch=10), strategy={"num_microbatches": None, "microbatch_size": 3}
+        Data(steps=2, batch=10), strategy={"num_microbatches": None, "microbatch_size": 3}
     ),
-    "mean over unevenly spread tokens": Case(Data(steps=4, ignored=True), by_token=True),
+    "mean over unevenly spread tokens": Case(Data(steps=3, ignored=True), by_token=True),
     "mean over tokens of accumulated batches": Case(
         Data(steps=4, ignored=True), by_token=True, accumulate=2
     ),
-    "shapes change from step to step": Case(Data(steps=5, lengths=(4, 12, 8, 16, 4))),
+    "shapes change from step to step": Case(Data(steps=4, lengths=(4, 12, 8, 4))),
 }
+THOROUGH = ("pp=2", "pp=2 dp=2 interleaved zero 1", "pp=2 dp=2 zero 3", "dp=2 zero 0")
+"""Layouts of all cases; the others take every second case, in turn the odd and the even ones."""
 CASE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp=2": (2, {"pp": 2, "num_microbatches": 2}),
     "pp=3 gpipe": (3, {"pp": 3, "num_microbatches": 2, "schedule": "gpipe"}),
     "pp=2 zbv": (2, {"pp": 2, "num_microbatches": 2, "schedule": "zbv"}),
+    "pp=2 tp=2 sequence parallel": (
+        4,
+        {"pp": 2, "tp": 2, "sequence_parallel": True, "num_microbatches": 2},
+    ),
     "pp=2 dp=2 interleaved zero 1": (
         4,
         {"pp": 2, "num_microbatches": 2, "schedule": "interleaved"},
@@ -152,30 +158,34 @@ CASE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"pp": 2, "num_microbatches": 2, "zero": 0, "schedule": "zb-h1"},
     ),
     "pp=2 dp=2 zero 3": (4, {"pp": 2, "num_microbatches": 2, "zero": 3}),
-    "pp=2 tp=2 sequence parallel": (
-        4,
-        {"pp": 2, "tp": 2, "sequence_parallel": True, "num_microbatches": 2},
-    ),
     "dp=2 zero 0": (2, {"zero": 0, "num_microbatches": 2}),
     "dp=2 zero 1 without microbatches": (2, {"zero": 1}),
     "dp=2 zero 2": (2, {"zero": 2, "num_microbatches": 2}),
 }
 
 
-def cases_job(strategy_options: dict[str, Any]) -> dict[str, Outcome]:
-    """All cases under one layout, in the same processes."""
+def cases_of(layout: str) -> dict[str, Case]:
+    if layout in THOROUGH:
+        return CASES
+    names = list(CASES)
+    return {name: CASES[name] for name in names[list(CASE_LAYOUTS).index(layout) % 2 :: 2]}
+
+
+def cases_job(strategy_options: dict[str, Any], cases: dict[str, Case]) -> dict[str, Outcome]:
+    """Cases under one layout, in the same processes."""
     return {
         name: train_job(
             strategy_options | case.strategy, "llama", case.data, case.by_token, case.accumulate
         )
-        for name, case in CASES.items()
+        for name, case in cases.items()
     }
 
 
 @pytest.mark.parametrize("layout", CASE_LAYOUTS)
 def test_batches_of_every_shape(pool: WorkerPool, layout: str) -> None:
     world, options = CASE_LAYOUTS[layout]
-    by_rank = pool.run(world, cases_job, options)
-    for name, case in CASES.items():
+    cases = cases_of(layout)
+    by_rank = pool.run(world, cases_job, options, cases)
+    for name, case in cases.items():
         curve = reference_curve("llama", case.data, case.accumulate)
         check([found[name] for found in by_rank], curve, f"{name}: ")
