@@ -259,12 +259,12 @@ def test_a_second_backward_needs_a_block_that_keeps_nothing() -> None:
 def train(
     options: dict[str, Any], architecture: Any, dropout: float, memory: MemoryConfig, precision: str
 ) -> Outcome:
-    """Three steps with dropout everywhere."""
+    """Two steps with dropout everywhere."""
     L.seed_everything(1, verbose=False)
     sharding = ShardingConfig(min_numel=1)
     strategy = MegatronStrategy(**options, sharding=sharding, memory=memory)
     recorder = Recorder(1)
-    module = ParityModule(architecture, Data(steps=3))
+    module = ParityModule(architecture, Data(steps=2))
     for child in module.modules():
         if isinstance(child, Dropout):
             child.p = dropout
@@ -315,7 +315,6 @@ def compare_job(
 LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
     "alone": (1, "gpt", 0.2, {"num_microbatches": 2}),
     "tp=2": (2, "gpt", 0.2, {"tp": 2}),
-    "tp=2 sequence parallel": (2, "llama", 0.2, {"tp": 2, "sequence_parallel": True}),
     "pp=2": (2, "deep", 0.2, {"pp": 2, "num_microbatches": 4}),
     "pp=2 zbv tp=2": (
         4,
@@ -399,7 +398,6 @@ def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
 
 ADAPTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2": (2, {"tp": 2, "num_microbatches": 2}),
-    "pp=2": (2, {"pp": 2, "num_microbatches": 4}),
     "pp=2 zbv": (2, {"pp": 2, "schedule": "zbv", "num_microbatches": 4}),
 }
 
@@ -413,7 +411,7 @@ def test_adaptive_recomputes_some_blocks(pool: WorkerPool, name: str) -> None:
 
 def test_the_same_under_bfloat16(pool: WorkerPool) -> None:
     options = {"tp": 2, "sequence_parallel": True, "zero": 3}
-    pool.run(4, compare_job, options, "llama", 0.2, "bf16-mixed")
+    pool.run(4, compare_job, options, "llama", 0.2, "bf16-mixed", MODES[:-1])
 
 
 class Peak(L.Callback):
