@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from lightning_megatron.resilience.heartbeat import (
     trace_file,
     write_whole,
 )
-from lightning_megatron.resilience.recorder import Collective, Missing, first_missing
+from lightning_megatron.resilience.recorder import Collective, Missing, first_missing, strayed
 from lightning_megatron.resilience.stacks import Frame, state_of
 from lightning_megatron.resilience.verdict import Suspicion, View, confirm, suspect
 
@@ -102,10 +102,12 @@ class _Evidence:
     frames: dict[int, list[Frame]]
     mute: int = 0
     """How many ranks gave no answer in time."""
+    astray: set[int] = field(default_factory=set)
+    """Ranks that are in a collective whose turn it was not."""
 
     @property
     def missing(self) -> Missing | None:
-        return first_missing(self.collectives, self.groups)
+        return first_missing(self.collectives, self.groups, self.astray)
 
 
 class NodeMonitor:
@@ -225,6 +227,8 @@ class NodeMonitor:
         file.unlink()
         evidence.collectives[view.rank] = [Collective(**c) for c in answer["collectives"]]
         evidence.groups.update(answer["groups"])
+        if strayed(answer["begun"]):
+            evidence.astray.add(view.rank)
         return True
 
     def _page(self, rank: int) -> Page:

@@ -8,12 +8,20 @@ The recorder outlives the groups. When a process destroys them and makes others,
 these have the names of the old ones and are numbered from the beginning; the old ones may have come
 further, and must not be taken for the new.
 
+A rank that skips a collective waits in the next one, while its peers wait for it in that which it
+skipped: each side waits for the other, since about the same moment. What tells them apart is what
+came before. Training repeats itself, so the rank whose last collective is not what followed on the
+same ones in earlier steps is the one that strayed.
+
 This file runs in a process without torch, see `node_monitor`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_HISTORY, _CONTEXT = 600, 64
+"""Collectives that are remembered, and compared."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,44 @@ def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(last.values())
 
 
+def begun(trace: Mapping[str, Any]) -> list[str]:
+    """The latest collectives of all groups in the order in which they began.
+
+    Args:
+        trace: of `_torch.flight_recorder`.
+
+    Returns:
+        A word for each, the same for those of a kind.
+    """
+    entries = [entry for entry in trace.get("entries", ()) if not entry.get("is_p2p")]
+    entries.sort(key=lambda entry: int(entry.get("time_created_ns", 0)))
+    return [_kind(entry) for entry in entries[-_HISTORY:]]
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    return " ".join(
+        str(entry.get(key)) for key in ("process_group", "profiling_name", "input_sizes")
+    )
+
+
+def strayed(kinds: Sequence[str]) -> bool:
+    """Whether the last collective is another than that which followed on the same ones before.
+
+    Args:
+        kinds: of `begun`. What came before is compared as far back as any earlier place agrees; the
+            latest of those that agree furthest says what is due. False where none does.
+    """
+    last = len(kinds) - 1
+    due, furthest = None, 0
+    for place in range(1, last):
+        agree = 0
+        while agree < min(place, _CONTEXT) and kinds[place - 1 - agree] == kinds[last - 1 - agree]:
+            agree += 1
+        if agree and agree >= furthest:
+            due, furthest = kinds[place], agree
+    return due is not None and due != kinds[last]
+
+
 def counts(status: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, list[int]]:
     """Collectives begun and completed by group, from the recorder's status of the groups.
 
@@ -99,13 +145,16 @@ class Missing:
 
 
 def first_missing(
-    collectives: Mapping[int, Sequence[Collective]], groups: Mapping[str, Iterable[int]]
+    collectives: Mapping[int, Sequence[Collective]],
+    groups: Mapping[str, Iterable[int]],
+    astray: Collection[int] = (),
 ) -> Missing | None:
-    """The collective that ranks have waited in for the longest, for others to begin it.
+    """The collective that ranks wait in for others to begin it: whose turn it was, or the oldest.
 
     Args:
         collectives: the last of each group, by rank; ranks that could not tell are left out.
         groups: the ranks of each group.
+        astray: ranks that are in a collective whose turn it was not (`strayed`).
     """
     found: list[Missing] = []
     for group, ranks in groups.items():
@@ -122,4 +171,10 @@ def first_missing(
             begun = tuple(r for r in at if r not in behind)
             if not all(c.completed for c in ahead):
                 found.append(Missing(first, begun, behind))
-    return min(found, key=lambda m: m.collective.began, default=None)
+
+    def order(missing: Missing) -> tuple[bool, int]:
+        blamed = any(rank in astray for rank in missing.ranks)
+        sound = not any(rank in astray for rank in missing.begun_by)
+        return not (blamed and sound), missing.collective.began
+
+    return min(found, key=order, default=None)

@@ -138,8 +138,9 @@ class Watchdog:
     def _obey(self, number: int, kind: int) -> None:
         if kind == TELL:
             self._stacks.write()
-            last = recorder.latest(flight_recorder(entries=True))
-            answer = {"collectives": last, "groups": group_ranks()}
+            trace = flight_recorder(entries=True)
+            last, begun = recorder.latest(trace), recorder.begun(trace)
+            answer = {"collectives": last, "begun": begun, "groups": group_ranks()}
             write_whole(trace_file(self._directory, self._rank, number), answer)
         elif kind == REPORTED:
             told = json.loads(report_file(self._directory, number).read_text())

@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import pytest
+
 from lightning_megatron.resilience.recorder import (
     Collective,
+    begun,
     counts,
     first_missing,
     group_names,
     latest,
+    strayed,
 )
 
 
@@ -42,3 +46,44 @@ def test_counts_are_those_of_the_newest_group_of_a_name() -> None:
     assert counts(found["pg_status"], group_names(found)) == {"0": [4, 3]}
     backwards = dict(reversed(found["pg_status"].items()))
     assert counts(backwards, group_names(found)) == {"0": [4, 3]}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("abc abc abc ab", False),
+        ("abc abc abc ac", True),  # b was left out
+        ("abc abc abc abb", True),  # b came twice
+        ("abc abd abc ab", False),
+        ("abc abd abc abd", False),  # every second time it is d
+        ("aab aab aab aa", False),  # after two, as before, though one was followed by b elsewhere
+        ("abc", False),  # nothing is known yet
+        ("", False),
+    ],
+)
+def test_who_strays_from_what_was_done_before(kinds: str, expected: bool) -> None:
+    assert strayed(kinds.replace(" ", "")) is expected
+
+
+def test_what_was_skipped_counts_whoever_came_first_to_wait() -> None:
+    """Each rank waits for the other in another group; which began first is chance."""
+    for first in (100, 300):
+        seen = {
+            0: [Collective("a", 5, "all_reduce", "4", first, False)],
+            1: [Collective("b", 9, "all_reduce", "4", 200, False)],
+        }
+        groups = {"a": [0, 1], "b": [0, 1]}
+        missing = first_missing(seen, groups, astray={1})
+        assert missing is not None
+        assert (missing.collective.group, missing.ranks) == ("a", (1,))
+        other = first_missing(seen, groups)
+        assert other is not None
+        assert other.ranks == ((1,) if first == 100 else (0,))
+
+
+def test_history_is_in_the_order_of_time_and_of_one_kind() -> None:
+    entries = [entry("0", 0, 2, began=20), entry("1", 1, 7, began=10, profiling_name="x")]
+    late = entry("0", 0, 3, began=30, is_p2p=True)
+    found = begun({"entries": [*entries, late, entry("0", 0, 4, began=40)]})
+    assert len(found) == 3
+    assert found[1] == found[2] != found[0]
