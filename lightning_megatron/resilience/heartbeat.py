@@ -132,12 +132,17 @@ class Page:
         _ALIVE.pack_into(self._map, _ALIVE_AT, time.monotonic(), _LEFT if left else _RUNNING)
 
     def sample(self, collectives: Mapping[str, Sequence[int]]) -> None:
-        """Write how many collectives of each group have begun and completed."""
-        data = json.dumps(collectives).encode()
-        if len(data) <= _SIZE - _SAMPLE_AT - _SAMPLE.size:
-            start = _SAMPLE_AT + _SAMPLE.size
-            self._map[start : start + len(data)] = data
-            _SAMPLE.pack_into(self._map, _SAMPLE_AT, len(data))
+        """Write how many collectives of each group have begun and completed.
+
+        Where there is no room for all, the first are left out. The recorder forgets no group, so
+        in a process that trains again and again those of old runs come first.
+        """
+        start = _SAMPLE_AT + _SAMPLE.size
+        groups = list(collectives.items())
+        while len(data := json.dumps(dict(groups)).encode()) > _SIZE - start:
+            groups = groups[(len(groups) + 1) // 2 :]
+        self._map[start : start + len(data)] = data
+        _SAMPLE.pack_into(self._map, _SAMPLE_AT, len(data))
 
     @property
     def order(self) -> tuple[int, int]:
