@@ -8,6 +8,10 @@ A cluster that takes a machine back warns once and kills some 30 seconds later, 
 twice. So a second signal means: leave now, without a save. But launchers pass on what also reached
 their children by the process group, so that signals which come close together are one.
 
+One run at a time listens. One that was never torn down, as an exception in some callback's
+`on_exception` prevented it, is deaf from the start of the next; and what reaches a process forked
+from that of the run, which has its handlers and its pipe, does not concern the run.
+
 A scheduler that signals all processes of a job also signals DataLoader workers, which die of it;
 the run then fails for want of data before it can save. `WorkerStart` lets a worker take such
 signals from its parent only: a DataLoader's last resort at the end is to send its workers SIGTERM.
@@ -21,7 +25,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 SAME_S = 5.0
 """Signals that come within so many seconds of the first are copies of it."""
@@ -41,6 +45,9 @@ class StopFlag:
         same_s: see `SAME_S`.
     """
 
+    _watching: ClassVar["StopFlag | None"] = None
+    """Whose thread keeps watch in this process."""
+
     def __init__(self, exit_code: int = 143) -> None:
         self.number = 0
         self.exit_code = exit_code
@@ -48,7 +55,7 @@ class StopFlag:
         self.same_s = SAME_S
         self._process = os.getpid()
         self._since: float | None = None
-        self._pipe: int | None = None
+        self._pipe: tuple[int, int] | None = None
         self._former = -1
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -68,9 +75,10 @@ class StopFlag:
 
     def watch(self, numbers: Collection[int]) -> None:
         """Have a thread see signals, also while the main thread hangs, and keep time."""
-        self.release()
         if threading.current_thread() is not threading.main_thread():
             return
+        if StopFlag._watching is not None:
+            StopFlag._watching.release()
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         self._former = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -79,7 +87,8 @@ class StopFlag:
             os.close(writing)
             os.close(reading)
             return
-        self._pipe = writing
+        self._pipe = reading, writing
+        StopFlag._watching = self
         arguments = reading, frozenset(numbers)
         threading.Thread(
             target=self._keep_watch, args=arguments, daemon=True, name="signals"
@@ -88,9 +97,21 @@ class StopFlag:
     def release(self) -> None:
         """End the thread."""
         pipe, self._pipe = self._pipe, None
-        if pipe is not None and os.getpid() == self._process:
+        if pipe is not None:
+            StopFlag._watching = None
             signal.set_wakeup_fd(self._former)
-            os.close(pipe)
+            os.close(pipe[1])
+
+    @staticmethod
+    def leave_to_parent() -> None:
+        """In a process that was just forked: let go of the pipe, else its signals go there too."""
+        flag, StopFlag._watching = StopFlag._watching, None
+        if flag is None or flag._pipe is None:
+            return
+        pipe, flag._pipe = flag._pipe, None
+        signal.set_wakeup_fd(-1)
+        for end in pipe:
+            os.close(end)
 
     def _keep_watch(self, reading: int, numbers: frozenset[int]) -> None:
         while True:
@@ -122,6 +143,9 @@ class StopFlag:
         # Not through sys.stderr: the main thread may be amid a write.
         os.write(2, f"{why} (process {os.getpid()})\n".encode())
         os._exit(self.exit_code)
+
+
+os.register_at_fork(after_in_child=StopFlag.leave_to_parent)
 
 
 def name_of(number: float) -> str:

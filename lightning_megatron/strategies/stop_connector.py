@@ -44,6 +44,7 @@ class StopConnector(_SignalConnector):
     @override
     def register_signal_handlers(self) -> None:
         self.received_sigterm = False
+        _dismiss_flags()
         self._original_handlers = self._get_current_signal_handlers()
         self._flag.clear()
         numbers = {signal.SIGTERM, *self._signals}
@@ -57,7 +58,7 @@ class StopConnector(_SignalConnector):
         for number in numbers:
             existing = signal.getsignal(number)
             handlers: list[Any] = [self._flag]
-            if callable(existing) and existing is not self._flag:
+            if callable(existing):
                 handlers.append(existing)
             self._register_signal(number, _HandlersCompose(handlers))
         self._flag.watch(numbers)
@@ -79,3 +80,24 @@ class StopConnector(_SignalConnector):
         if had and number and not acted and not failed:
             # No batch was left to agree in: let it do what it does after the run.
             os.kill(os.getpid(), number)
+
+
+def _dismiss_flags() -> None:
+    """Take away the handlers of a run that was never torn down, which nobody asks any more."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        existing = signal.getsignal(number)
+        others = _without_flags(existing)
+        if others != [existing]:
+            rest: Any = _HandlersCompose(others) if others else signal.SIG_DFL
+            signal.signal(number, rest)
+
+
+def _without_flags(handler: Any) -> list[Any]:
+    if isinstance(handler, StopFlag):
+        return []
+    if not isinstance(handler, _HandlersCompose):
+        return [handler]
+    kept = [_without_flags(part) for part in handler.signal_handlers]
+    if all(part == [one] for part, one in zip(kept, handler.signal_handlers, strict=True)):
+        return [handler]
+    return [one for part in kept for one in part]

@@ -80,9 +80,25 @@ def a_handler_runs_late() -> None:
     os._exit(flag.number)
 
 
+def the_run_before_was_never_torn_down() -> None:
+    installed()
+    second_signal_meets_a_process_that_hangs()
+
+
+def children_are_signalled_twice() -> None:
+    """By a `Pool.terminate`, say."""
+    flag = installed(same_s=0.1)
+    for _ in range(2):
+        _fork_and_strike()
+        time.sleep(0.5)
+    os._exit(flag.number or 5)
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [
+        (the_run_before_was_never_torn_down, 42),
+        (children_are_signalled_twice, 5),
         (first_signal_is_noted, int(signal.SIGTERM)),
         (a_handler_runs_late, int(signal.SIGTERM)),
         (second_signal_meets_a_process_that_hangs, 42),

@@ -1,6 +1,8 @@
 """What a Trainer held is gone when it is: its model, its process groups and their threads."""
 
 import gc
+import os
+import signal
 import sys
 import threading
 import time
@@ -12,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
 from lightning_megatron import ShardingConfig
 from lightning_megatron._torch import dtensor
+from lightning_megatron.resilience.signals import StopFlag
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import Small, dp_of, loader, make_trainer
 
@@ -53,6 +57,24 @@ def test_no_process_group_outlives_a_run(pool: WorkerPool, layout: str) -> None:
     before = pool.run(world, gloo_threads)  # of tests that ended a run in other ways
     pool.run(world, fit_job, options, world)
     assert pool.run(world, gloo_threads) == before
+
+
+def struck_job() -> tuple[int, list[int]]:
+    """A run after one that was never torn down; then a signal."""
+    stale, seen = StopFlag(), list[int]()
+    handlers: Any = [stale, lambda number, frame: seen.append(number)]
+    former = signal.signal(signal.SIGTERM, _HandlersCompose([_HandlersCompose(handlers)]))
+    try:
+        fit_job({}, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    return stale.number, seen
+
+
+def test_handlers_of_a_run_that_was_never_torn_down_are_dismissed(pool: WorkerPool) -> None:
+    """The second signal to reach it would end the process; the user's own handlers stay."""
+    assert pool.run(1, struck_job) == [(0, [signal.SIGTERM])]
 
 
 def test_keys_of_operations_tell_arguments_apart_and_let_go_of_them() -> None:
