@@ -11,7 +11,7 @@ from lightning_megatron.models.flops import count_parameters
 
 @pytest.mark.slow
 def test_every_rung_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ladder.main(["--model", "tiny", "--steps", "3", "--output", str(tmp_path)])
+    ladder.main(["--model", "tiny", "--steps", "2", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "ladder.json").read_text())["rows"]
     assert [r["rung"] for r in rows] == [
         "plain Lightning",

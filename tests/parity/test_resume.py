@@ -104,11 +104,9 @@ CHAINS: dict[str, list[tuple[int, dict[str, Any]]]] = {
         (4, {"tp": 4}),
         (1, {}),
         (4, {"pp": 2, "num_microbatches": 2, "zero": 0}),
-        (2, {"zero": 3}),
-        (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 4}),
+        (4, {"tp": 2, "sequence_parallel": True, "zero": 3, "num_microbatches": 2}),
         (4, {"pp": 4, "schedule": "gpipe", "num_microbatches": 4}),
-        (4, {"tp": 2, "zero": 0}),
-        (4, {"pp": 2, "zero": 2, "num_microbatches": 2}),
+        (4, {"tp": 2, "zero": 2}),
     ],
     "32-true": [(4, {"pp": 2, "num_microbatches": 2, "zero": 1}), (1, {}), (2, {"zero": 0})],
 }
