@@ -50,7 +50,7 @@ def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
     for entry in trace.get("entries", ()):
         if entry.get("is_p2p"):
             continue
-        group = str(entry.get("process_group", ["?"])[0])
+        group = _group(entry)
         number = int(entry.get("collective_seq_id", 0))
         began = int(entry.get("time_created_ns", 0))
         if group in last and last[group]["began"] > began:
@@ -74,17 +74,22 @@ def begun(trace: Mapping[str, Any]) -> list[str]:
         trace: of `_torch.flight_recorder`.
 
     Returns:
-        A word for each, the same for those of a kind.
+        A word for each, the same for those of a kind. What an earlier run of the process did is
+        left out, whose end may have been such that nobody should follow it.
     """
     entries = [entry for entry in trace.get("entries", ()) if not entry.get("is_p2p")]
     entries.sort(key=lambda entry: int(entry.get("time_created_ns", 0)))
+    newest = {_group(entry): entry.get("pg_id") for entry in entries}
+    entries = [entry for entry in entries if entry.get("pg_id") == newest[_group(entry)]]
     return [_kind(entry) for entry in entries[-_HISTORY:]]
 
 
+def _group(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("process_group", ["?"])[0])
+
+
 def _kind(entry: Mapping[str, Any]) -> str:
-    return " ".join(
-        str(entry.get(key)) for key in ("process_group", "profiling_name", "input_sizes")
-    )
+    return f"{_group(entry)} {entry.get('profiling_name')} {entry.get('input_sizes')}"
 
 
 def strayed(kinds: Sequence[str]) -> bool:

@@ -84,6 +84,7 @@ def test_what_was_skipped_counts_whoever_came_first_to_wait() -> None:
 def test_history_is_in_the_order_of_time_and_of_one_kind() -> None:
     entries = [entry("0", 0, 2, began=20), entry("1", 1, 7, began=10, profiling_name="x")]
     late = entry("0", 0, 3, began=30, is_p2p=True)
-    found = begun({"entries": [*entries, late, entry("0", 0, 4, began=40)]})
+    earlier_run = entry("0", 7, 900, began=5)
+    found = begun({"entries": [*entries, earlier_run, late, entry("0", 0, 4, began=40)]})
     assert len(found) == 3
     assert found[1] == found[2] != found[0]
