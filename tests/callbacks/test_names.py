@@ -105,7 +105,7 @@ class Fetching(Small):
         self.page = ""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(0.1)  # heartbeats tell of collectives a few times a second
+        time.sleep(0.03)  # heartbeats tell of collectives a few times a second
         if batch_idx == 9 and self.endpoint.url:
             deadline = time.monotonic() + 30
             while (

@@ -1,11 +1,11 @@
 """Every pipeline schedule trains the same weights, on every placement, with ZeRO and recomputation.
 
-The runner executes tables: what it meets with ZeRO, tp and recomputation is whether backwards are
-split and where stages lie, which a family of schedules has in common. So the rows are chosen
+The runner executes tables: what it meets with tp, recomputation and placements is whether backwards
+are split and where stages lie, which a family of schedules has in common. So the rows are chosen
 greedily such that every pair of values that some legal row has is covered, of a schedule its
-family, and that every schedule is there with ZeRO 3 and four microbatches, with as few processes as
-possible; the choice depends on nothing but the values. (The order of every schedule in every size
-is held against its dependencies in tests/pipeline.)
+family, and that every schedule is there with each stage of ZeRO and with four microbatches, with as
+few processes as possible; the choice depends on nothing but the values. (The order of every
+schedule in every size is held against its dependencies in tests/pipeline.)
 """
 
 import itertools
@@ -81,8 +81,10 @@ class Row:
         """The pairs of values that this row puts to the test."""
         others = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "schedule"]
         pairs = set(itertools.combinations([FAMILIES[self.schedule], *others], 2))
-        if self.data_parallel == "zero 3" and self.num_microbatches == 4:
-            pairs.add((self.schedule, "zero 3 m=4"))  # few microbatches have few orders
+        if self.data_parallel != "dp=1":
+            pairs.add((self.schedule, self.data_parallel))
+        if self.num_microbatches == 4:  # fewer have fewer orders
+            pairs.add((self.schedule, "m=4"))
         return pairs
 
     def __str__(self) -> str:
