@@ -64,8 +64,9 @@ FEW = ["in mid-accumulation", "with the last batch of an epoch", "between epochs
 def test_so_it_is_with_loaders_of_every_kind(
     pool: WorkerPool, tmp_path: Path, devices: int, layout: dict[str, Any], name: str, workers: int
 ) -> None:
-    by_rank = pool.run(devices, with_loader, name, layout, devices, workers, FEW, str(tmp_path))
-    assert by_rank == [{point: [] for point in FEW}] * devices
+    points = FEW if devices == 1 else FEW[:2]
+    by_rank = pool.run(devices, with_loader, name, layout, devices, workers, points, str(tmp_path))
+    assert by_rank == [{point: [] for point in points}] * devices
 
 
 def with_loader(name: str, *args: Any, **options: Any) -> dict[str, list[str]]:
