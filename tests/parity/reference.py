@@ -31,7 +31,7 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
 class Data:
     """The global batches of a run, made from a seed alone."""
 
-    steps: int = 6
+    steps: int = 4
     batch: int = 8
     lengths: tuple[int, ...] = (8,)
     """Sequence lengths, taken in turn."""
