@@ -264,19 +264,20 @@ class NumberGuard(pl.Callback):
         if answer == "log":
             return True
         if answer == "raise":
-            raise FloatingPointError(self._text(fault))
+            raise FloatingPointError(text_of(self._running, fault))
         self._in_a_row += 1
         self.skipped += 1
         if answer == "rollback":
             if self.rollbacks >= self._rollback.max_rollbacks:
                 raise FloatingPointError(
-                    f"{self._text(fault)}, after {self.rollbacks} rollbacks (max_rollbacks)"
+                    f"{text_of(self._running, fault)}, after {self.rollbacks} rollbacks "
+                    "(max_rollbacks)"
                 )
             self._going_back = True
         elif self._in_a_row >= self._max_in_a_row:
             raise FloatingPointError(
-                f"{self._text(fault)}, and so it was in {self._in_a_row} steps one after the other "
-                "(max_skips_in_a_row)"
+                f"{text_of(self._running, fault)}, and so it was in {self._in_a_row} steps one "
+                "after the other (max_skips_in_a_row)"
             )
         return False
 
@@ -306,9 +307,6 @@ class NumberGuard(pl.Callback):
     def _scales_loss(self) -> bool:
         """Whether gradients may overflow for a loss scale that is too large."""
         return hasattr(self._strategy.precision_plugin, "loss_scale")
-
-    def _text(self, fault: BadNumber) -> str:
-        return text_of(self._running, fault)
 
     def _report(self, fault: BadNumber, action: str, note: str) -> None:
         self.faults.append(fault)
