@@ -1,4 +1,4 @@
-"""Sentences about options that are out of range, for whoever has options of numbers and names."""
+"""Sentences about numbers and names that are not valid, to be raised as one `ConfigError`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LAYERS = {
     # 0: facts of the outside world
     "errors": 0,
+    "problems": 0,
     "hardware": 0,
     "_torch": 0,
     "env": 0,
@@ -98,6 +99,7 @@ PURE = (
     "resilience/stacks",
     "resilience/verdict",
     "errors",
+    "problems",
     "topology/degrees",
     "topology/coordinates",
     "pipeline/actions",

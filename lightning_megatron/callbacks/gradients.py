@@ -15,7 +15,7 @@ from lightning_megatron.callbacks.requirements import need_megatron
 from lightning_megatron.callbacks.window import LoggingSteps
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
-from lightning_megatron.optim.options import whole_numbers
+from lightning_megatron.problems import whole_numbers
 
 Nonfinite = Literal["keep", "skip", "raise"]
 

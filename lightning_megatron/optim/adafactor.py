@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.options import at_least
 from lightning_megatron.optim.pieces import Piece, Sum, sum_over_cuts, whole_piece
+from lightning_megatron.problems import at_least
 
 
 class Adafactor(Optimizer):

@@ -27,8 +27,8 @@ from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.optim.narrow import Narrow, StateFormat, generator_for, narrow
-from lightning_megatron.optim.options import at_least, below_one
 from lightning_megatron.optim.pieces import Piece
+from lightning_megatron.problems import at_least, below_one
 
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 

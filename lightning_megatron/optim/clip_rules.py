@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.options import (
+from lightning_megatron.problems import (
     at_least,
     below_one,
     holds,

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.groups import decay_groups
-from lightning_megatron.optim.options import at_least, holds, lists_of_names
+from lightning_megatron.problems import at_least, holds, lists_of_names
 
 
 def layerwise_groups(

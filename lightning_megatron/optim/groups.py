@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.options import at_least, lists_of_names
+from lightning_megatron.problems import at_least, lists_of_names
 
 
 def decay_groups(

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sub_signs_
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.options import at_least, below_one
+from lightning_megatron.problems import at_least, below_one
 
 
 class Lion(Optimizer):

@@ -33,8 +33,8 @@ from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.exchange import Exchange
-from lightning_megatron.optim.options import at_least, below_one, whole_numbers
 from lightning_megatron.optim.pieces import Piece, whole_piece
+from lightning_megatron.problems import at_least, below_one, whole_numbers
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration; singular values end between 0.7 and 1.2."""

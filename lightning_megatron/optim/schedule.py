@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.options import at_least
+from lightning_megatron.problems import at_least
 
 
 class WarmupCosine:

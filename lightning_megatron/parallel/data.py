@@ -42,12 +42,12 @@ from lightning_megatron._torch import (
     reduce_gradients,
     replicate,
 )
-from lightning_megatron.optim.options import lists_of_names, whole_numbers
 from lightning_megatron.parallel.low_copies import LowCopies
 from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.reduce import MeanReducer
 from lightning_megatron.parallel.unit_comm import UnitGather, UnitReduceScatter, count_sums
 from lightning_megatron.pipeline.entering import as_results, works_in_place
+from lightning_megatron.problems import lists_of_names, whole_numbers
 from lightning_megatron.topology.mesh import Topology
 
 

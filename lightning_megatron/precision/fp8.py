@@ -27,7 +27,6 @@ from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.products import Products
-from lightning_megatron.optim.options import lists_of_names, whole_numbers
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.precision.bf16 import MixedShardedPrecision
@@ -55,6 +54,7 @@ from lightning_megatron.precision.recipe import (
     Recipe,
 )
 from lightning_megatron.precision.scaling import E4M3, E5M2
+from lightning_megatron.problems import lists_of_names, whole_numbers
 from lightning_megatron.topology.mesh import Topology
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_megatron._torch import unscale_
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.options import holds, whole_numbers
+from lightning_megatron.problems import holds, whole_numbers
 
 
 class LossScale:
