@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,14 +35,17 @@ def stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     ]
 
 
+_local_gradient = attrgetter("grad._local_tensor")
+
+
 def lend_gradients(parameters: Sequence[DTensor], shards: Sequence[Tensor]) -> None:
     """Give every shard the local part of its parameter's gradient (2.11-2.13)."""
-    for parameter, shard in zip(parameters, shards, strict=True):
-        gradient = parameter.grad
-        try:  # a look at its type first would cost a quarter more
-            shard.grad = gradient._local_tensor  # type: ignore[union-attr]
-        except AttributeError:
+    try:  # one call for both attributes, and no look at types: it counts beside a fused step
+        for shard, gradient in zip(shards, map(_local_gradient, parameters), strict=True):
             shard.grad = gradient
+    except AttributeError:  # of some there is no gradient, or none that is a DTensor
+        for parameter, shard in zip(parameters, shards, strict=True):
+            shard.grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
 
 
 def forget_meshes() -> None:
