@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.data import ComputeTypes
 from lightning_megatron.parallel.gradients import GradientSet, local
-from lightning_megatron.precision.loss_scale import LossScale
+from lightning_megatron.precision.loss_scale import SMALLEST, LossScale
 from lightning_megatron.precision.sharded import ShardedPrecision
 
 
@@ -31,6 +31,8 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         growth_factor: of the scale after ``growth_interval`` good steps in a row.
         backoff_factor: of the scale after a skipped step.
         growth_interval: good steps in a row before the scale grows.
+        min_scale: the scale does not fall below it; gradients that are not finite even there end
+            the run with a FloatingPointError.
 
     Raises:
         ConfigError: an argument makes no sense.
@@ -42,11 +44,14 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
+        min_scale: float = SMALLEST,
     ) -> None:
         # Built as bf16-mixed: for 16-mixed Lightning would make and use a scaler of its own.
         super().__init__("bf16-mixed", "cpu")
         self.precision = "16-mixed"
-        self.loss_scale = LossScale(initial_scale, growth_factor, backoff_factor, growth_interval)
+        self.loss_scale = LossScale(
+            initial_scale, growth_factor, backoff_factor, growth_interval, min_scale
+        )
 
     @property
     @override

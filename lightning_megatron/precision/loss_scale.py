@@ -3,7 +3,10 @@
 float16 has no values below 6e-8, and gradients that small are common. So the loss is multiplied by
 a *scale* before backward and the gradients are divided by it before anybody looks at them
 (Micikevicius et al., arXiv 1710.03740). The scale is found as one goes along: a step in which any
-gradient overflowed is *skipped* and halves the scale, 2000 good steps in a row double it.
+gradient overflowed is *skipped* and halves the scale, 2000 good steps in a row double it. Gradients
+that are not finite for another reason (a NaN in the data, weights that diverged) stay so whatever
+the scale; halving it for ever would be a run that goes on and never learns again. Below a smallest
+scale the run ends and says so.
 
 Whether a gradient overflowed must be one fact for all ranks. ``torch.amp.GradScaler`` looks at the
 gradients that this process holds, and agrees over the mesh of each DTensor at most: ranks of other
@@ -23,6 +26,9 @@ from lightning_megatron._torch import unscale_
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.problems import holds, whole_numbers
 
+SMALLEST = 2.0**-16
+"""Scale at which gradients that overflow are no longer laid to it, unless another is given."""
+
 
 class LossScale:
     """The scale, and how it follows the gradients; defaults are those of ``GradScaler``.
@@ -32,6 +38,7 @@ class LossScale:
         growth_factor: what it is multiplied by after ``growth_interval`` good steps.
         backoff_factor: what it is multiplied by after a bad one.
         growth_interval: good steps in a row before it grows.
+        smallest: at which gradients that overflow are no longer laid to the scale.
 
     Attributes:
         value: the current scale.
@@ -47,6 +54,7 @@ class LossScale:
         growth_factor: float,
         backoff_factor: float,
         growth_interval: int,
+        smallest: float = SMALLEST,
     ) -> None:
         problems = [
             f"{name}={given!r}: must be a finite number {rule}; nearest valid: {name}={nearest}"
@@ -54,11 +62,18 @@ class LossScale:
                 ("initial_scale", initial, 0, math.inf, "above 0", 65536.0),
                 ("growth_factor", growth_factor, 1, math.inf, "above 1", 2.0),
                 ("backoff_factor", backoff_factor, 0, 1, "in (0, 1)", 0.5),
+                ("min_scale", smallest, 0, math.inf, "above 0", SMALLEST),
             )
             if not holds(lambda given, low=low, high=high: low < given < high, given)  # type: ignore[misc]
         ]
-        raise_if_any(problems + whole_numbers(1, growth_interval=growth_interval))
-        self.value = float(initial)
+        problems += whole_numbers(1, growth_interval=growth_interval)
+        if not problems and smallest > initial:
+            problems.append(
+                f"min_scale={smallest!r}, initial_scale={initial!r}: the scale begins below its "
+                f"least value; nearest valid: min_scale={initial!r}"
+            )
+        raise_if_any(problems)
+        self.value, self._smallest = float(initial), float(smallest)
         self.skipped = 0
         self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval
         self._good = 0
@@ -81,11 +96,23 @@ class LossScale:
         return not found.item()
 
     def update(self, *, finite: bool) -> None:
-        """Follow the outcome of a step."""
+        """Follow the outcome of a step.
+
+        Raises:
+            FloatingPointError: the gradients are not finite at the smallest scale.
+        """
         if not finite:
             self.skipped += 1
-            self.value *= self._backoff
             self._good = 0
+            if self.value * self._backoff < self._smallest:
+                raise FloatingPointError(
+                    f"the gradients are not finite even at a loss scale of {self.value:g}, after "
+                    f"{self.skipped} skipped steps in all, so it is not the scale that makes them "
+                    "overflow: the loss, the weights or the data hold NaN or infinity. NumberGuard "
+                    "tells which parameter or batch, and can leave it out; a lower learning rate "
+                    f"or clipping helps a run that diverges (min_scale={self._smallest:g})"
+                )
+            self.value *= self._backoff
             return
         self._good += 1
         if self._good == self._interval:

@@ -32,6 +32,7 @@ from lightning.pytorch.plugins.precision import (
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.precision.bf16 import HalfShardedPrecision, MixedShardedPrecision
 from lightning_megatron.precision.fp16 import Fp16Precision
+from lightning_megatron.precision.loss_scale import SMALLEST
 from lightning_megatron.precision.sharded import ShardedPrecision
 
 SUPPORTED = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed")
@@ -52,6 +53,7 @@ def _with_scale_of(scaler: Any) -> Fp16Precision:
         growth_factor=scaler.get_growth_factor(),
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
+        min_scale=min(SMALLEST, scaler.get_scale()),
     )
 
 

@@ -228,9 +228,29 @@ def test_scale_follows_the_rule_of_torch() -> None:
     assert ours.skipped == 3
 
 
+class Lost(Plain):
+    """Whose loss is no number from the third batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 if batch_idx < 2 else torch.nan)
+
+
+def lost_job() -> None:
+    module, plugin = Lost(), Fp16Precision(8.0, min_scale=4.0)
+    trainer = small.make_trainer({}, precision=None, plugins=[plugin])
+    with pytest.raises(FloatingPointError, match="even at a loss scale of 4, after 2 skipped"):
+        trainer.fit(module, small.loader())
+
+
+def test_gradients_that_no_scale_makes_finite_end_the_run(pool: WorkerPool) -> None:
+    pool.run(1, lost_job)
+
+
 def test_options_are_checked() -> None:
-    with pytest.raises(ConfigError, match="4 options are wrong") as caught:
-        Fp16Precision(0.0, 1.0, 1.0, 0)
+    with pytest.raises(ConfigError, match="min_scale=2.0, initial_scale=1.0: .* min_scale=1.0"):
+        Fp16Precision(1.0, min_scale=2.0)
+    with pytest.raises(ConfigError, match="5 options are wrong") as caught:
+        Fp16Precision(0.0, 1.0, 1.0, 0, 0.0)
     assert "initial_scale=0.0: must be a finite number above 0" in str(caught.value)
     scaler = torch.amp.GradScaler("cpu", 32.0, growth_interval=7)
     taken = sharded_precision(MixedPrecision("16-mixed", "cpu", scaler))
