@@ -84,7 +84,7 @@ def scaled_mm(
     """
     # On CPUs autocast reaches inside and rounds to bfloat16 what is not scaled yet, but not below a
     # dispatch mode: what selective recomputation repeats would differ from what it repeats.
-    with torch.autocast(left.device.type, enabled=False):
+    with torch.autocast("cpu", enabled=False):
         if left.is_cpu and max(scale_left.numel(), scale_right.numel()) > 1:
             # Kernels of CPUs take one scale for all: in 2.11, and in oneDNN later (pytorch 179118).
             one = scale_left.new_ones(())

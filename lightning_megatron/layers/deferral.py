@@ -202,7 +202,8 @@ def linear(
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of a product with ``x``: autocast's where it is on (as for ``F.linear``)."""
     kind = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+    # Autocast has not heard of the meta device.
+    if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype
 

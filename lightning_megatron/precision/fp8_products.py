@@ -84,7 +84,7 @@ class TensorProducts:
             kept = (*self._scales((X, x_ni)), self.weight_scale())
         else:
             kept = self._scales((X, x_ni), (WEIGHT, weight_oi))
-        x, weight = self._low(X, x_ni, kept[0]), self._low(WEIGHT, weight_oi, kept[1])
+        x, weight = _rows(self._low(X, x_ni, kept[0])), _rows(self._low(WEIGHT, weight_oi, kept[1]))
         return scaled_mm(x, weight.t(), kept[0], kept[1], x_ni.dtype), kept
 
     def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Scaled:
@@ -95,7 +95,7 @@ class TensorProducts:
     def input_gradient(self, gradient: Scaled, weight_oi: Tensor) -> Tensor:
         """See `layers.products`."""
         scale = gradient.kept[WEIGHT]
-        grad = self._low(GRADIENT, gradient.grad_no, gradient.scale)
+        grad = _rows(self._low(GRADIENT, gradient.grad_no, gradient.scale))
         weight = _columns(self._low(WEIGHT, weight_oi, scale))
         return scaled_mm(grad, weight, gradient.scale, scale, gradient.grad_no.dtype)
 
@@ -104,7 +104,7 @@ class TensorProducts:
         scale = gradient.kept[X]
         grad = _padded(self._low(GRADIENT, gradient.grad_no, gradient.scale))
         x = _columns(_padded(self._low(X, x_ni, scale)))
-        return scaled_mm(grad.t().contiguous(), x, gradient.scale, scale, torch.float32)
+        return scaled_mm(_rows(grad.t()), x, gradient.scale, scale, torch.float32)
 
     def _scales(self, *operands: tuple[int, Tensor]) -> tuple[Tensor, ...]:
         found = [amax_of(tensor) for _, tensor in operands]
@@ -213,14 +213,20 @@ class RowProducts:
         """``left @ right.t()``, both with a scale for each row."""
         scale_m = scale_of(amax_of(left_mk, 1), left_format)
         scale_n = scale_of(amax_of(right_nk, 1), right_format)
-        left = quantise(left_mk, scale_m, left_format).contiguous()
-        right = quantise(right_nk, scale_n, right_format).contiguous()
+        left = _rows(quantise(left_mk, scale_m, left_format))
+        right = _rows(quantise(right_nk, scale_n, right_format))
         return scaled_mm(left, right.t(), scale_m, scale_n.t(), result)
 
 
+def _rows(matrix: Tensor) -> Tensor:
+    """The same matrix, stored by rows, as the left operand of an FP8 product must be on a GPU."""
+    # Of a single row contiguous() leaves strides as they are, and they are looked at.
+    return matrix.contiguous().flatten().view(matrix.shape)
+
+
 def _columns(matrix: Tensor) -> Tensor:
-    """The same matrix, stored by columns, as the right operand of an FP8 product must be."""
-    return matrix.t().contiguous().t()
+    """The same matrix, stored by columns, as the right operand must be."""
+    return _rows(matrix.t()).t()
 
 
 def _padded(matrix: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from torch.nn import functional as F
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TINY = 2.0**-120
 """Least scale: of a tensor of zeros too a scale must be something to divide by."""
+_SIGNIFICAND = (1 << 23) - 1
+"""Its bits in a float32."""
 
 
 def largest(fmt: torch.dtype) -> float:
@@ -55,10 +57,11 @@ def quantise(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Tensor:
 
 
 def power_of_two_scale(amax: Tensor, fmt: torch.dtype) -> Tensor:
-    """The least power of two that is no less than `scale_of`."""
-    mantissa, exponent = torch.frexp(scale_of(amax, fmt))
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    return torch.ldexp(torch.ones_like(mantissa), exponent)
+    """The least power of two that is no less than `scale_of`; what is not finite stays so."""
+    scale = scale_of(amax, fmt)
+    # Powers of two have no bits of a significand. (Not by pow, which GPUs round.)
+    up = (scale.view(torch.int32) + _SIGNIFICAND).bitwise_and_(~_SIGNIFICAND).view(torch.float32)
+    return torch.where(scale.isfinite(), up, scale)
 
 
 class Blocks(NamedTuple):

@@ -125,6 +125,20 @@ def test_blocks_have_their_own_scales() -> None:
     assert found[2].tolist() == [1.0, 1.0, 1.0, 1.0, 2.0**-20]
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_what_is_not_finite_reaches_the_product(name: str, value: float) -> None:
+    """Saturated, an overflow of the gradients would look like large ones."""
+    x, weight = torch.ones(4, 256), torch.ones(16, 256)
+    x[1, 3] = value
+    products = PRODUCTS[name]()
+    assert products.output(x, weight)[0].isnan()[1].all()
+    kept = products.output(torch.ones(4, 16), torch.ones(256, 16))[1]
+    gradient = products.gradient(x, kept)
+    assert products.input_gradient(gradient, torch.ones(256, 16)).isnan()[1].all()
+    assert products.weight_gradient(gradient, torch.ones(4, 16)).isnan()[3].all()
+
+
 def test_delayed_scales_follow_the_steps_before() -> None:
     products = DelayedProducts(E5M2, None, WHOLE, 2, torch.device("cpu"))
     weight = torch.eye(16)
