@@ -55,8 +55,8 @@ class LanguageModel(pl.LightningModule):
         z_loss: weight of the squared log-partition that keeps logits from drifting.
         chunked_loss: compute head and loss together, 1024 tokens at a time, so that the logits of a
             batch are never in memory (`layers.linear_loss`).
-        optimizer: ``adamw``, ``adamw-bfloat16`` or ``adamw-int8`` (by the format of its state),
-            ``muon``, ``lion`` or ``adafactor`` (`optim.choice`).
+        optimizer: ``adamw``, ``muon`` or ``lion``, also with state in few bits (``adamw-bfloat16``,
+            ``adamw-int8``, ...), or ``adafactor`` (`optim.choice`).
         schedule: what follows the warmup: ``cosine``, ``stable-decay`` (a plateau, and a fall in
             the last fifth), ``inverse-sqrt`` or ``constant``.
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoint.index import summary
 from lightning_megatron.checkpoint.state import Chunk, local_tensor, whole
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.adamw import AdamW
+from lightning_megatron.optim.averages import NarrowState
 from lightning_megatron.optim.local_step import steps_on_shards
 
 # How a step is computed, not what: the current run's choice (which may be on another device).
@@ -76,7 +76,7 @@ def capture_optimizer(
     problems = []
     for parameter, state in optimizer.state.items():
         name = _name_of(parameter, names, optimizer)
-        if isinstance(optimizer, AdamW):
+        if isinstance(optimizer, NarrowState):
             state = optimizer.wide_state(state)
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -185,11 +185,11 @@ class OptimizerRestore:
         """Put the state and the options into the optimizer."""
         self._optimizer.state.clear()
         for parameter, state in self._state.items():
-            if isinstance(self._optimizer, AdamW):
+            if isinstance(self._optimizer, NarrowState):
                 local = {
                     key: local_tensor(v) if isinstance(v, Tensor) else v for key, v in state.items()
                 }
-                state = self._optimizer.narrow_state(local)
+                state = self._optimizer.narrow_state(local, parameter.dtype)
             self._optimizer.state[parameter] = state
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             for key, value in options.items():

@@ -7,7 +7,6 @@ optimizer itself.
 
 import difflib
 import math
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,7 +27,18 @@ from lightning_megatron.optim.schedule import (
     scheduler,
 )
 
-OptimizerName = Literal["adamw", "adamw-bfloat16", "adamw-int8", "muon", "lion", "adafactor"]
+OptimizerName = Literal[
+    "adamw",
+    "adamw-bfloat16",
+    "adamw-int8",
+    "muon",
+    "muon-bfloat16",
+    "muon-int8",
+    "lion",
+    "lion-bfloat16",
+    "lion-int8",
+    "adafactor",
+]
 ScheduleName = Literal["cosine", "stable-decay", "inverse-sqrt", "constant"]
 FALL = 0.2
 """Part of the steps after the warmup in which ``stable-decay`` falls."""
@@ -60,7 +70,7 @@ def make_optimizer(
     """Return the optimizer of a name.
 
     Args:
-        name: ``adamw`` is torch's; the suffix of the others is the format of its state.
+        name: ``adamw`` is torch's; a suffix is the format of the state.
         module: all its parameters are optimized.
         lr: peak learning rate; of ``adafactor`` relative to the size of the weights.
         weight_decay: of matrices.
@@ -70,19 +80,19 @@ def make_optimizer(
         ConfigError: there is no such name, or a number is out of range.
     """
     raise_if_any(choice_problems(name, "constant"))
-    if name == "muon":
-        return Muon(
-            muon_groups(module, weight_decay), lr=lr, weight_decay=weight_decay, betas=betas
-        )
-    groups: Any = decay_groups(module, weight_decay)
-    make: dict[str, Callable[[], Optimizer]] = {
-        "adamw": lambda: torch.optim.AdamW(groups, lr=lr, betas=betas),
-        "adamw-bfloat16": lambda: AdamW(groups, lr=lr, betas=betas, state_dtype="bfloat16"),
-        "adamw-int8": lambda: AdamW(groups, lr=lr, betas=betas, state_dtype="int8"),
-        "lion": lambda: Lion(groups, lr=lr, betas=betas),
-        "adafactor": lambda: Adafactor(groups, lr=lr),
-    }
-    return make[name]()
+    kind, _, suffix = name.partition("-")
+    kept: Any = {"state_dtype": suffix} if suffix else {}
+    if kind == "muon":
+        groups: Any = muon_groups(module, weight_decay)
+        return Muon(groups, lr=lr, weight_decay=weight_decay, betas=betas, **kept)
+    groups = decay_groups(module, weight_decay)
+    if kind == "lion":
+        return Lion(groups, lr=lr, betas=betas, **kept)
+    if kind == "adafactor":
+        return Adafactor(groups, lr=lr)
+    if suffix:
+        return AdamW(groups, lr=lr, betas=betas, **kept)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas)
 
 
 def make_schedule(

@@ -8,7 +8,8 @@ learning rate, and there is one state tensor where AdamW has two::
     m        = beta2 * m + (1 - beta2) * g
 
 Learning rates are 3 to 10 times smaller than AdamW's, and weight decay as much larger. It is
-element-wise, and so steps on shards of any kind.
+element-wise, and so steps on shards of any kind. The momentum takes 4 bytes an element, or with
+``state_dtype`` 2 or about 1 (`optim.averages`).
 """
 
 from collections.abc import Callable
@@ -16,15 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron._torch import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sub_signs_
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.averages import NarrowState, format_problems
+from lightning_megatron.optim.narrow import StateFormat
 from lightning_megatron.problems import at_least, below_one
 
 
-class Lion(Optimizer):
+class Lion(NarrowState):
     """Sign of momentum, with decoupled weight decay.
 
     Args:
@@ -32,11 +34,13 @@ class Lion(Optimizer):
         lr: by how much every element moves in a step.
         betas: weight of the momentum in the update, and of the old momentum in the new.
         weight_decay: times ``lr``, by how much of themselves weights shrink in a step.
+        state_dtype: format of the momentum between steps; None: that of the parameters.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: an option is out of range.
     """
 
+    averages = {"exp_avg": True}
     elementwise = True
 
     def __init__(
@@ -45,12 +49,16 @@ class Lion(Optimizer):
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
+        *,
+        state_dtype: StateFormat | None = None,
     ) -> None:
         raise_if_any(
             at_least(0.0, lr=lr, weight_decay=weight_decay)
             + below_one(**{"betas[0]": betas[0], "betas[1]": betas[1]})
+            + format_problems(state_dtype)
         )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self.keep_in(state_dtype, "state_dtype=None")
 
     @override
     @torch.no_grad()
@@ -66,7 +74,10 @@ class Lion(Optimizer):
                 if p.grad is not None:
                     members.setdefault((p.device, p.dtype), []).append(p)
             for params in members.values():
-                self._step(params, group)
+                if self._format is None:
+                    self._step(params, group)
+                else:
+                    self._step_narrow(params, group)
         return loss
 
     def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -80,3 +91,14 @@ class Lion(Optimizer):
             foreach_mul_(params, 1 - lr * group["weight_decay"])
         foreach_sub_signs_(params, foreach_lerp(momenta, gradients, 1 - beta1), lr)
         foreach_lerp_(momenta, gradients, 1 - beta2)
+
+    def _step_narrow(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        for p in params:
+            assert p.grad is not None
+            gradient, (_, averages) = p.grad.float(), self.opened(p, self.averages)
+            momentum = averages["exp_avg"]
+            p.mul_(1 - lr * group["weight_decay"])
+            p.sub_(momentum.lerp(gradient, 1 - beta1).sign_().to(p.dtype), alpha=lr)
+            momentum.lerp_(gradient, 1 - beta2)
+            self.close(p, averages)

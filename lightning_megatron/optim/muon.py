@@ -12,7 +12,8 @@ as they are; ``"spectral"`` (Jordan) leaves its singular values at 1, and above 
 
 It is meant for the matrices inside of a network. Vectors, embeddings and heads are stepped on by
 AdamW, in the same optimizer: groups say ``"muon": False``; `lightning_megatron.optim.groups.
-muon_groups` makes the groups. (Torch's ``torch.optim.Muon`` takes matrices only; for those, options
+muon_groups` makes the groups. With ``state_dtype`` the averages of both rest in few bits
+(`optim.averages`). (Torch's ``torch.optim.Muon`` takes matrices only; for those, options
 and numbers are the same.)
 
 Under tp and ZeRO, momentum is kept and averaged in pieces like the parameter. Then every matrix
@@ -27,12 +28,14 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.adamw import MOMENTS, adamw_step
+from lightning_megatron.optim.averages import NarrowState, format_problems
 from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.narrow import StateFormat
 from lightning_megatron.optim.pieces import Piece, whole_piece
 from lightning_megatron.problems import at_least, below_one, whole_numbers
 
@@ -75,7 +78,7 @@ def orthogonalize_flops(shape: Sequence[int], steps: int = 5) -> int:
     return steps * (4 * m * m * n + 2 * m**3)
 
 
-class Muon(Optimizer):
+class Muon(NarrowState):
     """Orthogonalised momentum for matrices, AdamW for the rest.
 
     Args:
@@ -91,10 +94,13 @@ class Muon(Optimizer):
             parameters in float64 and bfloat16 for all others.
         betas: of AdamW.
         eps: of AdamW.
+        state_dtype: format of momentum and moments between steps; None: that of the parameters.
 
     Raises:
-        ConfigError: a number is out of range, or a group for Muon holds what is no matrix.
+        ConfigError: an option is out of range, or a group for Muon holds what is no matrix.
     """
+
+    averages = {"momentum_buffer": True, **MOMENTS}
 
     def __init__(
         self,
@@ -109,8 +115,10 @@ class Muon(Optimizer):
         ns_dtype: torch.dtype | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        state_dtype: StateFormat | None = None,
     ) -> None:
         problems = at_least(0.0, lr=lr, weight_decay=weight_decay, eps=eps)
+        problems += format_problems(state_dtype)
         problems += whole_numbers(1, ns_steps=ns_steps) + below_one(
             **{"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}
         )
@@ -138,6 +146,7 @@ class Muon(Optimizer):
                 "muon": None,
             },
         )
+        self.keep_in(state_dtype, "state_dtype=None")
         self._ns_dtype = ns_dtype
         self._pieces: Mapping[Tensor, Piece] = {}
         self._ways: dict[tuple[int, torch.dtype], tuple[list[Tensor], Exchange]] = {}
@@ -153,6 +162,7 @@ class Muon(Optimizer):
 
     def use_pieces(self, pieces: Mapping[Tensor, Piece]) -> None:
         """Learn how the parameters are cut (`optim.pieces.KnowsPieces`)."""
+        super().use_pieces(pieces)
         self._pieces, self._ways = pieces, {}
 
     @override
@@ -182,19 +192,10 @@ class Muon(Optimizer):
         self, index: int, dtype: torch.dtype, members: list[Tensor], group: Mapping[str, Any]
     ) -> None:
         """One exchange for all matrices of a group."""
-        lr, momentum = float(group["lr"]), group["momentum"]
+        lr = float(group["lr"])
         wide = torch.float64 if dtype == torch.float64 else torch.bfloat16
         ns_dtype = self._ns_dtype or wide
-        updates = []
-        for p in members:
-            gradient = p.grad
-            assert gradient is not None
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            buffer = self.state[p]["momentum_buffer"]
-            buffer.lerp_(gradient, 1 - momentum)
-            update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-            updates.append(update.to(ns_dtype))
+        updates = [self._averaged(p, group).to(ns_dtype) for p in members]
         way = self._way(index, dtype, members, group["ns_steps"])
         whole = way.to_owners(updates)
         results = {i: orthogonalize(m, group["ns_steps"]) for i, m in whole.items()}
@@ -202,6 +203,21 @@ class Muon(Optimizer):
             p.mul_(1 - lr * group["weight_decay"])
             shape = self._piece(p).full_shape
             p.add_(update.to(p.dtype), alpha=-lr * update_scale(shape, group["scale"]))
+
+    def _averaged(self, p: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Take the gradient into the momentum; what of it is to be orthogonalised."""
+        gradient, momentum = p.grad, group["momentum"]
+        assert gradient is not None
+        averages: dict[str, Tensor] = {}
+        if self._format is not None:
+            gradient, (_, averages) = gradient.float(), self.opened(p, ("momentum_buffer",))
+        elif "momentum_buffer" not in self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffer: Tensor = (averages or self.state[p])["momentum_buffer"]
+        buffer.lerp_(gradient, 1 - momentum)
+        if averages:
+            self.close(p, averages)
+        return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
     def _way(self, index: int, dtype: torch.dtype, members: list[Tensor], steps: int) -> Exchange:
         """Kept from step to step, as long as the same matrices have gradients."""
@@ -216,6 +232,13 @@ class Muon(Optimizer):
         return self._pieces.get(p) or whole_piece(p)
 
     def _step_others(self, params: list[Tensor], group: Mapping[str, Any]) -> None:
+        if self._format is not None:
+            for p in params:
+                assert p.grad is not None
+                time, moments = self.opened(p, MOMENTS)
+                adamw_step(p, p.grad.float(), moments, time, group)
+                self.close(p, moments)
+            return
         for p in params:
             if not self.state[p]:
                 self.state[p]["step"] = torch.zeros(())

