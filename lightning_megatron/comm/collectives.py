@@ -1,8 +1,9 @@
 """Collectives along a dim of a tensor, started now and finished later.
 
 The building blocks of `lightning_megatron.comm.functional`, where their gradients are, and of
-layers that overlap them with arithmetic. A sum or gather that has been started is a `Pending`;
-``wait`` returns the result.
+layers that overlap them with arithmetic. A sum or gather that has been started is a `Waited`, whose
+``wait`` returns the result: a `Pending`, or in a graph of a compiler two operators
+(`comm.operators`).
 
 On CPU the group is gloo's, whose reduce-scatter is an all-reduce of which most is thrown away and
 whose all-gather is a ring of ``p - 1`` steps. Exchanging the pieces directly (all-to-all) and
@@ -11,13 +12,14 @@ time, an all-gather 0.5 to 1.0, and among four ranks an all-reduce of up to 64 k
 taken in the order of the ranks (for bfloat16 with a float32 accumulator).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron._torch import start_all_gather, start_reduce_scatter
+from lightning_megatron.comm.operators import Traced, Waited, define
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.degrees import divisibility_problem
 from lightning_megatron.topology.mesh import Axis
@@ -65,8 +67,10 @@ class Pending:
         return self._finish()
 
 
-def start_sum(x: Tensor, axis: Axis) -> Pending:
+def start_sum(x: Tensor, axis: Axis) -> Waited:
     """Begin to sum ``x`` over the axis in place; ``x`` must be contiguous."""
+    if torch.compiler.is_compiling():
+        return Traced("sum", x, axis)
     share = 2 * _bytes(x) * (axis.size - 1) / axis.size
     if axis.size > 2 and exchanges(x) and _bytes(x) <= _SMALL_SUM:
         received, work, sent = _exchange(x.expand(axis.size, *x.shape), axis)
@@ -75,10 +79,19 @@ def start_sum(x: Tensor, axis: Axis) -> Pending:
     return Pending(started, None, lambda: x, axis.meter, share)
 
 
-def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
-    """Begin to join the axis' slices ``x`` along ``dim``; all have the same shape."""
+def start_gather(x: Tensor, axis: Axis, dim: int, after: Tensor | None = None) -> Waited:
+    """Begin to join the axis' slices ``x`` along ``dim``; all have the same shape.
+
+    Args:
+        x: this rank's slice.
+        axis: the ranks.
+        dim: along which they are joined.
+        after: a compiler is not to gather before it has this.
+    """
     assert axis.group is not None
     dim %= x.dim()
+    if torch.compiler.is_compiling():
+        return Traced("gather", x, axis, dim, after)
     if exchanges(x) and _bytes(x) * axis.size <= _SMALL_GATHER:
         parts, work, source = _exchange(x.expand(axis.size, *x.shape), axis)
     else:
@@ -90,7 +103,7 @@ def start_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     return Pending(work, source, lambda: _joined(parts, dim), axis.meter, share)
 
 
-def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
+def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Waited:
     """Begin to sum ``x`` over the axis, keeping this rank's slice along ``dim``.
 
     Raises:
@@ -99,6 +112,8 @@ def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     assert axis.group is not None
     dim %= x.dim()
     length = _slice_length(x, axis, dim)
+    if torch.compiler.is_compiling():
+        return Traced("sum_scatter", x, axis, dim)
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     parts = x.view(*before, axis.size, length, *after).movedim(dim, 0)
     share = _bytes(x) * (axis.size - 1) / axis.size
@@ -151,3 +166,16 @@ def _slice_length(x: Tensor, axis: Axis, dim: int) -> int:
         name = "sequence length" if dim == 1 else f"size of dim {dim}"
         raise ConfigError(divisibility_problem(name, length, axis.name, axis.size) or "")
     return length // axis.size
+
+
+def _gathered(shape: Sequence[int], size: int, dim: int) -> list[int]:
+    return [*shape[:dim], shape[dim] * size, *shape[dim + 1 :]]
+
+
+def _scattered(shape: Sequence[int], size: int, dim: int) -> list[int]:
+    return [*shape[:dim], shape[dim] // size, *shape[dim + 1 :]]
+
+
+define("sum", lambda x, axis, _: start_sum(x.clone(), axis), lambda shape, size, dim: shape)
+define("gather", start_gather, _gathered)
+define("sum_scatter", start_sum_scatter, _scattered)

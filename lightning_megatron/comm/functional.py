@@ -26,8 +26,9 @@ all-reduce, and half as many in an all-gather or a reduce-scatter, which is why 
 sequence-parallel pair costs what one all-reduce does.
 
 All functions return their input unchanged on an axis of size 1. Sums are taken in the tensor's own
-dtype. The layers of `lightning_megatron.layers.linear` use the building blocks in
-`lightning_megatron.comm.collectives` directly, to overlap them with matrix products.
+dtype. Compilers trace them, forward and backward (`comm.operators`). The layers of
+`lightning_megatron.layers.linear` use the building blocks in `lightning_megatron.comm.collectives`
+directly, to overlap them with matrix products.
 """
 
 from typing import Any
@@ -74,10 +75,6 @@ def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Sum a partial tensor and keep a slice along ``dim``; the gradient is all-gathered."""
     return x if axis.size == 1 else _apply(_ReduceScatter, x, axis, dim)
-
-
-CHANGES = (copy_to, reduce_from, gather_from, split_to, all_gather, reduce_scatter)
-"""All of them."""
 
 
 def _apply(function: Any, *args: Any) -> Tensor:

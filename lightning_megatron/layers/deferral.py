@@ -10,8 +10,9 @@ factors are freed there. Recomputation, shared weights and a module called twice
 each product is a piece of its own.
 
 The backward of a compiled graph is one piece. So where a network is compiled, layers that may defer
-break the graph: what lies between them is compiled, and their products run as they are, which a
-compiler would leave to the same libraries anyway.
+(under schedules that split backwards, and only there) break the graph: what lies between them is
+compiled, and their products run as they are, which a compiler would leave to the same libraries
+anyway.
 
 Layers of this package and plain ``nn.Linear`` can defer. A weight that is no parameter (made by a
 parametrization, for example) is treated like those of other layers, because the graph behind it is
@@ -28,7 +29,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_megatron._torch import compile_with_callers_only, in_shape
-from lightning_megatron.comm.functional import CHANGES
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.products import Products
 
@@ -87,7 +87,7 @@ class WeightGradients:
     def load(self) -> None:
         """Get ready for compilers; not at import, as it loads theirs."""
         self._outside = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
-        for function in (*_breaking, *CHANGES):
+        for function in _breaking:
             compile_with_callers_only(function)
 
     def add(self, targets: list[Tensor], compute: Callable[[], list[Tensor]]) -> None:
@@ -135,19 +135,6 @@ def attach(module: nn.Module, deferral: WeightGradients) -> None:
             child.deferral = deferral
         elif type(child) is nn.Linear:
             _take_over(child, deferral, getattr(child, PRODUCTS, None))
-
-
-def end_graphs(module: nn.Module) -> None:
-    """Let layers inside ``module`` that communicate run between the graphs of a compiler.
-
-    It cannot trace their collectives, and would try from the layer on down to each of them.
-    """
-    never = WeightGradients()
-    never.enabled = False
-    never.load()
-    for child in module.modules():
-        if isinstance(child, ParallelLayer) and child.topology and child.topology.tp.size > 1:
-            child.deferral = never
 
 
 def multiply_with(layer: nn.Module, products: Products | None) -> None:

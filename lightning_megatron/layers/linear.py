@@ -234,7 +234,8 @@ def _row_parallel(x: Tensor, topology: Topology, layer: RowParallelLinear) -> Te
         y: Tensor = deferral.outside_graphs(_row_parallel, x, topology, layer)
         return y
     weight, bias, sequence = layer.weight, layer.bias, topology.sequence_parallel
-    deferral = deferral if can_defer((weight,)) else None
+    if deferral is not None and not can_defer((weight,)):
+        deferral = None
     return apply_row(x, weight, bias, topology.tp, sequence, deferral, layer.products)
 
 
@@ -276,7 +277,8 @@ def _column_parallel(
         found: list[Tensor] = deferral.outside_graphs(_column_parallel, x, topology, layers)
         return found
     flat = [p for layer in layers for p in layer.local_parameters()]
-    deferral = deferral if can_defer(flat) else None
+    if deferral is not None and not can_defer(flat):
+        deferral = None
     products = [layer.products for layer in layers]
     sequence = topology.sequence_parallel
     return list(apply_column(x, topology.tp, sequence, deferral, products, *flat))

@@ -19,12 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.comm.collectives import (
-    Pending,
-    start_gather,
-    start_sum,
-    start_sum_scatter,
-)
+from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
+from lightning_megatron.comm.operators import Waited
 from lightning_megatron.layers.deferral import (
     Factors,
     WeightGradients,
@@ -85,7 +81,7 @@ class _ColumnParallel(Function):
         later = deferral is not None and deferral.collecting
         regathered = None
         if ctx.regather and any(needs[5:]) and not later:
-            regathered = start_gather(x, ctx.axis, SEQUENCE_DIM)
+            regathered = start_gather(x, ctx.axis, SEQUENCE_DIM, after=grads[0])
         grads_no, products = [rows(g) for g in grads], ctx.products
         gradients = [
             ready(grad_no, kept, p)
@@ -100,7 +96,8 @@ class _ColumnParallel(Function):
         def factors() -> list[Factors]:
             whole = x
             if ctx.regather:
-                whole = (regathered or start_gather(x, ctx.axis, SEQUENCE_DIM)).wait()
+                again = regathered or start_gather(x, ctx.axis, SEQUENCE_DIM, after=grads[0])
+                whole = again.wait()
             x_ni = rows(whole)
             return [
                 Factors(grad_no, x_ni, gradient, p)
@@ -174,7 +171,7 @@ def _column_input_gradient(
     return total
 
 
-def _start_reduction(partial: Tensor, axis: Axis, sequence: bool) -> Pending:
+def _start_reduction(partial: Tensor, axis: Axis, sequence: bool) -> Waited:
     """Begin to make a partial activation true: whole, or sharded along the sequence."""
     if sequence:
         return start_sum_scatter(partial, axis, SEQUENCE_DIM)

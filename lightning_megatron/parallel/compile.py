@@ -29,10 +29,13 @@ around it. One that is recomputed in full is therefore compiled once more, by it
 effect only then. Of one that is recomputed selectively every operation must be seen, so it is not
 compiled, and a warning says so.
 
-Under tp the collectives of a block break its graph; parallel layers end it by themselves
-(`layers.deferral.end_graphs`), before the compiler has tried. What lies between them is compiled,
-which gains less and takes longer to compile. Under schedules that split the backward linear layers
-do the same, so that their weight gradients can wait: the backward of one graph is one piece.
+Collectives of tp are operators of the graph (`comm.operators`): a block is one graph under tp as
+without, with sequence parallelism too, forward and backward. What breaks it are
+
+* schedules that split the backward: linear layers leave the graph, so that their weight gradients
+  can wait, as the backward of one graph is one piece (`layers.deferral`);
+* dropout on what tp shards, attention weights and under sequence parallelism the residual stream:
+  it draws from another place than the generator that a compiler knows of (`topology.rng`).
 """
 
 from collections.abc import Callable, Iterable
@@ -42,7 +45,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_megatron.layers.deferral import end_graphs
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.wrapping import BlockForward
 from lightning_megatron.pipeline.sequential import PipelineSequential
@@ -56,8 +58,6 @@ def compile_parts(module: nn.Module, config: MemoryConfig) -> None:
     elif config.compile == "model":
         parts = _models(module)
     twice = config.recompute != "none" and not config.forgets_in_graphs
-    if config.compile != "none":
-        end_graphs(module)
     for part in parts:
         _Compiled(part, config.compile_backend, twice=twice)
 

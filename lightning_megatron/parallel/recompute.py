@@ -14,7 +14,8 @@ Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the i
 - names of parameters and the class of the block stay; hooks of the block, those of ZeRO among them,
   lie outside and run once: parameters that ZeRO 3 gathers for the block's backward serve the
   recomputation too, which needs no gathering of its own;
-- collectives of tp are repeated, in the same order on every rank;
+- collectives of tp are repeated, in the same order on every rank (in a graph those that the
+  backward needs, see `comm.operators`);
 - dropout draws the same masks again, those of tensors that tp shards included, as all of them
   follow from the default generator (`topology.rng`), and autocast and the default dtype are what
   they were;
@@ -240,9 +241,9 @@ def never_trace_alone(forward: type) -> None:
 def _warn_of_break(block: nn.Module) -> None:
     rank_zero_warn(
         f"memory.recompute='selective': a {class_name(block)} runs as it is, not compiled, as "
-        "something in it breaks the graph (TORCH_LOGS=graph_breaks tells what; the collectives of "
-        "tp, schedules that split the backward, and dropout on what tp shards do). "
-        "recompute='full' compiles what lies between"
+        "something in it breaks the graph (TORCH_LOGS=graph_breaks tells what; schedules that "
+        "split the backward, and dropout on what tp shards do). recompute='full' compiles what "
+        "lies between"
     )
 
 

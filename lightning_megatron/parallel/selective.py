@@ -19,8 +19,10 @@ is Transformer Engine's, whose operators torch does not see.
 Where the block itself is a part of a compiled graph there is nobody to take notes: there the choice
 is a *policy* that the compiler asks about every operator that it traces, and heeds when it cuts the
 graph into forward and backward. It copies nothing, as a traced graph writes into no tensor, and
-sees to random numbers itself. (torch's hint to avoid in-place operations, logged once, is for those
-who keep aliases.)
+sees to random numbers itself. A sum over tp is kept there in place of the product that it adds up,
+whose size it has, or under sequence parallelism ``1/tp`` of it; gathers are repeated, as what they
+make is ``tp`` times what a rank keeps otherwise. (torch's hint to avoid in-place operations, logged
+once, is for those who keep aliases.)
 """
 
 from collections import deque
@@ -34,6 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from typing_extensions import override
 
 from lightning_megatron._torch import CallersMode, tree_flatten, tree_map
+from lightning_megatron.comm.operators import result_of
 
 Operation = Literal["attention", "matmul", "norm", "activation"]
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -194,8 +197,18 @@ def traced_contexts(names: Sequence[str]) -> Any:
     """
     # What is kept may be written into afterwards: the graph is made free of that.
     return create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
-        partial(_policy, kept_operations(names)), allow_cache_entry_mutation=True
+        partial(_policy, kept_in_graphs(names)), allow_cache_entry_mutation=True
     )
+
+
+def kept_in_graphs(names: Sequence[str]) -> frozenset[Any]:
+    """The operators whose results a graph keeps.
+
+    Args:
+        names: operations whose results are kept.
+    """
+    sums = (result_of("sum"), result_of("sum_scatter")) if "matmul" in names else ()
+    return kept_operations(names).union(sums)
 
 
 def _policy(

@@ -8,6 +8,7 @@ other. A group of one rank is None, and code that finds ``axis.size == 1`` commu
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,25 @@ class Axis:
     """None when the axis has size 1."""
     meter: Meter = field(default_factory=Meter, compare=False, repr=False)
     """What this rank sends over it."""
+    key: str = field(init=False, compare=False, repr=False)
+    """By which `axis_of` finds it: the name of the group, no two of which are alike."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", "" if self.group is None else self.group.group_name)
+        _axes[self.key] = self
 
     @property
     def size(self) -> int:
         """Degree of the axis."""
         return len(self.ranks)
+
+
+_axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
+
+
+def axis_of(key: str) -> Axis:
+    """The axis, or one of several over the same group, of that `Axis.key`; for compiled graphs."""
+    return _axes[key]
 
 
 class Topology:

@@ -17,13 +17,18 @@ from torch._dynamo.utils import counters
 
 from lightning_megatron import MemoryConfig, PipelineSequential
 from lightning_megatron._torch import compile_with_callers_only
+from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.deferral import WeightGradients, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.parallel.blocks import transform_blocks
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.memory import blocks_to_recompute
 from lightning_megatron.parallel.wrapping import unwrap
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.topology.meter import Meter
+from tests.layers.parity import distribute, make_topology
 from tests.parallel.counting import Counted
 from tests.parity.jobs import whole_parameters
 from tests.strategies.small import (
@@ -36,6 +41,10 @@ from tests.strategies.small import (
     merged,
 )
 
+LLAMA = TransformerConfig(
+    vocab_size=32, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, max_seq_len=8
+)
+GPT = replace(LLAMA, norm="layernorm", activation="gelu", positions="learned", bias=True)
 ROWS = 2
 """Samples of a microbatch; no weight has as many rows."""
 CPU = torch.device("cpu")
@@ -154,6 +163,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"pp": 2, "num_microbatches": 4, "schedule": "zbv"},
         {"compile": "block", "recompute": "full"},
     ),
+    "block, tp=2, selective": (
+        2,
+        {"tp": 2, "num_microbatches": 4},
+        {"compile": "block", "recompute": "selective"},
+    ),
     "block, tp=2 pp=2 zb-h1": (
         4,
         {"tp": 2, "pp": 2, "num_microbatches": 1, "schedule": "zb-h1"},
@@ -172,8 +186,54 @@ def test_compiled_networks_train_as_others_do(pool: WorkerPool, name: str) -> No
     assert_same(merged([f.weights for f in found]), plain[0].weights)
     assert all(f.graphs for f in found)
     assert all(bool(f.deferred) == ("zb" in name) for f in found)
+    if name == "block, tp=2, selective":
+        assert all(f.graphs == 1 for f in found)
     if compiled.recompute != "none":
         assert all(f.kept < 0.6 * plainly for f, plainly in by_rank), by_rank
+
+
+@dataclass
+class Ran:
+    """A block, forward and backward."""
+
+    tensors: list[Tensor]
+    """The output and all gradients."""
+    sent: float
+    """Bytes that this rank sent over tp."""
+    calls: int
+    """Collectives."""
+
+
+def run_block(sequence_parallel: bool, config: TransformerConfig) -> tuple[Ran, Ran]:
+    """A block as it is, and as a single graph; a gathered input is gathered again, not kept."""
+    topology = make_topology(2, sequence_parallel)
+    block: Any = distribute(build_trunk(config).layers[0].double(), topology)
+    shape = (2, 8 // (1 + sequence_parallel), config.hidden_size)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    torch.compiler.reset()
+    with patch.object(linear_functions, "regathers", lambda _: True):
+        plain = run(block.forward, x, block, topology.tp.meter)
+        whole = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+        return plain, run(whole, x, block, topology.tp.meter)
+
+
+def run(forward: Any, x: Tensor, block: nn.Module, meter: Meter) -> Ran:
+    """Forward and backward."""
+    block.zero_grad()
+    x.grad, meter.calls, meter.bytes = None, 0, 0
+    y = forward(x)
+    y.square().sum().backward()
+    grads = [p.grad for p in (x, *block.parameters()) if p.grad is not None]
+    return Ran([y.detach(), *grads], meter.bytes, meter.calls)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_block_is_one_graph_under_tp(pool: WorkerPool, sequence_parallel: bool) -> None:
+    """It sends what is sent without a compiler: nothing is left out, repeated or kept instead."""
+    config = LLAMA if sequence_parallel else GPT
+    for plain, whole in pool.run(2, run_block, sequence_parallel, config):
+        assert (whole.sent, whole.calls) == (plain.sent, plain.calls)
+        torch.testing.assert_close(whole.tensors, plain.tensors, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("name", "graphs"), [("model", 1), ("block", 4)])

@@ -1,0 +1,123 @@
+"""Collectives as operators of compiled graphs.
+
+A compiler cannot look into a collective: it starts in Python, works on memory that it was given and
+ends when somebody waits. So where code is traced, `comm.collectives` puts two opaque operators into
+the graph, one that *starts* the collective and returns a ticket, and one that *finishes* it and
+returns a new tensor. When the graph runs they call the same functions as code that is not compiled:
+bytes, the order in which ranks are added, the meter and whoever watches for hangs are the same, and
+so is every bit of the result. (The operators of torch's own functional collectives do what the
+backend does, and wait where no watcher sees them.)
+
+An axis is an object, and a graph holds none: operators are told the name of its process group, by
+which `topology.mesh.axis_of` finds it.
+
+*Overlap.* What a layer computes between a start and its wait lies between the two operators, and
+compilers keep the order of what they cannot look into: a column-parallel layer multiplies on while
+the gradient of its input is summed, in a graph as outside. No compiler is asked to find more.
+
+*Order.* All ranks must run their collectives in one order. In a graph it is the compiler's, which
+may exchange what does not depend on each other. But it decides by the graph and by shapes, and tp
+ranks, whose slices are equal, trace the same ones; where they differ (a constant, the mask of a
+padded vocabulary), it is in no collective. Those along one path of activations depend on each other
+anyway.
+
+*Twice or not.* Where a graph is cut into forward and backward, what the forward has may be computed
+once more in the backward, which each rank decides for itself, by a search whose ties it may break
+in its own way. Of operators that it does not know it never decides so. In a block that is to be
+recomputed every collective that the backward needs runs again, on all ranks alike, but for those
+whose results are kept (`parallel.selective`).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.topology.mesh import Axis, axis_of
+
+NAMESPACE = "lightning_megatron"
+_under_way: dict[int, "Waited"] = {}
+"""Collectives by ticket. Here, as graphs can hold nothing but tensors and numbers."""
+_numbers = itertools.count()
+
+
+class Waited(Protocol):
+    """A collective that has been started."""
+
+    def wait(self) -> Tensor:
+        """Finish it and return its result."""
+        ...
+
+
+class Traced:
+    """A collective of a graph.
+
+    Args:
+        name: as it was given to `define`.
+        x: this rank's input.
+        axis: the ranks that take part.
+        dim: along which dim.
+        after: something that is computed before. A collective of a backward that depends on no
+            gradient would otherwise be one with its twin in the forward.
+    """
+
+    def __init__(
+        self, name: str, x: Tensor, axis: Axis, dim: int = 0, after: Tensor | None = None
+    ) -> None:
+        self._name, self._x, self._where = name, x, (axis.key, dim)
+        self._ticket = _operator("start_" + name)(x, *self._where, after)
+
+    def wait(self) -> Tensor:
+        """Finish it and return its result."""
+        # The input is named again so that its memory is not used anew before.
+        y: Tensor = _operator("finish_" + self._name)(self._ticket, self._x, *self._where)
+        return y
+
+
+def define(
+    name: str,
+    start: Callable[[Tensor, Axis, int], Waited],
+    shape: Callable[[Sequence[int], int, int], Sequence[int]],
+) -> None:
+    """Make the two operators of a collective.
+
+    Args:
+        name: of the collective.
+        start: begins it; may write into the tensor that it is given.
+        shape: of the result, from that of the input, the size of the axis and the dim.
+    """
+    known = {"tags": torch.Tag.pt2_compliant_tag}
+    where, kind = "Tensor x, str axis, int dim", "CompositeExplicitAutograd"
+    started, finished = (f"{NAMESPACE}::{step}_{name}" for step in ("start", "finish"))
+    torch.library.define(started, f"({where}, Tensor? after) -> Tensor", **known)
+    torch.library.define(finished, f"(Tensor ticket, {where}) -> Tensor", **known)
+
+    def run(x: Tensor, axis: str, dim: int, after: Tensor | None) -> Tensor:
+        number = next(_numbers)
+        _under_way[number] = start(x, axis_of(axis), dim)
+        return torch.tensor(number)
+
+    def finish(ticket: Tensor, x: Tensor, axis: str, dim: int) -> Tensor:
+        return _under_way.pop(int(ticket)).wait().contiguous()
+
+    def ticket_like(x: Tensor, axis: str, dim: int, after: Tensor | None) -> Tensor:
+        return torch.empty((), dtype=torch.int64)
+
+    def result_like(ticket: Tensor, x: Tensor, axis: str, dim: int) -> Tensor:
+        return x.new_empty(tuple(shape(x.shape, axis_of(axis).size, dim)))
+
+    torch.library.impl(started, kind, run)
+    torch.library.impl(finished, kind, finish)
+    torch.library.register_fake(started, ticket_like)
+    torch.library.register_fake(finished, result_like)
+
+
+def result_of(name: str) -> Any:
+    """The operator that returns the result of a collective."""
+    return _operator("finish_" + name).default
+
+
+def _operator(name: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), name)
