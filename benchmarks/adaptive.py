@@ -103,7 +103,7 @@ def compare(
     """A row for every limit, and one for a setting beside itself."""
     free, costs, _ = planned(config, length, activation_fraction=0.9)
     hand = by_hand(len(costs))
-    sizes = {name: needed(costs, ways, in_order=True) for name, (_, ways) in hand.items()}
+    sizes = {name: needed(costs, ways) for name, (_, ways) in hand.items()}
     outside = peak(free, length) - sizes["none"]
     steps = {name: stepper(config, memory, length) for name, (memory, _) in hand.items()}
     plans: dict[str, tuple[float, int, list[Way]]] = {}

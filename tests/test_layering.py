@@ -65,6 +65,7 @@ LAYERS = {
     "pipeline/schedules": 3,
     "pipeline/schedule": 4,
     "pipeline/simulate": 4,
+    "pipeline/moments": 4,
     "pipeline/choose": 4,
     "pipeline/draw": 4,
     # 5: transforms on any model
@@ -113,6 +114,7 @@ PURE = (
     "pipeline/schedules/zero_bubble",
     "pipeline/schedule",
     "pipeline/simulate",
+    "pipeline/moments",
     "pipeline/choose",
     "pipeline/draw",
     "pipeline/partition",

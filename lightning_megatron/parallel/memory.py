@@ -25,7 +25,7 @@ class MemoryConfig:
     recompute: Mode = "none"
     """Activations that are computed again in the backward: none, all inside a block (full), or all
     but the results of the operations in ``keep`` (selective); or for each block one of these, at
-    the least cost of time that memory allows, by sizes and times in the second batch (adaptive)."""
+    the least cost of time that memory allows, by sizes and times in two batches (adaptive)."""
     activation_gib: float | None = None
     """For adaptive: most that the activations of a rank's blocks may take. What is outside of
     blocks, parameters, gradients and optimizer state come on top."""

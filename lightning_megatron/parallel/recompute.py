@@ -28,7 +28,7 @@ Without gradients (evaluation, generation) blocks run as they are.
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_megatron._torch import compile_with_callers_only, tree_flatten
-from lightning_megatron.parallel.knapsack import BlockCosts, combined
+from lightning_megatron.parallel.knapsack import BlockCosts
 from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.parallel.offload import Offloader
 from lightning_megatron.parallel.plan import class_name
@@ -54,8 +54,8 @@ from lightning_megatron.parallel.wrapping import BlockForward, address, outermos
 
 _FULL = MemoryConfig(recompute="full")
 _REPETITIONS = 3
-"""Measurements of a block, of which the shortest times count: the first run takes memory anew, and
-whatever else a machine does only ever adds to a time."""
+"""Measurements of a run of a block, of which the shortest times count: the first takes memory anew,
+and whatever else a machine does only ever adds to a time."""
 
 
 def recompute(
@@ -103,7 +103,7 @@ def recompute_each(
 
 def measure(
     blocks: Iterable[nn.Module], now: Callable[[], float] | None, kept: Sequence[str] = ()
-) -> list[BlockCosts]:
+) -> list[list[BlockCosts]]:
     """Have recomputed blocks measure themselves in their forwards from now on; with None, no more.
 
     Args:
@@ -112,14 +112,13 @@ def measure(
         kept: operations whose results they would keep if they were recomputed selectively.
 
     Returns:
-        Of every block what it has measured so far, the largest sizes and the least times.
+        Of every block what it has measured since it was told to, one entry for each of its runs.
     """
-    nothing = BlockCosts(seconds=0.0, kept=0, input=0)
     found, places = [], itertools.count()
     for block in blocks:
         held = outermost(block)
         assert isinstance(held, _Forgetful)
-        found.append(reduce(partial(combined, time=min), held.measured or [nothing]))
+        found.append(held.measured)
         held.now, held.selection, held.measured, held.places = now, kept, [], places
     return found
 
@@ -163,21 +162,15 @@ class _Forgetful(BlockForward):
             _warn_of_break(self._block)
             self._outside_is_news = False
         if self.now is not None:
-            self.measured += [self._measure(self.now, args, kwargs) for _ in range(_REPETITIONS)]
+            self.measured.append(self._measure(self.now, args, kwargs))
         return checkpoint(self._forward, *args, use_reentrant=False, **self._options, **kwargs)
 
     def _measure(self, now: Callable[[], float], args: Any, kwargs: Any) -> BlockCosts:
         """Run more often for its own sake: plainly, noting results, and with these results."""
         inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         devices = {t.device.index or 0 for t in inputs if t.device.type == "cuda"}
-        own = {address(p) for p in self._block.parameters()}
-        held = {address(t): t.untyped_storage().nbytes() for t in inputs}
-        sizes = dict(held)
-
-        def pack(tensor: Tensor) -> Tensor:
-            if address(tensor) not in own:
-                sizes[address(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
+        own = {address(t) for t in (*self._block.parameters(), *self._block.buffers())}
+        held = _Sizes(inputs).bytes
 
         def run(context: AbstractContextManager[Any], pack: Callable[[Tensor], Any]) -> float:
             with (
@@ -190,20 +183,54 @@ class _Forgetful(BlockForward):
                 self._forward(*args, **kwargs)
                 return now() - start
 
-        notes = Notes(kept_operations(self.selection))
-        seconds, again, noted = run(nullcontext(), pack), None, 0
+        plain: list[float] = []
+        noting: list[float] = []
+        replaying: list[float] = []
+        kept = noted = 0
+        for _ in range(_REPETITIONS):
+            sizes = _Sizes(inputs, without=own)
+            plain.append(run(nullcontext(), sizes.note))
+            kept = max(kept, sizes.bytes)
+            if self.selection:
+                notes = Notes(kept_operations(self.selection))
+                noting.append(run(Noting(notes), lambda tensor: None))
+                noted = notes.bytes
+                replaying.append(run(Replaying(notes), lambda tensor: tensor))
+        again = None
         if self.selection:
-            noting = run(Noting(notes), lambda tensor: None)
-            noted = notes.bytes
-            again = max(noting - seconds, 0.0) + run(Replaying(notes), lambda tensor: tensor)
+            again = max(min(noting) - min(plain), 0.0) + min(replaying)
         return BlockCosts(
-            seconds=seconds,
-            kept=sum(sizes.values()),
-            input=sum(held.values()),
+            seconds=min(plain),
+            kept=kept,
+            input=held,
             selective_seconds=again,
-            selective_kept=sum(held.values()) + noted,
+            selective_kept=held + noted,
             place=next(self.places),
         )
+
+
+class _Sizes:
+    """Bytes of tensors, each storage once.
+
+    Args:
+        tensors: the first ones.
+        without: addresses of those that do not count.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], without: Collection[int] = ()) -> None:
+        self._sizes = {address(t): t.untyped_storage().nbytes() for t in tensors}
+        self._without = without
+
+    @property
+    def bytes(self) -> int:
+        """Of all that were noted."""
+        return sum(self._sizes.values())
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """One more; returned as it is."""
+        if address(tensor) not in self._without:
+            self._sizes[address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
 
 
 def checkpoint_options(

@@ -1,18 +1,28 @@
 """``memory.recompute="adaptive"``: recompute as little as the memory allows, by measurement.
 
-Training begins with all blocks recomputed. The first batch pays for whatever happens once; during
-the second every block is measured, three times over: the time of its forward and what autograd
-keeps of it, and the time and the notes of recomputing it selectively. From these numbers,
+Training begins with all blocks recomputed. During the first two batches every block is measured:
+what autograd keeps of it and the time of its forward, and the notes and the time of recomputing it
+selectively; of all runs the largest sizes and the least times count, as the first batch pays for
+whatever happens once, and the second may be what is left over at the end of the data. Batches that
+do not come to run (``on_train_batch_start`` may say so) are waited for. From these numbers,
 the largest and slowest of all ranks, and from how many microbatches the schedule has under way on a
-stage, every rank works out how to recompute each block of every pipeline rank, or not at all
-(`parallel.knapsack`), and goes on with its own. Rank 0 reports the plan.
+stage (`pipeline.moments`), every rank works out how to recompute each block of every pipeline rank,
+or not at all (`parallel.knapsack`), and goes on with its own. Rank 0 reports the plan.
+
+Of a block that runs several times in a microbatch, what all its runs keep counts. One that did not
+run stays recomputed, and does not count.
+
+Blocks that are compiled, one by one, are measured as they run, compiled: what a graph passes to its
+backward, autograd keeps. They are recomputed in full or not at all, as nobody sees the operations
+in a graph.
 """
 
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
@@ -23,12 +33,16 @@ from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.knapsack import BlockCosts, Way, choose, combined, needed
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.recompute import measure, recompute_each
+from lightning_megatron.pipeline.moments import ALONE, Moment, beside, moments
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.pipeline.sequential import RemoteItem
-from lightning_megatron.pipeline.simulate import peak_live_activations
 
-_MEASURED = 1
-"""Batch that is measured; the one before it is left alone."""
+_MEASURED = 2
+"""Batches that are measured."""
+_PATIENCE = 10
+"""Batches after which is chosen, even if some rank's blocks have not run in any of them."""
+_EVERYWHERE = -1
+"""In place of a stage, for what all of them run: what lies outside of the trunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +51,8 @@ class Measured:
 
     rank: int
     costs: BlockCosts
+    runs: int
+    """Most runs in a microbatch."""
 
 
 class AdaptiveMemory:
@@ -51,6 +67,7 @@ class AdaptiveMemory:
     Attributes:
         ways: of every block of all ranks by name, how it is recomputed; None until the choice.
         measured: what every block costs; empty until the choice.
+        moments: when each pipeline rank may hold the most; empty until the choice.
     """
 
     def __init__(
@@ -68,16 +85,24 @@ class AdaptiveMemory:
             for block in find_blocks(parallel.module, config.blocks)
             if not isinstance(block, RemoteItem)
         }
-        self._seen = 0
+        compiled = config.compile != "none"
+        self._selection = () if compiled else config.selection
+        self._seen = self._count = 0
+        self._found: dict[str, Measured] = {}
         self.ways: dict[str, Way] | None = None
         self.measured: dict[str, Measured] = {}
+        self.moments: dict[int, tuple[Moment, ...]] = {}
 
     def before_batch(self, count: int) -> None:
         """A training batch begins; the one before had ``count`` microbatches; collective."""
-        if self._seen == _MEASURED:
-            measure(self._blocks.values(), self._now, self._config.selection)
-        elif self._seen == _MEASURED + 1:
-            self._choose(count)
+        if self.ways is not None:
+            return
+        if self._seen:
+            self._note(count)
+        if self._seen >= _MEASURED:
+            self._choose()
+        if self.ways is None:
+            measure(self._blocks.values(), self._now, self._selection)
         self._seen += 1
 
     def _now(self) -> float:
@@ -87,39 +112,49 @@ class AdaptiveMemory:
         torch.get_device_module(device).synchronize(device)
         return time.perf_counter()
 
-    def _choose(self, count: int) -> None:
-        topology, limit = self._parallel.topology, self._limit()
-        blocks = self.measured = self._gather(self._measure(count))
-        plan: dict[str, Way] = {}
-        problems = []
-        for rank in range(topology.pp.size):
-            own = {name: b.costs for name, b in blocks.items() if b.rank == rank}
-            ways = choose(list(own.values()), limit, in_order=self._in_order)
-            if ways is None:
-                least = self._needed(list(own.values()), ["full"] * len(own)) / 2**30
-                problems.append(
-                    f"memory.activation_gib={limit / 2**30:.4g}: the blocks of pipeline rank "
-                    f"{rank} need {least:.4g} GiB even if all are recomputed; nearest valid: "
-                    f"activation_gib={least * 1.001:.4g}, or smaller microbatches"
-                )
+    def _note(self, count: int) -> None:
+        """What was measured in a batch; ends the measurement."""
+        rank = self._parallel.topology.pp.rank
+        results = measure(self._blocks.values(), None)
+        for (name, block), runs in zip(self._blocks.items(), results, strict=True):
+            if not runs:
                 continue
-            plan |= dict(zip(own, ways, strict=True))
-        raise_if_any(problems)
-        self.ways = plan
-        kept: dict[Way, tuple[str, ...]] = {"selective": self._config.selection, "full": ()}
-        chosen = {
-            block: kept[plan[name]] for name, block in self._blocks.items() if plan[name] in kept
-        }
-        recompute_each(self._parallel.module, chosen)
-        self._report(self._table(blocks, plan, limit))
+            self._count = max(self._count, count)
+            costs = replace(reduce(partial(combined, time=min), runs), stage=self._stage(block))
+            one = Measured(rank=rank, costs=costs, runs=-(-len(runs) // count))
+            self._found[name] = _merged(self._found.get(name, one), one, time=min)
 
-    def _limit(self) -> int:
-        """Bytes that the blocks of this rank may take; the least of all ranks."""
+    def _choose(self) -> None:
+        blocks, count, complete = self._gather()
+        if not complete and self._seen < _PATIENCE:
+            return
+        limit, memory = self._limit()
+        plan: dict[str, Way] = {}
+        least = 0
+        for rank in sorted({block.rank for block in blocks.values()}):
+            own = {name: b.costs for name, b in blocks.items() if b.rank == rank}
+            when = self.moments[rank] = self._moments_of(rank, list(own.values()), count)
+            ways = choose(list(own.values()), limit, when)
+            if ways is None:
+                least = max(least, needed(list(own.values()), ["full"] * len(own), when))
+            else:
+                plan |= dict(zip(own, ways, strict=True))
+        if least:
+            raise_if_any([self._too_little(limit, least, memory)])
+        self.ways, self.measured = plan, blocks
+        kept: dict[Way, tuple[str, ...]] = {"selective": self._selection, "full": ()}
+        chosen = {block: plan.get(name, "full") for name, block in self._blocks.items()}
+        again = {block: kept[way] for block, way in chosen.items() if way in kept}
+        recompute_each(self._parallel.module, again)
+        self._report(self._table(limit))
+
+    def _limit(self) -> tuple[int, int]:
+        """Bytes that the blocks of this rank may take, and that it has; the least of all ranks."""
         config, topology = self._config, self._parallel.topology
-        if config.activation_gib is not None:
-            return int(config.activation_gib * 2**30)
-        assert config.activation_fraction is not None
         memory = _memory(topology.device)
+        if config.activation_gib is not None:
+            return int(config.activation_gib * 2**30), memory
+        assert config.activation_fraction is not None
         everyone = [(socket.gethostname(), memory)]
         if topology.world_size > 1:
             everyone = everyone * topology.world_size
@@ -127,59 +162,72 @@ class AdaptiveMemory:
         if topology.device.type == "cpu":
             hosts = [host for host, _ in everyone]
             everyone = [(host, size // hosts.count(host)) for host, size in everyone]
-        return int(config.activation_fraction * min(size for _, size in everyone))
+        memory = min(size for _, size in everyone)
+        return int(config.activation_fraction * memory), memory
 
-    def _measure(self, count: int) -> dict[str, Measured]:
-        """What this rank found; ends the measurement."""
-        rank, found = self._parallel.topology.pp.rank, {}
-        results = measure(self._blocks.values(), None)
-        for (name, block), one in zip(self._blocks.items(), results, strict=True):
-            found[name] = Measured(rank=rank, costs=replace(one, live=self._live(block, count)))
-        return found
+    def _too_little(self, limit: int, least: int, memory: int) -> str:
+        fraction, enough = self._config.activation_fraction, least * 1.001
+        if fraction is None:
+            given = f"activation_gib={limit / 2**30:.4g}"
+            remedy = f"activation_gib={enough / 2**30:.4g}, or "
+        else:
+            given = f"activation_fraction={fraction:.4g} ({limit / 2**30:.4g} GiB)"
+            remedy = f"activation_fraction={enough / memory:.4g}, or " if enough < memory else ""
+        return (
+            f"memory.{given}: the blocks of a rank need {least / 2**30:.4g} GiB even if all are "
+            f"recomputed; nearest valid: {remedy}smaller microbatches"
+        )
 
-    def _live(self, block: nn.Module, count: int) -> int:
+    def _stage(self, block: nn.Module) -> int:
+        """Where a block of this rank is."""
         parallel = self._parallel
         pp, trunk = parallel.topology.pp, parallel.trunk
         if pp.size == 1 or trunk is None:
-            return 1
-        schedule = self._schedule(count)
+            return 0
         owners = parallel.transforms.stage_ranks or range(pp.size)
         mine = [stage for stage, owner in enumerate(owners) if owner == pp.rank]
         for stage, items in zip(mine, trunk.stage_items, strict=True):
             if any(block is child for child in items.modules()):
-                weights = {s: float(s == stage) for s in range(len(owners))}
-                return int(peak_live_activations(schedule.row(pp.rank), weights))
-        return count  # outside the trunk: every stage runs it, and none ends before the last
+                return stage
+        return _EVERYWHERE
 
-    def _gather(self, own: dict[str, Measured]) -> dict[str, Measured]:
-        """The largest numbers of all ranks that hold a block, the same on all of them."""
-        everyone: list[dict[str, Measured]] = [own]
+    def _moments_of(
+        self, rank: int, blocks: Sequence[BlockCosts], count: int
+    ) -> tuple[Moment, ...]:
+        """When a pipeline rank may hold the most, of so many microbatches."""
+        if self._parallel.topology.pp.size == 1:
+            return ALONE
+        found = moments(self._schedule(count).row(rank))
+        if any(block.stage == _EVERYWHERE for block in blocks):
+            # Every stage runs it, and none ends before the last backward.
+            found = beside(found, _EVERYWHERE, count)
+        return found
+
+    def _gather(self) -> tuple[dict[str, Measured], int, bool]:
+        """The largest numbers of all ranks that hold a block, the same on all of them.
+
+        Returns:
+            Those; the most microbatches of a batch; whether all ranks that have blocks have run
+            some of them.
+        """
+        own = self._found, self._count, bool(self._found) or not self._blocks
+        everyone = [own]
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone = [own] * dist.get_world_size()
             dist.all_gather_object(everyone, own)
         merged: dict[tuple[int, str], Measured] = {}
-        for held in everyone:
+        for held, _, _ in everyone:
             for name, block in held.items():
-                known = merged.get((block.rank, name))
-                if known is not None:
-                    larger = combined(known.costs, block.costs, time=max)
-                    block = Measured(rank=block.rank, costs=larger)
-                merged[block.rank, name] = block
+                key = block.rank, name
+                merged[key] = _merged(merged.get(key, block), block, time=max)
         order = sorted(merged, key=lambda key: (key[0], merged[key].costs.place))
-        return {name: merged[rank, name] for rank, name in order}
+        blocks = {name: _of_all_runs(merged[rank, name]) for rank, name in order}
+        count = max(count for _, count, _ in everyone)
+        return blocks, count, all(complete for _, _, complete in everyone)
 
-    @property
-    def _in_order(self) -> bool:
-        """Whether one microbatch is under way at a time, whose backward frees what it has passed.
-
-        A backward in two parts, which pipelines may have, leaves to its second what that needs.
-        """
-        return self._parallel.topology.pp.size == 1
-
-    def _needed(self, blocks: Sequence[BlockCosts], ways: Sequence[Way]) -> int:
-        return needed(blocks, ways, in_order=self._in_order)
-
-    def _table(self, blocks: Mapping[str, Measured], ways: Mapping[str, Way], limit: int) -> str:
+    def _table(self, limit: int) -> str:
+        assert self.ways is not None
+        blocks, ways = self.measured, self.ways
         again = sum(way != "none" for way in ways.values())
         lines = [
             f'memory.recompute="adaptive": {again} of {len(blocks)} blocks are recomputed',
@@ -189,18 +237,43 @@ class AdaptiveMemory:
         ]
         for name, block in blocks.items():
             costs = block.costs
-            sizes = (costs.kept, costs.selective_kept, costs.input)
+            live = max(moment.held(costs.stage) for moment in self.moments[block.rank])
+            selective = f"{'-':>10}", f"{'-':>9}"
+            if costs.selective_seconds is not None:
+                kept, lost = costs.selective_kept / 2**20, 1e3 * costs.selective_seconds
+                selective = f"{kept:10.2f}", f"{lost:9.2f}"
             lines.append(
-                f"{name:27} {block.rank:3} {costs.live:4} "
-                f"{' '.join(f'{size / 2**20:10.2f}' for size in sizes)} "
-                f"{1e3 * costs.time('selective'):9.2f} {1e3 * costs.time('full'):7.2f}  "
+                f"{name:27} {block.rank:3} {live:4} {costs.kept / 2**20:10.2f} {selective[0]} "
+                f"{costs.input / 2**20:10.2f} {selective[1]} {1e3 * costs.seconds:7.2f}  "
                 f"{ways[name]}"
             )
-        for rank in sorted({block.rank for block in blocks.values()}):
+        for rank, when in self.moments.items():
             own = [name for name, block in blocks.items() if block.rank == rank]
-            held = self._needed([blocks[name].costs for name in own], [ways[name] for name in own])
+            held = needed([blocks[name].costs for name in own], [ways[n] for n in own], when)
             lines.append(f"pipeline rank {rank}: {held / 2**20:.2f} MiB of {limit / 2**20:.2f}")
         return "\n".join(lines)
+
+
+def _merged(one: Measured, other: Measured, time: Callable[..., float]) -> Measured:
+    costs = combined(one.costs, other.costs, time=time)
+    return Measured(rank=one.rank, costs=costs, runs=max(one.runs, other.runs))
+
+
+def _of_all_runs(block: Measured) -> Measured:
+    """The same, with the costs of all runs in a microbatch."""
+    costs, runs = block.costs, block.runs
+    again = costs.selective_seconds
+    return replace(
+        block,
+        costs=replace(
+            costs,
+            seconds=runs * costs.seconds,
+            kept=runs * costs.kept,
+            input=runs * costs.input,
+            selective_seconds=None if again is None else runs * again,
+            selective_kept=runs * costs.selective_kept,
+        ),
+    )
 
 
 def _memory(device: torch.device) -> int:

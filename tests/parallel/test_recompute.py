@@ -372,8 +372,8 @@ def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
     for stages in range(strategy.topology.pp.size):
         own = [b.costs for b in strategy.adaptive_memory.measured.values() if b.rank == stages]
         full, none = ["full"] * len(own), ["none"] * len(own)
-        in_order = strategy.topology.pp.size == 1
-        needs.append((needed(own, full, in_order=in_order), needed(own, none)))
+        when = strategy.adaptive_memory.moments[stages]
+        needs.append((needed(own, full, when), needed(own, none, when)))
     limit = (max(least for least, _ in needs) + max(most for _, most in needs)) / 2
     some = MemoryConfig(recompute="adaptive", activation_gib=limit / 2**30)
     strategy, others, few_bytes = adaptive_run(options, some)
@@ -450,7 +450,7 @@ def peaks_under_limits() -> list[set[str]]:
     most, plan = peak_of(much)
     costs = [block.costs for block in plan.measured.values()]
     outside = most - needed(costs, ["none"] * len(costs))
-    least, whole = (needed(costs, [way] * len(costs), in_order=True) for way in ("full", "none"))
+    least, whole = (needed(costs, [way] * len(costs)) for way in ("full", "none"))
     found = []
     for part in (0.1, 0.7):
         limit = int(least + part * (whole - least))
