@@ -224,8 +224,17 @@ def output(
     else:
         y, kept = products.output(rows(x), weight)
         if bias is not None:
-            y.add_(bias)
+            y = plus(y, bias)
     return (y if x.dim() == 2 else in_shape(y, (*x.shape[:-1], y.shape[-1]))), kept
+
+
+def plus(y: Tensor, bias: Tensor) -> Tensor:
+    """``y + bias``; ``y`` may be written into.
+
+    Not in a graph, where it would save nothing: a function that writes into its result has wrong
+    gradients there in torch 2.11.
+    """
+    return y + bias if torch.compiler.is_compiling() else y.add_(bias)
 
 
 def ready(grad_no: Tensor, kept: Any, products: Products | None) -> Any:

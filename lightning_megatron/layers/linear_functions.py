@@ -28,6 +28,7 @@ from lightning_megatron.layers.deferral import (
     input_gradient,
     linear_gradients,
     output,
+    plus,
     ready,
     rows,
 )
@@ -128,7 +129,7 @@ class _RowParallel(Function):
         ctx.save_for_backward(x, weight)
         partial, ctx.kept = output(x, weight, products)
         y = _start_reduction(partial, axis, sequence).wait()
-        return y if bias is None else y.add_(bias)
+        return y if bias is None else plus(y, bias)
 
     @staticmethod
     @once_differentiable

@@ -90,7 +90,11 @@ def test_chunked_loss_trains_as_whole_logits_do(
     ("layout", "memory"),
     [
         (Layout(tp=2, sequence_parallel=True, architecture="shallow"), {}),
-        (Layout(dp=2, zero=3, num_microbatches=2, architecture="gpt"), {"group": 2}),
+        (Layout(tp=2, dp=2, zero=3, architecture="gpt"), {"group": 2}),
+        (
+            Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, architecture="gpt"),
+            {"compile": "block", "recompute": "selective"},
+        ),
     ],
     ids=str,
 )
@@ -99,9 +103,8 @@ def test_compiled_models_that_recompute_train_as_others_do(
 ) -> None:
     lengths = (8, 12) if memory else (8,)
     data, architecture = Data(steps=2, lengths=lengths), layout.architecture
-    options = {"compile_backend": "aot_eager", "recompute": "full", **memory}
-    compiled = MemoryConfig(compile="model", **options)
-    options = {**layout.strategy_options(), "memory": compiled}
+    how = {"compile": "model", "compile_backend": "aot_eager", "recompute": "full", **memory}
+    options = {**layout.strategy_options(), "memory": MemoryConfig(**how)}
     outcomes = pool.run(layout.world_size, train_job, options, architecture, data)
     check(outcomes, reference_curve(architecture, data))
 
