@@ -22,7 +22,9 @@ from lightning_megatron._torch.dtensor import stamps as stamps
 from lightning_megatron._torch.fsdp import accumulate_gradients as accumulate_gradients
 from lightning_megatron._torch.fsdp import gather_through as gather_through
 from lightning_megatron._torch.fsdp import gathers_through as gathers_through
-from lightning_megatron._torch.fsdp import keep_reduced_gradients_in as keep_reduced_gradients_in
+from lightning_megatron._torch.fsdp import (
+    keep_reduced_gradients_wide as keep_reduced_gradients_wide,
+)
 from lightning_megatron._torch.fsdp import parameter_groups as parameter_groups
 from lightning_megatron._torch.fsdp import reduce_gradients as reduce_gradients
 from lightning_megatron._torch.fsdp import replicate as replicate

@@ -74,22 +74,28 @@ def gathers_through(weight: Tensor) -> bool:
     return isinstance(weight, DTensor) and hasattr(weight._local_tensor, "fsdp_pre_all_gather")
 
 
-def keep_reduced_gradients_in(module: FSDPModule, dtype: torch.dtype) -> None:
-    """Have FSDP2 leave the gradients of narrower parameters in ``dtype`` (2.11-2.13).
+def keep_reduced_gradients_wide(module: FSDPModule) -> None:
+    """Have FSDP2 leave the gradients of narrow parameters in float32 (2.11-2.13).
 
     It casts what it has reduced to the format of the parameters and adds the microbatches up in
-    that. The parameters' ``grad_dtype`` must be the same.
+    that. The parameters' ``grad_dtype`` must be float32 then. And it takes the formats from the
+    parameters that are trained when it reads them, which are none where all are frozen for a while.
     """
     for group in parameter_groups(module._get_fsdp_state()):
-        _keep_group_in(group, dtype)
+        _keep_group_wide(group)
 
 
-def _keep_group_in(group: Any, dtype: torch.dtype) -> None:
+def _keep_group_wide(group: Any) -> None:
     read_formats = group._init_mp_dtypes
 
     def read_formats_and_adjust() -> None:
         read_formats()
-        group._orig_dtype = dtype
+        if group._orig_dtype is None and group.fsdp_params:
+            # Gradients come later, if parameters are trained again.
+            group._orig_dtype = group.fsdp_params[0].orig_dtype
+            group._reduce_dtype = group.fsdp_params[0].reduce_dtype
+        if group._orig_dtype in (torch.bfloat16, torch.float16):
+            group._orig_dtype = torch.float32
 
     # FSDP2 reads the formats when a module runs first, and when its parameters have changed.
     group._init_mp_dtypes = read_formats_and_adjust

@@ -23,7 +23,7 @@ switches.) Reduction is a mean over the data-parallel ranks.
 import difflib
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -38,10 +38,11 @@ from torch.distributed.fsdp import (
 
 from lightning_megatron._torch import (
     accumulate_gradients,
-    keep_reduced_gradients_in,
+    keep_reduced_gradients_wide,
     reduce_gradients,
     replicate,
 )
+from lightning_megatron.parallel.formats import one_format
 from lightning_megatron.parallel.low_copies import LowCopies
 from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.reduce import MeanReducer
@@ -97,8 +98,8 @@ class ComputeTypes:
 
 
 def is_unmanaged(parameter: nn.Parameter) -> bool:
-    """Whether FSDP2 cannot take ``parameter``: it has no dimension to shard."""
-    return parameter.ndim == 0
+    """Whether FSDP2 cannot take ``parameter``: it has nothing to shard."""
+    return parameter.ndim == 0 or parameter.numel() == 0
 
 
 class DataParallel:
@@ -130,8 +131,6 @@ class DataParallel:
         self._policy = MixedPrecisionPolicy(
             param_dtype=types.parameters, reduce_dtype=types.reduction, cast_forward_inputs=False
         )
-        # Between microbatches gradients stay in the format of the reduction (`GradientSet.begin`).
-        self._keep_in = types.reduction if types.parameters is None else None
         self._follow_freezing = follow_freezing
         # Without shards and casts FSDP2 would only reduce, see `parallel.reduce`.
         self.replicates = zero == 0 and types.parameters is None
@@ -167,11 +166,12 @@ class DataParallel:
         """
         mesh = self._topology.mesh
         unmanaged = {p for p in module.parameters() if is_unmanaged(p)} | set(leave)
+        policy = self._policy_for(module, unmanaged)
         if self._zero == 0:
             replicate(
                 module,
                 mesh=mesh["dp_replicate"],
-                mp_policy=self._policy,
+                mp_policy=policy,
                 ignored_params=unmanaged,
             )
         else:
@@ -181,14 +181,13 @@ class DataParallel:
                 module,
                 mesh=mesh[names],
                 reshard_after_forward=self._zero == 3,
-                mp_policy=self._policy,
+                mp_policy=policy,
                 offload_policy=self._offload,
                 ignored_params=unmanaged,
             )
         assert isinstance(module, FSDPModule)
         self._count(module)
-        if self._keep_in is not None:
-            keep_reduced_gradients_in(module, self._keep_in)
+        keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
         if works_in_place(module):
             module.register_forward_pre_hook(_enter)  # runs after FSDP2's
         if self._follow_freezing:
@@ -196,6 +195,17 @@ class DataParallel:
         self._units.append(module)
         if stage is not None:
             self._stage(stage).roots.append(module)
+
+    def _policy_for(
+        self, module: nn.Module, unmanaged: Collection[nn.Parameter]
+    ) -> MixedPrecisionPolicy:
+        """Number formats for one unit."""
+        inside = (unit for unit in self._units if isinstance(unit, nn.Module))
+        taken = {p for unit in inside for p in unit.parameters()}.union(unmanaged)
+        held_in = one_format(module, taken)
+        if self._policy.reduce_dtype is None and held_in is not None and held_in.itemsize < 4:
+            return replace(self._policy, reduce_dtype=torch.float32)
+        return self._policy
 
     def _count(self, unit: FSDPModule) -> None:
         """Have what the unit sends counted."""

@@ -27,7 +27,12 @@ class BlockForward:
 
     Args:
         block: whose forward is surrounded.
+
+    Attributes:
+        stays: whether it belongs to the block, beneath all that `unwrap` removes.
     """
+
+    stays = False
 
     def __init__(self, block: nn.Module) -> None:
         self._block, self._forward = block, block.forward
@@ -60,7 +65,7 @@ def _method(signature: inspect.Signature) -> Callable[..., Any]:
 def outermost(block: nn.Module) -> BlockForward | None:
     """What stands in for the forward of ``block``, None if it is the block's own."""
     held = getattr(block.__dict__.get("forward"), "__self__", None)
-    return held if isinstance(held, BlockForward) else None
+    return held if isinstance(held, BlockForward) and not held.stays else None
 
 
 def unwrap(module: nn.Module) -> None:

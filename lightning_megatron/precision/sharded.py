@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,6 +23,7 @@ from lightning_megatron.optim.whole_step import WholeStep, steps_on_whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.data import ComputeTypes
 from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.precision.wide_forward import widen_where_needed
 
 
 class _LeftOut(Exception):
@@ -117,6 +118,13 @@ class ShardedPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.left_out = int(state_dict.get("left_out", 0))
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Before the module is put on its layout."""
+        if self.types.parameters is not None:
+            widen_where_needed(module)
+        return super().convert_module(module)
 
     def prepare(self, parallel: ParallelModule) -> None:
         """Fit the layers of a module that was put on its layout; called before it runs."""

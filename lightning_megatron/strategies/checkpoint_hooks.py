@@ -190,6 +190,7 @@ class CheckpointHooks:
         """Finish the last save; callbacks have had their turn."""
         if self._saver is not None:
             self._saver.drain()
+        self.parallel.data.reshard()  # under manual optimization what ran last is gathered
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None

@@ -1,0 +1,69 @@
+"""Layers of torch that need their parameters in a wide format, in a run whose others are narrow.
+
+Under mixed precision a layer's forward sees narrow copies of its parameters. Autocast makes the
+operands of a matrix product alike, but it does not know every operation: a batch norm in bfloat16
+beside running statistics in float32 is refused, as is, on CPUs, a layer norm in bfloat16 of a
+residual stream in float32; and what a parametrization computes of narrow weights (the singular
+value of `torch.nn.utils.parametrizations.spectral_norm`, the exponential of ``orthogonal``) is too
+rough or not implemented. One device under autocast has float32 parameters in all of them.
+
+So these layers see their parameters widened while they run: to the widest of what goes in and of
+their buffers. Nothing is gathered or kept that would not be without; it costs ``4 P`` bytes for the
+``P`` elements of the layer until it is done, and nothing where all formats agree.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
+from typing_extensions import override
+
+from lightning_megatron.parallel.wrapping import BlockForward
+
+LAYERS = (nn.LayerNorm, nn.GroupNorm, _NormBase, nn.Bilinear, ParametrizationList)
+"""Whose operations autocast leaves alone, on CPUs at least. Of instance and batch norms torch names
+the common base in private only."""
+
+
+class WideForward(BlockForward):
+    """Runs a layer with parameters as wide as what it computes with."""
+
+    stays = True
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer."""
+        own: dict[str, Any] = self._block._parameters
+        wide = self._widest((*args, *kwargs.values(), *self._block._buffers.values()))
+        narrow = {
+            name: parameter
+            for name, parameter in own.items()
+            if parameter is not None
+            and wide is not None
+            and parameter.is_floating_point()
+            and parameter.itemsize < wide.itemsize
+        }
+        if not narrow:
+            return self._forward(*args, **kwargs)
+        own.update({name: parameter.to(wide) for name, parameter in narrow.items()})
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            own.update(narrow)
+
+    def _widest(self, used: tuple[Any, ...]) -> torch.dtype | None:
+        """Format of what the layer computes with beside its parameters."""
+        if isinstance(self._block, ParametrizationList):  # nothing goes in
+            return torch.float32
+        formats = [x.dtype for x in used if isinstance(x, Tensor) and x.is_floating_point()]
+        return max(formats, key=lambda dtype: dtype.itemsize, default=None)
+
+
+def widen_where_needed(module: nn.Module) -> None:
+    """Have the layers inside ``module`` that need it see wide parameters while they run."""
+    for layer in module.modules():
+        held = getattr(layer.__dict__.get("forward"), "__self__", None)
+        if isinstance(layer, LAYERS) and not isinstance(held, WideForward):
+            WideForward(layer)
