@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 from typing_extensions import override
 
 from lightning_megatron.parallel.wrapping import BlockForward
 
-LAYERS = (nn.LayerNorm, nn.GroupNorm, _NormBase, nn.Bilinear, ParametrizationList)
-"""Whose operations autocast leaves alone, on CPUs at least. Of instance and batch norms torch names
-the common base in private only."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+OTHERS = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear, ParametrizationList)
+LAYERS = (*BATCH_NORMS, *INSTANCE_NORMS, *OTHERS)
+"""Whose operations autocast leaves alone, on CPUs at least."""
 
 
 class WideForward(BlockForward):
