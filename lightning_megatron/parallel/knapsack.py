@@ -3,7 +3,7 @@
 Nothing but arithmetic. From its forward to its backward a block costs the bytes that autograd keeps
 of it; or, recomputed selectively, those of its input and of the results it keeps, and the time of
 the rest of its forward; or, recomputed in full, those of its input, and the time of its forward.
-While the backward of a recomputed block runs, its activations exist once; those of the blocks
+While the backward of a recomputed block runs, its activations exist besides; those of the blocks
 behind it are gone by then, so that the last blocks are the best to keep. Of all this there is as
 much as the schedule has microbatches under way (`pipeline.moments`): so many of which a stage holds
 all, one in whose backward it is somewhere, and, where a backward has two halves, some between them,
@@ -28,7 +28,7 @@ and the limit is raised by what is found to be left, as long as it really is kep
 >>> blocks = [BlockCosts(seconds=1.0, kept=10, input=1), BlockCosts(seconds=3.0, kept=10, input=1)]
 >>> choose([*blocks, *blocks], limit=22)
 ('full', 'none', 'full', 'none')
->>> choose(blocks, limit=19)
+>>> choose(blocks, limit=11)
 ('full', 'none')
 """
 
@@ -83,8 +83,11 @@ class BlockCosts:
         return {"none": self.kept, "selective": self.selective_kept, "full": self.input}[way]
 
     def again(self, way: Way) -> int:
-        """What comes on top while its backward runs: all, but the input is there already."""
-        return 0 if way == "none" else self.kept - self.input
+        """What comes on top while its backward runs.
+
+        The input is there already, and counts for what a block makes on the way and does not keep.
+        """
+        return 0 if way == "none" else self.kept
 
     def time(self, way: Way) -> float:
         """What a backward takes longer."""

@@ -4,7 +4,8 @@ Training begins with all blocks recomputed. During the first two batches every b
 what autograd keeps of it and the time of its forward, and the notes and the time of recomputing it
 selectively; of all runs the largest sizes and the least times count, as the first batch pays for
 whatever happens once, and the second may be what is left over at the end of the data. Batches that
-do not come to run (``on_train_batch_start`` may say so) are waited for. From these numbers,
+do not come to run (``on_train_batch_start`` may say so) are waited for. Blocks that keep the same
+are taken to be alike, and to need the median of their times. From these numbers,
 the largest and slowest of all ranks, and from how many microbatches the schedule has under way on a
 stage (`pipeline.moments`), every rank works out how to recompute each block of every pipeline rank,
 or not at all (`parallel.knapsack`), and goes on with its own. Rank 0 reports the plan.
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -221,7 +223,7 @@ class AdaptiveMemory:
                 key = block.rank, name
                 merged[key] = _merged(merged.get(key, block), block, time=max)
         order = sorted(merged, key=lambda key: (key[0], merged[key].costs.place))
-        blocks = {name: _of_all_runs(merged[rank, name]) for rank, name in order}
+        blocks = _as_alike({name: _of_all_runs(merged[rank, name]) for rank, name in order})
         count = max(count for _, count, _ in everyone)
         return blocks, count, all(complete for _, _, complete in everyone)
 
@@ -274,6 +276,27 @@ def _of_all_runs(block: Measured) -> Measured:
             selective_kept=runs * costs.selective_kept,
         ),
     )
+
+
+def _as_alike(blocks: dict[str, Measured]) -> dict[str, Measured]:
+    """Give those of a rank that keep the same the same times, by which they differ by chance."""
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, block in blocks.items():
+        costs = block.costs
+        key = (block.rank, costs.kept, costs.input, costs.selective_kept)
+        alike.setdefault(key, []).append(name)
+    found = dict(blocks)
+    for names in alike.values():
+        every = [blocks[name].costs for name in names]
+        again = [costs.selective_seconds for costs in every if costs.selective_seconds is not None]
+        for name in names:
+            costs = replace(
+                blocks[name].costs,
+                seconds=median(costs.seconds for costs in every),
+                selective_seconds=median(again) if again else None,
+            )
+            found[name] = replace(blocks[name], costs=costs)
+    return found
 
 
 def _memory(device: torch.device) -> int:

@@ -102,8 +102,8 @@ def test_what_runs_on_every_stage_is_held_to_the_end() -> None:
     blocks = [BlockCosts(seconds=1.0, kept=10, input=1, stage=s) for s in (-1, 0, 0)]
     when = beside(moments(row), -1, 4)
     assert needed(blocks, ["none"] * 3, when) == 4 * 10 + 2 * 20
-    assert needed(blocks, ["full", "none", "none"], when) == 3 * 1 + 10 + 2 * 20
-    assert choose(blocks, 53, when) == ("full", "none", "none")
+    assert needed(blocks, ["full", "none", "none"], when) == 4 * 1 + 10 + 2 * 20
+    assert choose(blocks, 54, when) == ("full", "none", "none")
 
 
 def test_the_last_blocks_are_kept_where_one_microbatch_is_under_way() -> None:
