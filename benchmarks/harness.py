@@ -205,7 +205,12 @@ def parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:
 
 
 def report(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Path) -> None:
-    """Print a table, and write it as Markdown and JSON with the machine it was measured on."""
+    """Print a table, and `write` it."""
+    print(write(name, title, rows, output))
+
+
+def write(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Path) -> str:
+    """Write a table as Markdown and JSON with the machine it was measured on; the Markdown."""
     header = list(rows[0])
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
@@ -224,4 +229,4 @@ def report(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Pat
     (output / f"{name}.md").write_text(text)
     data = {"title": title, "rows": [dict(row) for row in rows], "machine": machine}
     (output / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
-    print(text)
+    return text

@@ -17,13 +17,16 @@ on a GPU; on a CPU it is not counted.
     python -m benchmarks.ladder --model tiny      # on a CPU, in seconds: that it runs, no figures
 
 The 8B shape has as many of its 32 layers as fit at 16 bytes a parameter with the eager rung's
-activations beside them. A rung whose option this version does not have is skipped by name.
+activations beside them. A rung whose option this version does not have is skipped by name, one that
+fails says of what, and the table is written again after every rung, so that a run that is cut off
+keeps what it had measured.
 """
 
 import gc
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -33,7 +36,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.harness import WARMUP, Tokens, parser, report
+from benchmarks.harness import WARMUP, Tokens, parser, report, write
 from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy
 from lightning_megatron.hardware import peak_flops
 from lightning_megatron.models.config import TransformerConfig
@@ -104,13 +107,13 @@ def workload(name: str, memory: float) -> Workload:
         config = TransformerConfig.preset(
             "llama3-8b", hidden_size=2048, num_layers=16, mlp_size=8192, tied_embeddings=True
         )
-        return Workload(config=config, batch_size=4, length=4096)
+        return Workload(config=config, batch_size=2, length=4096)
     whole = TransformerConfig.preset("llama3-8b")
     count = count_parameters(whole)
     rest = STATE_SHARE * memory / BYTES_PER_PARAMETER - (count.embedding + count.head)
     layers = max(1, min(whole.num_layers, int(rest / count.block)))
     config = TransformerConfig.preset("llama3-8b", num_layers=layers)
-    return Workload(config=config, batch_size=2, length=4096)
+    return Workload(config=config, batch_size=1, length=4096)
 
 
 class Model(LanguageModel):
@@ -198,28 +201,35 @@ def row(model: str, load: Workload, name: str, found: Any, peak: float | None) -
     }
 
 
-def measure(model: str, steps: int) -> list[dict[str, Any]]:
-    """All rungs of one model."""
+def measure(model: str, steps: int) -> Iterator[dict[str, Any]]:
+    """The rungs of one model, each as soon as it has run."""
     gpu = torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if gpu else 0
     peak = peak_flops(torch.cuda.get_device_name()) if gpu else None
     load = workload(model, memory)
-    rows = []
     for rung in (None, *rungs(model == "tiny")):
-        found: Any = None if rung is None else rung.lacks()
-        if found is not None:
-            found = f"skipped: {found} is not there"
-        else:
-            try:
-                found = climb(load, rung, steps)
-            except torch.cuda.OutOfMemoryError:
-                found = "out of memory"
-        rows.append(row(model, load, "plain Lightning" if rung is None else rung.name, found, peak))
+        name = "plain Lightning" if rung is None else rung.name
+        yield row(model, load, name, outcome(load, rung, steps), peak)
         gc.collect()
         torch.compiler.reset()
         if gpu:
             torch.cuda.empty_cache()
-    return rows
+
+
+def outcome(load: Workload, rung: Rung | None, steps: int) -> Any:
+    """What `climb` returns, or why there is nothing; the other rungs are measured all the same."""
+    lack = None if rung is None else rung.lacks()
+    if lack is not None:
+        return f"skipped: {lack} is not there"
+    try:
+        return climb(load, rung, steps)
+    except torch.cuda.OutOfMemoryError:
+        return "out of memory"
+    except Exception as error:
+        if not torch.cuda.is_available():
+            raise
+        traceback.print_exc()
+        return f"failed: {type(error).__name__}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -227,9 +237,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__, steps=20)
     options.add_argument("--model", nargs="+", choices=("1b", "8b", "tiny"), default=["1b", "8b"])
     given = options.parse_args(arguments)
-    rows = [line for model in given.model for line in measure(model, given.steps)]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, no figures"
-    report("ladder", f"Options added one by one, {device}, bf16-mixed", rows, given.output)
+    title = f"Options added one by one, {device}, bf16-mixed"
+    rows: list[dict[str, Any]] = []
+    for line in (found for model in given.model for found in measure(model, given.steps)):
+        rows.append(line)
+        write("ladder", title, rows, given.output)
+        print(", ".join(f"{key} {value}" for key, value in line.items()), flush=True)
+    report("ladder", title, rows, given.output)
 
 
 if __name__ == "__main__":
