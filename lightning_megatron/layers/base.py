@@ -45,10 +45,12 @@ class ParallelLayer(nn.Module):
         topology: None until `distribute`.
         tensor_shards: by local parameter name; empty until `distribute`.
         deferral: where weight gradients may be left for later (`layers.deferral`).
+        without_graphs: who calls the layer between graphs of a compiler, if it must not be traced.
     """
 
     topology: Topology | None = None
     deferral: Any = None
+    without_graphs: Any = None
     tensor_shards: Mapping[str, TensorShard]
 
     def __init__(self) -> None:

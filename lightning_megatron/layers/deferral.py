@@ -137,6 +137,30 @@ def attach(module: nn.Module, deferral: WeightGradients) -> None:
             _take_over(child, deferral, getattr(child, PRODUCTS, None))
 
 
+def end_graphs(module: nn.Module) -> None:
+    """Let layers inside ``module`` run between the graphs of a compiler while they must.
+
+    Those of tp that have ``products`` of their own must: these share scales over tp and keep
+    histories of them, which no graph can.
+    """
+    never = WeightGradients()
+    never.enabled = False
+    never.load()
+    for child in module.modules():
+        if isinstance(child, ParallelLayer) and child.tp_size > 1:
+            child.without_graphs = never
+
+
+def without_graphs(layers: Sequence[ParallelLayer]) -> WeightGradients | None:
+    """Who calls layers that share an input between graphs; None if they can be part of one."""
+    first = layers[0]
+    if first.deferral is not None:
+        found: WeightGradients | None = first.deferral
+        return found
+    own = any(getattr(layer, PRODUCTS, None) is not None for layer in layers)
+    return first.without_graphs if own else None
+
+
 def multiply_with(layer: nn.Module, products: Products | None) -> None:
     """Let a linear layer, ours or a plain ``nn.Linear``, compute its products in another way."""
     setattr(layer, PRODUCTS, products)

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.deferral import breaks_graphs, can_defer, linear
+from lightning_megatron.layers.deferral import breaks_graphs, can_defer, linear, without_graphs
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
 from lightning_megatron.layers.products import Products
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
@@ -229,10 +229,10 @@ class RowParallelLinear(_Linear):
 
 @breaks_graphs
 def _row_parallel(x: Tensor, topology: Topology, layer: RowParallelLinear) -> Tensor:
-    deferral = layer.deferral
-    if deferral is not None and torch.compiler.is_compiling():
-        y: Tensor = deferral.outside_graphs(_row_parallel, x, topology, layer)
+    if torch.compiler.is_compiling() and (caller := without_graphs([layer])) is not None:
+        y: Tensor = caller.outside_graphs(_row_parallel, x, topology, layer)
         return y
+    deferral = layer.deferral
     weight, bias, sequence = layer.weight, layer.bias, topology.sequence_parallel
     if deferral is not None and not can_defer((weight,)):
         deferral = None
@@ -272,10 +272,10 @@ def _has_hooks(module: nn.Module) -> bool:
 def _column_parallel(
     x: Tensor, topology: Topology, layers: Sequence[ColumnParallelLinear]
 ) -> list[Tensor]:
-    deferral = layers[0].deferral
-    if deferral is not None and torch.compiler.is_compiling():
-        found: list[Tensor] = deferral.outside_graphs(_column_parallel, x, topology, layers)
+    if torch.compiler.is_compiling() and (caller := without_graphs(layers)) is not None:
+        found: list[Tensor] = caller.outside_graphs(_column_parallel, x, topology, layers)
         return found
+    deferral = layers[0].deferral
     flat = [p for layer in layers for p in layer.local_parameters()]
     if deferral is not None and not can_defer(flat):
         deferral = None

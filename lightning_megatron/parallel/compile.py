@@ -35,7 +35,8 @@ without, with sequence parallelism too, forward and backward. What breaks it are
 * schedules that split the backward: linear layers leave the graph, so that their weight gradients
   can wait, as the backward of one graph is one piece (`layers.deferral`);
 * dropout on what tp shards, attention weights and under sequence parallelism the residual stream:
-  it draws from another place than the generator that a compiler knows of (`topology.rng`).
+  it draws from another place than the generator that a compiler knows of (`topology.rng`);
+* under tp, products in FP8: ranks agree on scales, and layers keep them (`precision.fp8_products`).
 """
 
 from collections.abc import Callable, Iterable
@@ -45,6 +46,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_megatron.layers.deferral import end_graphs
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.wrapping import BlockForward
 from lightning_megatron.pipeline.sequential import PipelineSequential
@@ -58,6 +60,8 @@ def compile_parts(module: nn.Module, config: MemoryConfig) -> None:
     elif config.compile == "model":
         parts = _models(module)
     twice = config.recompute != "none" and not config.forgets_in_graphs
+    if config.compile != "none":
+        end_graphs(module)
     for part in parts:
         _Compiled(part, config.compile_backend, twice=twice)
 

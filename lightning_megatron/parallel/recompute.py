@@ -269,8 +269,8 @@ def _warn_of_break(block: nn.Module) -> None:
     rank_zero_warn(
         f"memory.recompute='selective': a {class_name(block)} runs as it is, not compiled, as "
         "something in it breaks the graph (TORCH_LOGS=graph_breaks tells what; schedules that "
-        "split the backward, and dropout on what tp shards do). recompute='full' compiles what "
-        "lies between"
+        "split the backward do, and under tp dropout on shards and products in FP8). "
+        "recompute='full' compiles what lies between"
     )
 
 

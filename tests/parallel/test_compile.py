@@ -20,6 +20,7 @@ from lightning_megatron._torch import compile_with_callers_only
 from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.deferral import WeightGradients, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.parallel.blocks import transform_blocks
@@ -234,6 +235,48 @@ def test_a_block_is_one_graph_under_tp(pool: WorkerPool, sequence_parallel: bool
     for plain, whole in pool.run(2, run_block, sequence_parallel, config):
         assert (whole.sent, whole.calls) == (plain.sent, plain.calls)
         torch.testing.assert_close(whole.tensors, plain.tensors, rtol=1e-12, atol=1e-14)
+
+
+class Halved:
+    """Products of a layer's own."""
+
+    def __init__(self) -> None:
+        self.traced: list[bool] = []
+
+    def output(self, x: Tensor, weight: Tensor) -> tuple[Tensor, None]:
+        self.traced.append(torch.compiler.is_compiling())
+        return x @ weight.t() / 2, None
+
+    def gradient(self, grad: Tensor, kept: None) -> Tensor:
+        return grad / 2
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        return gradient @ weight
+
+    def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
+        return gradient.t() @ x
+
+
+def run_products() -> tuple[Ran, Ran, list[bool]]:
+    """A block whose layers multiply in a way that may concern several ranks."""
+    topology = make_topology(2)
+    net: Any = nn.Sequential(distribute(MLP(8, 16).double(), topology))
+    halved = Halved()
+    for layer in net.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            multiply_with(layer, halved)
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    plain = run(net.forward, x, net, topology.tp.meter)
+    halved.traced.clear()
+    torch.compiler.reset()
+    transform_blocks(net, [], MemoryConfig(compile="block", compile_backend="aot_eager"), CPU)
+    return plain, run(net.forward, x, net, topology.tp.meter), halved.traced
+
+
+def test_products_that_ranks_agree_on_stay_outside_of_graphs(pool: WorkerPool) -> None:
+    for plain, compiled, traced in pool.run(2, run_products):
+        torch.testing.assert_close(compiled.tensors, plain.tensors, rtol=1e-12, atol=1e-14)
+        assert traced == [False] * 3
 
 
 @pytest.mark.parametrize(("name", "graphs"), [("model", 1), ("block", 4)])
