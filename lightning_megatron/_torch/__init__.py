@@ -25,6 +25,7 @@ from lightning_megatron._torch.fsdp import gathers_through as gathers_through
 from lightning_megatron._torch.fsdp import (
     keep_reduced_gradients_wide as keep_reduced_gradients_wide,
 )
+from lightning_megatron._torch.fsdp import move_outside_units as move_outside_units
 from lightning_megatron._torch.fsdp import parameter_groups as parameter_groups
 from lightning_megatron._torch.fsdp import reduce_gradients as reduce_gradients
 from lightning_megatron._torch.fsdp import replicate as replicate

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # The FSDP2-based replicate (ZeRO 0) has no public home in 2.11-2.13; the older
 # torch.distributed._composable.replicate is built on DDP and mixes with no DTensor.
@@ -67,6 +67,21 @@ def gather_through(units: Sequence[FSDPModule], weight: DTensor, extension: Any)
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = extension.before, extension.after
     elif hasattr(shard, "fsdp_pre_all_gather"):
         del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
+
+
+def move_outside_units(module: nn.Module, device: torch.device) -> None:
+    """Bring to ``device`` what no unit of FSDP2 in ``module`` holds (2.11-2.13).
+
+    A unit may keep its shards elsewhere, in host memory, and refuses to run once they have moved.
+    """
+    if isinstance(module, FSDPModule):
+        return
+    if not any(isinstance(child, FSDPModule) for child in module.modules()):
+        module.to(device)
+        return
+    for child in module.children():
+        move_outside_units(child, device)
+    module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
 
 
 def gathers_through(weight: Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron._torch import move_outside_units
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init import materialize
 from lightning_megatron.parallel.blocks import transform_blocks
@@ -121,7 +122,7 @@ def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -
             device=topology.device,
             canonical=plan.canonical,
         )
-        part.to(topology.device)
+        move_outside_units(part, topology.device)
 
     return _spread(module, plan, topology, transforms, initialise)
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from lightning_megatron import ShardingConfig
-from lightning_megatron._torch import parameter_groups
+from lightning_megatron._torch import move_outside_units, parameter_groups
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import Small, loader, make_trainer, weights
 
@@ -37,3 +39,20 @@ def test_units_keep_their_shards_in_host_memory(pool: WorkerPool, devices: int, 
         assert len(said) == (rank == 0), "a run on CPUs is told once that nothing changes"
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-13)
+
+
+def moving_job() -> dict[str, str]:
+    """Where everything is after all but the units was brought to another device."""
+    root = nn.ModuleDict({"unit": nn.Linear(4, 4), "norm": nn.BatchNorm1d(4)})
+    root.register_parameter("scale", nn.Parameter(torch.ones(4)))
+    fully_shard(root["unit"], mesh=init_device_mesh("cpu", (1,)))
+    move_outside_units(root, torch.device("meta"))
+    return {name: tensor.device.type for name, tensor in root.state_dict().items()}
+
+
+def test_units_stay_where_they_are_when_the_rest_comes_to_the_device(pool: WorkerPool) -> None:
+    """FSDP2 refuses to run a unit whose shards were taken out of the host's memory again."""
+    [found] = pool.run(1, moving_job)
+    assert {found.pop("unit.weight"), found.pop("unit.bias")} == {"cpu"}
+    assert len(found) == 6
+    assert set(found.values()) == {"meta"}
