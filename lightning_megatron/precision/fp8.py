@@ -35,6 +35,7 @@ from lightning_megatron.precision.fp8_gather import Fp8Extension, WeightScales
 from lightning_megatron.precision.fp8_options import (
     device_problems,
     gather_problems,
+    offload_problems,
     option_problems,
 )
 from lightning_megatron.precision.fp8_products import (
@@ -82,7 +83,8 @@ class Fp8Precision(MixedShardedPrecision):
 
     Raises:
         ConfigError: an argument is not valid, the backend's package is missing, or (when the run
-            begins) the GPU has no FP8 units.
+            begins) the GPU has no FP8 units, or the shards that are to be gathered in FP8 are not
+            on it (``cpu_offload``).
     """
 
     def __init__(
@@ -122,7 +124,11 @@ class Fp8Precision(MixedShardedPrecision):
     def prepare(self, parallel: ParallelModule) -> None:
         super().prepare(parallel)
         topology = self._topology = parallel.topology
-        raise_if_any(device_problems(self.recipe, self.backend, topology.device))
+        offload = parallel.transforms.sharding.cpu_offload
+        raise_if_any(
+            device_problems(self.recipe, self.backend, topology.device)
+            + offload_problems(self._gather, offload, topology.device)
+        )
         known = {name: h.history[: h.steps] for name, h in self._delayed.items()}
         self._delayed = {}
         chosen, misfits = self._choose(parallel.module)

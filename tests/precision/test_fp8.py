@@ -15,7 +15,7 @@ from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.precision.fp8_options import device_problems
+from lightning_megatron.precision.fp8_options import device_problems, offload_problems
 from lightning_megatron.precision.recipe import RECIPES
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import (
@@ -171,6 +171,16 @@ def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_problems("blockwise", "torch", device) == [], "is emulated"
     capability[1] = 9
     assert device_problems("rowwise", "torch", device) == []
+
+
+def test_shards_in_host_memory_are_not_gathered_in_fp8() -> None:
+    """FSDP2 would look for the way to send them on a copy that does not know it."""
+    [problem] = offload_problems("fp8", True, torch.device("cuda"))
+    assert "sharding.cpu_offload=True" in problem
+    assert "nearest valid: gather='bf16'" in problem
+    assert offload_problems("bf16", True, torch.device("cuda")) == []
+    assert offload_problems("fp8", False, torch.device("cuda")) == []
+    assert offload_problems("fp8", True, torch.device("cpu")) == []
 
 
 class Odd(nn.Module):
