@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy
+from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy, ShardingConfig
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
@@ -164,7 +164,11 @@ def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     device, capability = torch.device("cuda", 0), [8, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
-    layout: Any = SimpleNamespace(module=Odd(), topology=SimpleNamespace(device=device))
+    layout: Any = SimpleNamespace(
+        module=Odd(),
+        topology=SimpleNamespace(device=device),
+        transforms=SimpleNamespace(sharding=ShardingConfig()),
+    )
     with pytest.raises(ConfigError, match=r"A card \(8\.0\) has no FP8 units.*nearest valid"):
         Fp8Precision("rowwise").prepare(layout)
     assert device_problems("blockwise", "te", device) != []
