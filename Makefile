@@ -1,6 +1,7 @@
 # make train   a language model on this machine, in four processes
 # make test    the whole suite
 # make lint    ruff, mypy and the layering test
+# make gpu     on a machine with a GPU: the tests that need one, and the ladder of options
 #
 # TORCH=2.12.0 installs another torch, PYTHON=python3.12 uses another interpreter, and PIP_ARGS goes
 # to pip: on Linux without a GPU, `PIP_ARGS='--extra-index-url <index of CPU builds>'` saves the
@@ -11,7 +12,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: train test lint clean
+.PHONY: train test lint gpu clean
 
 train: .venv/train-$(TORCH)
 	$(BIN)/lightning-megatron fit --config recipes/quickstart.yaml
@@ -24,6 +25,11 @@ lint: .venv/dev-$(TORCH)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
+
+# Both run, whatever the first finds: such machines may be lent for an hour.
+gpu: .venv/dev-$(TORCH)
+	$(BIN)/python -m pytest -q -m gpu tests/gpu; tests=$$?; \
+	$(BIN)/python -m benchmarks.ladder && exit $$tests
 
 # One file per torch and set of extras says that they are installed.
 .venv/train-$(TORCH): EXTRAS = monitor

@@ -67,8 +67,10 @@ class ShardingConfig:
     """With ``zero`` 1 to 3, number of copies of the shards (hybrid sharding)."""
     cpu_offload: bool = False
     """With ``zero`` 1 to 3 on GPUs, keep shards of parameters, gradients and optimizer state in
-    host memory, where the optimizer then steps. Parameters come to the device when they are
-    gathered, one unit ahead, and gradients leave it when they are reduced."""
+    pinned host memory, where the optimizer steps. Beside the computation, parameters of a unit come
+    ahead of their gather and gradients leave behind their reduction, for which the host waits after
+    the backward. Nothing runs beside the step, nor beside sums of gradients on the host (``zero`` 2
+    and 3, from the second microbatch on)."""
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of naming its classes."""
