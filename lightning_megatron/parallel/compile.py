@@ -16,9 +16,9 @@ unit is a graph of its own.
 A forward is replaced on the instance: names of parameters stay, and hooks, those of ZeRO among
 them, lie outside. With recomputation there are two orders:
 
-* ``"block"`` with ``"full"``: recomputation lies *around* the compiled block, which runs twice;
-  each shape then has a graph of its own, so that the second run meets the same one. What moves
-  inputs and activations lies around both.
+* ``"block"`` with ``"full"`` or ``"adaptive"``: recomputation lies *around* the compiled block,
+  which runs twice; each shape then has a graph of its own, so that the second run meets the same
+  one. What moves inputs and activations lies around both.
 * ``"model"``, and ``"block"`` with what recomputes but a part of each block (``"selective"``, or
   ``blocks=``): recomputation lies *inside* of the graph. The compiler marks what a block computes;
   where it cuts the graph into forward and backward, it passes on the blocks' inputs, the results

@@ -33,11 +33,11 @@ class MemoryConfig:
     """The same, as a part of the memory of the device (on CPUs: that of the host, divided by the
     processes on it)."""
     keep: list[str] | None = None
-    """For selective and adaptive: ``attention`` (fused, without dropout), ``matmul``, the products
-    of linear layers, ``norm`` (those that are one operator; RMS norms are on GPUs), ``activation``
-    functions, or single operators of torch (``"aten.bmm"``). None: attention and matmul, so that
-    all else, dropout and rotary embeddings too, is computed again. ``["matmul"]`` also recomputes
-    attention."""
+    """For selective, and adaptive without compile: ``attention`` (fused, without dropout),
+    ``matmul``, the products of linear layers, ``norm`` (those that are one operator; RMS norms are
+    on GPUs), ``activation`` functions, or single operators of torch (``"aten.bmm"``). None:
+    attention and matmul, so that all else, dropout and rotary embeddings too, is computed again.
+    ``["matmul"]`` also recomputes attention."""
     blocks: list[str] | None = None
     """Modules to recompute and to offload, by class name or by a pattern of their names
     (``"*.mlp"``), outermost. None: the composite modules in the lists of the network (every
@@ -148,10 +148,16 @@ class MemoryConfig:
     def _limit_problems(self) -> list[str]:
         gib, fraction = self.activation_gib, self.activation_fraction
         adaptive, problems = self.recompute == "adaptive", []
-        if adaptive and self.compile != "none":
+        if adaptive and self.compile == "model":
             problems.append(
-                f"memory.recompute='adaptive', compile={self.compile!r}: compiled blocks are not "
-                "measured; nearest valid: compile='none', or recompute='full'"
+                "memory.recompute='adaptive', compile='model': blocks inside of one graph are not "
+                "measured; nearest valid: compile='block', or recompute='full'"
+            )
+        if adaptive and self.compile == "block" and (self.keep, self.blocks) != (None, None):
+            problems.append(
+                f"memory.recompute='adaptive', compile='block', keep={self.keep}, blocks="
+                f"{self.blocks}: compiled blocks are measured, and recomputed, as a whole; nearest "
+                "valid: keep=None with blocks=None, or compile='none'"
             )
         if adaptive and self.every != 1:
             problems.append(

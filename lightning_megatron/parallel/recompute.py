@@ -102,7 +102,11 @@ def recompute_each(
 
 
 def measure(
-    blocks: Iterable[nn.Module], now: Callable[[], float] | None, kept: Sequence[str] = ()
+    blocks: Iterable[nn.Module],
+    now: Callable[[], float] | None,
+    kept: Sequence[str] = (),
+    *,
+    compiled: bool = False,
 ) -> list[list[BlockCosts]]:
     """Have recomputed blocks measure themselves in their forwards from now on; with None, no more.
 
@@ -110,10 +114,13 @@ def measure(
         blocks: all of which are recomputed.
         now: the time in seconds.
         kept: operations whose results they would keep if they were recomputed selectively.
+        compiled: whether the blocks are.
 
     Returns:
         Of every block what it has measured since it was told to, one entry for each of its runs.
     """
+    if compiled:
+        compile_with_callers_only(_Sizes.note)  # which graphs call
     found, places = [], itertools.count()
     for block in blocks:
         held = outermost(block)

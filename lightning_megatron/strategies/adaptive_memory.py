@@ -87,8 +87,8 @@ class AdaptiveMemory:
             for block in find_blocks(parallel.module, config.blocks)
             if not isinstance(block, RemoteItem)
         }
-        compiled = config.compile != "none"
-        self._selection = () if compiled else config.selection
+        self._compiled = config.compile != "none"
+        self._selection = () if self._compiled else config.selection
         self._seen = self._count = 0
         self._found: dict[str, Measured] = {}
         self.ways: dict[str, Way] | None = None
@@ -104,7 +104,8 @@ class AdaptiveMemory:
         if self._seen >= _MEASURED:
             self._choose()
         if self.ways is None:
-            measure(self._blocks.values(), self._now, self._selection)
+            blocks = self._blocks.values()
+            measure(blocks, self._now, self._selection, compiled=self._compiled)
         self._seen += 1
 
     def _now(self) -> float:

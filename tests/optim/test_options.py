@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         (
             "memory.keep=['mat']",
             "'inductor'",
-            "compiled blocks are not measured",
+            "blocks inside of one graph are not measured",
             "it chooses the blocks itself",
             "activation_gib='1', activation_fraction=1.5: one number",
             "activation_fraction=1.0",

@@ -4,7 +4,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -40,6 +40,7 @@ from tests.parity.jobs import (
 from tests.parity.reference import Data
 
 CPU = torch.device("cpu")
+PLAIN = MemoryConfig()
 WIDTH = 8
 
 
@@ -431,27 +432,39 @@ class Peak(L.Callback):
             self.most = self.live.most
 
 
+@dataclass
+class Held:
+    """What a rank holds under a plan."""
+
+    counted: int
+    peak: int
+    ways: list[str]
+    weights: dict[str, Tensor]
+
+
 def peak_of(options: dict[str, Any], memory: MemoryConfig) -> tuple[int, Any]:
     L.seed_everything(1, verbose=False)
     strategy, peak = MegatronStrategy(**options, memory=memory), Peak()
     module = ParityModule("deep", Data(steps=4, batch=64))
     quiet_trainer(strategy, callbacks=[peak]).fit(module)
-    return peak.most, strategy.adaptive_memory
+    return peak.most, strategy
 
 
-def peak_job(options: dict[str, Any], parts: Sequence[float]) -> list[tuple[int, int, list[str]]]:
-    """Of plans for parts of all memory, on this rank: counted and found bytes, and the ways."""
+def peak_job(
+    options: dict[str, Any], parts: Sequence[float], base: MemoryConfig = PLAIN
+) -> list[Held]:
+    """Of plans for parts of all memory, on this rank."""
     # Of each block: a forward of ten seconds, noting at no cost, and a repetition of one.
     clock = itertools.cycle([0.0, 10.0, 0.0, 10.0, 0.0, 1.0])
     with patch.object(AdaptiveMemory, "_now", lambda _: next(clock)):
-        return peaks_under_limits(options, parts)
+        return peaks_under_limits(options, parts, base)
 
 
 def peaks_under_limits(
-    options: dict[str, Any], parts: Sequence[float]
-) -> list[tuple[int, int, list[str]]]:
-    much = MemoryConfig(recompute="adaptive", activation_fraction=0.5)
-    most, plan = peak_of(options, much)
+    options: dict[str, Any], parts: Sequence[float], base: MemoryConfig
+) -> list[Held]:
+    most, strategy = peak_of(options, replace(base, recompute="adaptive", activation_fraction=0.5))
+    plan = strategy.adaptive_memory
     by_rank = [[b.costs for b in plan.measured.values() if b.rank == rank] for rank in plan.moments]
     least, whole = (
         max(
@@ -466,19 +479,21 @@ def peaks_under_limits(
     found = []
     for part in parts:
         limit = int(least + part * (whole - least))
-        memory = MemoryConfig(recompute="adaptive", activation_gib=limit / 2**30)
-        peak, plan = peak_of(options, memory)
+        memory = replace(base, recompute="adaptive", activation_gib=limit / 2**30)
+        peak, strategy = peak_of(options, memory)
+        plan = strategy.adaptive_memory
         ways = [plan.ways[name] for name, b in plan.measured.items() if b.rank == rank]
         assert peak - outside <= limit < whole
-        found.append((needed(costs, ways, when), peak - outside, ways))
+        trained = whole_parameters(strategy.lightning_module.model, strategy.topology)
+        found.append(Held(needed(costs, ways, when), peak - outside, ways, trained))
     return found
 
 
 def test_the_peak_stays_under_the_limit(pool: WorkerPool) -> None:
     """What is outside of the blocks, the backward's own tensors too, is the same in all modes."""
     little, more = pool.run(1, peak_job, {}, (0.1, 0.7))[0]
-    assert "full" in little[2]
-    assert set(more[2]) >= {"none", "selective"}
+    assert "full" in little.ways
+    assert set(more.ways) >= {"none", "selective"}
 
 
 @pytest.mark.parametrize(
@@ -489,11 +504,31 @@ def test_a_pipeline_holds_what_is_counted(
 ) -> None:
     options = {"pp": 2, "num_microbatches": 4, "schedule": schedule}
     first = pool.run(2, peak_job, options, (part,))[0]
-    for counted, peak, chosen in first:
-        assert ways <= set(chosen)
+    for held in first:
+        assert ways <= set(held.ways)
         # The halves of a backward leave less to be kept than all of it, which is counted.
         least = 0.97 if schedule == "1f1b" else 0.8
-        assert least * counted < peak < 1.01 * counted
+        assert least * held.counted < held.peak < 1.01 * held.counted
+
+
+def compiled_job() -> list[str]:
+    """The ways in which compiled blocks are recomputed, whose weights have been compared."""
+    compiled = MemoryConfig(compile="block", compile_backend="aot_eager")
+    _, plainly = peak_of({}, MemoryConfig())
+    torch.compiler.reset()
+    # One graph serves all blocks, whether they are measured, recomputed or neither.
+    limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits):
+        [found] = peak_job({}, (0.4,), compiled)
+    expected = whole_parameters(plainly.lightning_module.model, plainly.topology)
+    for name, value in found.weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-13)
+    return found.ways
+
+
+def test_compiled_blocks_are_measured(pool: WorkerPool) -> None:
+    ways = pool.run(1, compiled_job)[0]
+    assert set(ways) == {"none", "full"}
 
 
 @pytest.mark.parametrize(

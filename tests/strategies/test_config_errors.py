@@ -201,6 +201,14 @@ CASES = {
         layout={"memory": MemoryConfig(compile="model", recompute="adaptive", activation_gib=1.0)},
         says=("recompute='adaptive', compile='model'", "recompute='full'"),
     ),
+    "compile blocks and choose what parts of them keep": Case(
+        layout={
+            "memory": MemoryConfig(
+                compile="block", recompute="adaptive", activation_gib=1.0, keep=["matmul"]
+            )
+        },
+        says=("recompute='adaptive', compile='block', keep=['matmul']", "keep=None"),
+    ),
     "groups of blocks that keep results": Case(
         layout={"memory": MemoryConfig(recompute="selective", group=2)},
         says=("memory.group=2, recompute='selective'", "recompute='full'"),
