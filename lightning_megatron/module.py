@@ -32,6 +32,7 @@ from lightning_megatron.optim.choice import (
     make_schedule,
 )
 from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.problems import at_least, holds, switches, whole_numbers
 
 
 class LanguageModel(pl.LightningModule):
@@ -85,6 +86,7 @@ class LanguageModel(pl.LightningModule):
         raise_if_any(
             _option_problems(lr, warmup_steps, min_lr_ratio, weight_decay)
             + choice_problems(optimizer, schedule)
+            + switches(chunked_loss=chunked_loss)
         )
         self.config = _as_config(config)
         if self.config.vocab_padding and label_smoothing:
@@ -248,17 +250,14 @@ def _tokens_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
 def _option_problems(
     lr: float, warmup_steps: int, min_lr_ratio: float, weight_decay: float
 ) -> list[str]:
-    problems = [
-        f"{name}={value}: must not be negative; nearest valid: {name}=0"
-        for name, value in (("warmup_steps", warmup_steps), ("weight_decay", weight_decay))
-        if value < 0
-    ]
-    if lr <= 0:
-        problems.append(f"lr={lr}: must be positive; nearest valid: lr=1e-3")
-    if not 0 <= min_lr_ratio <= 1:
-        nearest = min(max(min_lr_ratio, 0.0), 1.0)
+    problems = whole_numbers(0, warmup_steps=warmup_steps)
+    problems += at_least(0.0, weight_decay=weight_decay)
+    if not holds(lambda lr: lr > 0, lr):
+        problems.append(f"lr={lr!r}: must be positive; nearest valid: lr=1e-3")
+    if not holds(lambda ratio: 0 <= ratio <= 1, min_lr_ratio):
+        nearest = 0.0 if holds(lambda ratio: ratio < 0, min_lr_ratio) else 1.0
         problems.append(
-            f"min_lr_ratio={min_lr_ratio}: must lie in [0, 1]; "
+            f"min_lr_ratio={min_lr_ratio!r}: must lie in [0, 1]; "
             f"nearest valid: min_lr_ratio={nearest}"
         )
     return problems

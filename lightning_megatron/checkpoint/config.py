@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_megatron.problems import at_least, switches, whole_numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -52,19 +54,13 @@ class CheckpointConfig:
                 "checkpoint.process='process', mode='sync': another process writes only in the "
                 "background; nearest valid: mode='async', or process='thread'"
             )
-        if self.max_failed_saves < 1:
+        faults = whole_numbers(1, max_failed_saves=self.max_failed_saves)
+        faults += at_least(0.0, drain_timeout_s=self.drain_timeout_s)
+        faults += switches(incremental=self.incremental)
+        problems += [f"checkpoint.{fault}" for fault in faults]
+        if self.keep is not None and whole_numbers(2, keep=self.keep):
             problems.append(
-                f"checkpoint.max_failed_saves={self.max_failed_saves}: must be at least 1; nearest "
-                "valid: max_failed_saves=1"
-            )
-        if self.keep is not None and self.keep < 2:
-            problems.append(
-                f"checkpoint.keep={self.keep}: must be at least 2, as the newest may turn out "
+                f"checkpoint.keep={self.keep!r}: must be at least 2, as the newest may turn out "
                 "to be damaged; nearest valid: keep=2"
-            )
-        if not self.drain_timeout_s >= 0:
-            problems.append(
-                f"checkpoint.drain_timeout_s={self.drain_timeout_s}: must not be negative; nearest "
-                "valid: drain_timeout_s=0"
             )
         return problems

@@ -57,6 +57,8 @@ class Transforms:
     """Which activations are forgotten."""
     stage_ranks: tuple[int, ...] | None = None
     """Pipeline rank of every stage; one stage per rank by default."""
+    lasting: str = ""
+    """What of all this no later Trainer can change, in words."""
     manual_optimization: bool = False
     """Whether the user drives backward: every child of the module is then a root of its own."""
 

@@ -48,7 +48,7 @@ from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.reduce import MeanReducer
 from lightning_megatron.parallel.unit_comm import UnitGather, UnitReduceScatter, count_sums
 from lightning_megatron.pipeline.entering import as_results, works_in_place
-from lightning_megatron.problems import lists_of_names, whole_numbers
+from lightning_megatron.problems import lists_of_names, switches, whole_numbers
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -75,6 +75,7 @@ class ShardingConfig:
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of naming its classes."""
         faults = whole_numbers(0, min_numel=self.min_numel) + lists_of_names(wrap=self.wrap)
+        faults += switches(cpu_offload=self.cpu_offload)
         problems = [f"sharding.{fault}" for fault in faults]
         if module is None or isinstance(cast(object, self.wrap), str):
             return problems

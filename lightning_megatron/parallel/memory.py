@@ -12,7 +12,7 @@ from torch import nn
 from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.selective import DEAR, OPERATIONS, is_operation
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.problems import holds, lists_of_names, whole_numbers
+from lightning_megatron.problems import holds, lists_of_names, switches, whole_numbers
 
 Mode = Literal["none", "full", "selective", "adaptive"]
 Compile = Literal["none", "block", "model"]
@@ -113,7 +113,10 @@ class MemoryConfig:
         numbers = whole_numbers(1, every=self.every, group=self.group)
         numbers += whole_numbers(0, offload_min_bytes=self.offload_min_bytes)
         lists = lists_of_names(blocks=self.blocks, keep=self.keep)
-        return [f"memory.{problem}" for problem in numbers + lists]
+        flags = switches(
+            offload_activations=self.offload_activations, distribute_inputs=self.distribute_inputs
+        )
+        return [f"memory.{problem}" for problem in numbers + lists + flags]
 
     def _compile_problems(self, module: nn.Module | None) -> list[str]:
         if self.compile == "none":

@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron._torch import shard_of
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.optim.local_step import steps_on_shards
 from lightning_megatron.optim.pieces import KnowsPieces
 from lightning_megatron.parallel.data import ComputeTypes
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.precision.stochastic import widened
+from lightning_megatron.problems import switches
 from lightning_megatron.topology.rng import derive_seed
 
 
@@ -44,9 +45,13 @@ class Bf16TruePrecision(HalfShardedPrecision):
     Args:
         stochastic_rounding: whether updates are rounded to weights at random, true on average, so
             that small ones count (`precision.stochastic`).
+
+    Raises:
+        ConfigError: the option is neither True nor False.
     """
 
     def __init__(self, stochastic_rounding: bool = False) -> None:
+        raise_if_any(switches(stochastic_rounding=stochastic_rounding))
         super().__init__("bf16-true")
         self._stochastic, self._steps = stochastic_rounding, 0
 

@@ -37,6 +37,7 @@ from lightning_megatron.precision.fp8_options import (
     gather_problems,
     offload_problems,
     option_problems,
+    unmatched,
 )
 from lightning_megatron.precision.fp8_products import (
     DelayedProducts,
@@ -55,7 +56,7 @@ from lightning_megatron.precision.recipe import (
     Recipe,
 )
 from lightning_megatron.precision.scaling import E4M3, E5M2
-from lightning_megatron.problems import lists_of_names, whole_numbers
+from lightning_megatron.problems import lists_of_names, switches, whole_numbers
 from lightning_megatron.topology.mesh import Topology
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Fp8Precision(MixedShardedPrecision):
     ) -> None:
         problems = option_problems(recipe, backend) + gather_problems(gather, recipe, backend)
         problems += whole_numbers(0, keep_first=keep_first, keep_last=keep_last)
-        problems += whole_numbers(1, history=history)
+        problems += whole_numbers(1, history=history) + switches(plain_linear=plain_linear)
         raise_if_any(problems + lists_of_names(include=include, exclude=exclude))
         super().__init__("bf16-mixed", "cpu")
         self.recipe = recipe
@@ -124,11 +125,20 @@ class Fp8Precision(MixedShardedPrecision):
     def prepare(self, parallel: ParallelModule) -> None:
         super().prepare(parallel)
         topology = self._topology = parallel.topology
-        offload = parallel.transforms.sharding.cpu_offload
+        transforms = parallel.transforms
+        offload = transforms.sharding.cpu_offload
         raise_if_any(
             device_problems(self.recipe, self.backend, topology.device)
             + offload_problems(self._gather, offload, topology.device)
         )
+        names = [name.rpartition(".")[0] for name in parallel.canonical]
+        problems = unmatched(names, include=self._include, exclude=self._exclude)
+        if self._gather == "fp8" and transforms.zero == 0:
+            problems.append(
+                "gather='fp8', zero=0: weights are whole, so that none is gathered; nearest valid: "
+                "zero=1, or gather='bf16'"
+            )
+        raise_if_any(problems)
         known = {name: h.history[: h.steps] for name, h in self._delayed.items()}
         self._delayed = {}
         chosen, misfits = self._choose(parallel.module)

@@ -1,5 +1,9 @@
 """What is wrong with a choice of recipe, backend and gathering; see `precision.fp8`."""
 
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
 import torch
 
 from lightning_megatron.precision.fp8_products import lack_of_units
@@ -65,4 +69,20 @@ def offload_problems(gather: str, cpu_offload: bool, device: torch.device) -> li
     return [
         "gather='fp8', sharding.cpu_offload=True: weights are rounded where their shards are, "
         "which must be the GPU; nearest valid: gather='bf16', or cpu_offload=False"
+    ]
+
+
+def unmatched(names: Sequence[str], **patterns: Sequence[str]) -> list[str]:
+    """Patterns by which no layer is chosen, among those that mean another.
+
+    Args:
+        names: of the layers of the whole network, whatever part of it this rank has.
+        patterns: the options.
+    """
+    return [
+        f"{option}={pattern!r}: no layer of the module has such a name; nearest valid: "
+        + repr(next(iter(difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)), "*"))
+        for option, chosen in patterns.items()
+        for pattern in chosen
+        if not any(fnmatchcase(name, pattern) for name in names)
     ]

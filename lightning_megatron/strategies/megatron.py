@@ -42,6 +42,7 @@ from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
+from lightning_megatron.problems import instances
 from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.strategies.auto_schedule import AUTO, AutoSchedule
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
@@ -97,8 +98,8 @@ class MegatronStrategy(
         checkpoint: whether saving stops training, and what follows a save that fails.
 
     Raises:
-        ConfigError: when the run starts, on every rank and before any process group forms, with
-            everything that is wrong.
+        ConfigError: a group of options is of another type; and when the run starts, on every rank
+            and before any process group forms, with everything that is wrong.
     """
 
     strategy_name = "megatron"
@@ -120,6 +121,15 @@ class MegatronStrategy(
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
+        raise_if_any(
+            instances(
+                pipeline=(pipeline, PipelineConfig),
+                sharding=(sharding, ShardingConfig),
+                memory=(memory, MemoryConfig),
+                connection=(connection, ConnectionConfig),
+                checkpoint=(checkpoint, CheckpointConfig),
+            )
+        )
         self.options = LayoutOptions(
             tp=tp,
             pp=pp,
@@ -195,12 +205,11 @@ class MegatronStrategy(
         degrees = self.options.degrees(self.world_size)
         earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
         if earlier is not None:
-            same = (earlier.topology.degrees, earlier.topology.sequence_parallel)
-            if same != (degrees, self.options.sequence_parallel):
+            asked = self.options.lasting(self.world_size, self.precision_plugin)
+            if asked != (held := earlier.transforms.lasting):
                 raise ConfigError(
-                    f"{degrees}: an earlier Trainer has put this module on {same[0]}, and its "
-                    "weights are spread accordingly; nearest valid: the same layout, or a new "
-                    "module into which a checkpoint is loaded"
+                    f"{asked}: an earlier Trainer has put this module on {held}; nearest valid: "
+                    "the same, or a new module into which a checkpoint is loaded"
                 )
             return earlier.topology
         seed = env.global_seed()
@@ -305,6 +314,7 @@ class MegatronStrategy(
             synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(
             zero=self.options.zero,
+            lasting=self.options.lasting(self.world_size, precision),
             types=precision.types,
             pipeline=self.options.pipeline,
             sharding=self._sharding,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
@@ -32,6 +33,7 @@ from lightning_megatron.pipeline.schedule import (
     make_schedule,
     schedule_problems,
 )
+from lightning_megatron.problems import switches
 from lightning_megatron.strategies.auto_schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.strategies.averaging import averaging_problems
 from lightning_megatron.strategies.deferred_build import on_meta
@@ -63,6 +65,15 @@ class LayoutOptions:
         """The full layout on so many processes."""
         return infer_degrees(
             world_size, tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, zero=self.zero
+        )
+
+    def lasting(self, world_size: int, precision: Precision) -> str:
+        """What a module keeps for all Trainers that it meets."""
+        degrees = self.degrees(world_size)
+        return (
+            f"tp={degrees.tp}, pp={degrees.pp}, dp={degrees.dp}, dp_replicate="
+            f"{degrees.dp_replicate}, sequence_parallel={self.sequence_parallel}, "
+            f"zero={self.zero}, precision={precision.precision!r}"
         )
 
     def microbatches(self) -> MicrobatchRule:
@@ -135,7 +146,8 @@ class LayoutOptions:
             zero=self.zero,
         )
         problems += self._schedule_problems()
-        if self.sequence_parallel and self.tp == 1:
+        problems += switches(sequence_parallel=self.sequence_parallel)
+        if self.sequence_parallel is True and self.tp == 1:
             problems.append(
                 "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
                 "valid: sequence_parallel=False, or tp=2"

@@ -16,6 +16,8 @@ Everything here is arithmetic on integers and imports nothing heavy.
 
 from dataclasses import dataclass
 
+from lightning_megatron.problems import whole_numbers
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost (slowest varying rank) first."""
 
@@ -91,13 +93,13 @@ def degree_problems(
     """Faults of a layout on ``world_size`` processes; empty when `infer_degrees` will work."""
     given = {"tp": tp, "pp": pp, "cp": cp, "dp_replicate": dp_replicate}
     problems = [
-        f"{name}={value}: a degree is a whole number of at least 1; nearest valid: {name}=1"
+        problem.replace("must be", "a degree is")
         for name, value in given.items()
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1
+        for problem in whole_numbers(1, **{name: value})
     ]
-    if zero not in (0, 1, 2, 3):
+    if not isinstance(zero, int) or isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         problems.append(
-            f"zero={zero}: the ZeRO stage is 0, 1, 2 or 3; nearest valid: zero={_clamp(zero)}"
+            f"zero={zero!r}: the ZeRO stage is 0, 1, 2 or 3; nearest valid: zero={_clamp(zero)}"
         )
     if problems:
         return problems
@@ -130,7 +132,10 @@ def infer_degrees(
 
 
 def _clamp(zero: object) -> int:
-    return min(max(int(zero), 0), 3) if isinstance(zero, int) else 1
+    try:
+        return min(max(int(zero), 0), 3)  # type: ignore[call-overload,no-any-return]
+    except (TypeError, ValueError):
+        return 1
 
 
 def _world_problem(world_size: int, *, tp: int, pp: int, cp: int) -> str:

@@ -159,6 +159,21 @@ def test_parameters_of_other_formats_and_such_as_are_frozen_first(pool: WorkerPo
             torch.testing.assert_close(weight, others[name], rtol=2e-2, atol=1e-2)
 
 
+def later_job(precision: str, zero: int) -> None:
+    module = small.Small()
+    for layout, kind in (({}, "64-true"), ({"zero": zero}, precision)):
+        small.make_trainer(layout, precision=kind).fit(module, small.loader())
+
+
+@pytest.mark.parametrize(("precision", "zero"), [("32-true", 1), ("64-true", 3)])
+def test_a_later_trainer_cannot_change_the_formats(
+    pool: WorkerPool, precision: str, zero: int
+) -> None:
+    message = f"zero={zero}, precision='{precision}': an earlier Trainer .* zero=1, .*'64-true'"
+    with pytest.raises(Exception, match=message):
+        pool.run(1, later_job, precision, zero)
+
+
 def mixture_job() -> None:
     fit({}, 1, Half(but="2"), "bf16-mixed")
 

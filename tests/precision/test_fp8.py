@@ -17,7 +17,7 @@ from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.precision.fp8_options import device_problems, offload_problems
 from lightning_megatron.precision.recipe import RECIPES
-from lightning_megatron.testing import WorkerPool
+from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity.jobs import (
     GlobalBatches,
     Outcome,
@@ -243,6 +243,12 @@ def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="4 options are wrong") as caught:
         Fp8Precision("fp4", "cuda", keep_first=-1, history=0)  # type: ignore[arg-type]
     assert "recipe='fp4': must be one of tensorwise" in str(caught.value)
+
+
+def test_names_that_match_nothing_and_gathering_of_nothing_are_refused(pool: WorkerPool) -> None:
+    given = {"include": ["*.haed"], "exclude": ["*.mlp.*"]}
+    with pytest.raises(WorkerError, match=r"include='\*\.haed': no layer .* valid: '.*head'"):
+        pool.run(1, chosen_job, given)
 
 
 def gather_job(options: dict[str, Any], gather: str) -> tuple[Outcome, int]:

@@ -142,7 +142,7 @@ CASES = {
     "tp is zero": Case(layout={"tp": 0}, says=("tp=0", "at least 1", "nearest valid: tp=1")),
     "pp is negative": Case(layout={"pp": -2}, says=("pp=-2", "at least 1", "pp=1")),
     "tp is a float": Case(layout={"tp": 2.0}, says=("tp=2.0", "whole number")),
-    "tp is a word": Case(layout={"tp": "two"}, says=("tp=two", "whole number", "tp=1")),
+    "tp is a word": Case(layout={"tp": "two"}, says=("tp='two'", "whole number", "tp=1")),
     "pp is a boolean": Case(layout={"pp": True}, says=("pp=True", "whole number")),
     "no such ZeRO stage": Case(layout={"zero": 4}, says=("zero=4", "0, 1, 2 or 3", "zero=3")),
     "negative ZeRO stage": Case(layout={"zero": -1}, says=("zero=-1", "zero=0")),
@@ -381,6 +381,25 @@ CASES = {
     "unknown class to wrap": Case(
         layout={"zero": 3, "sharding": ShardingConfig(wrap=["Linaer"])},
         says=("'Linaer'", "nearest valid", "'Linear'"),
+    ),
+    "texts for numbers": Case(
+        layout={"tp": "2", "zero": "3"},
+        says=("tp='2'", "nearest valid: tp=2", "zero='3'", "nearest valid: zero=3"),
+        count=2,
+    ),
+    "texts for switches": Case(
+        layout={
+            "sequence_parallel": "no",
+            "memory": MemoryConfig(offload_activations="no"),  # type: ignore[arg-type]
+            "sharding": ShardingConfig(cpu_offload="false"),  # type: ignore[arg-type]
+        },
+        says=("sequence_parallel='no'", "nearest valid: offload_activations=False", "cpu_offload"),
+        count=3,
+    ),
+    "other types for groups of options": Case(
+        layout={"memory": {"recompute": "full"}, "sharding": None},
+        says=("memory=MemoryConfig(recompute='full')", "sharding=ShardingConfig()"),
+        count=2,
     ),
     "several faults at once": Case(
         layout={"tp": 0, "schedule": "2f2b", "microbatch_size": 2, "num_microbatches": 2},
