@@ -117,7 +117,7 @@ def test_every_hang_names_rank_section_and_stacks(pool: WorkerPool, tmp_path: Pa
     for report in found:
         (culprit,) = report["culprits"]
         _, kind = FAULTS[culprit["step"]]
-        assert culprit["rank"] == 1
+        assert culprit["rank"] == 1, report
         assert LIMIT < culprit["seconds"] < LIMIT + 3 * FOUND_S
         assert report["waiting"] in ([0], [])
         if kind == "stop":

@@ -71,7 +71,7 @@ def test_a_signal(launched: dict[str, Left], name: str, code: int) -> None:
 @scenarios
 def test_a_kill(launched: dict[str, Left], rendezvous: str) -> None:
     left = launched[f"killed, {rendezvous}"]
-    assert [rank for _, rank, _ in left.kills] == [1]
+    assert [rank for _, rank, _ in left.kills] == [1], left.texts[0][-3000:]
     assert faults_of(left, launched["undisturbed"]) == []
     by_attempt = [[s for a, s, *_ in left.curves[0] if a == attempt] for attempt in (0, 1)]
     assert by_attempt == [[1, 2, 3, 4, 5], [5, 6, 7, 8]]
