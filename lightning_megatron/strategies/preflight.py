@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.init import uninitialisable
-from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.data import ComputeTypes, ShardingConfig
 from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
@@ -37,6 +37,7 @@ from lightning_megatron.problems import switches
 from lightning_megatron.strategies.auto_schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.strategies.averaging import averaging_problems
 from lightning_megatron.strategies.deferred_build import on_meta
+from lightning_megatron.strategies.layer_problems import has_unknown_sizes, layer_problems
 from lightning_megatron.topology.degrees import (
     Degrees,
     degree_problems,
@@ -229,6 +230,11 @@ def examine(
             log.debug("configure_model cannot be rehearsed: %s", outcome.error)
         else:
             built = True
+            types = getattr(trainer.precision_plugin, "types", ComputeTypes())
+            alone = degrees is not None and degrees.dp == 1 and types.parameters is None
+            problems += layer_problems(module, alone=alone)
+            if any(has_unknown_sizes(child) for child in module.modules()):
+                degrees = None  # what follows asks for sizes
             real_because = uninitialisable(module)
             problems += sharding.problems(module) + memory.problems(module)
             if degrees is not None:

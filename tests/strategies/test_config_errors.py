@@ -63,6 +63,13 @@ class Manual(Small):
         self.automatic_optimization = False
 
 
+class Unfit(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, max_norm=1.0, sparse=True)
+        self.late = nn.LazyLinear(4)
+
+
 class BuiltLate(Small):
     def configure_model(self) -> None:
         self.more = nn.Linear(2, 2)
@@ -381,6 +388,13 @@ CASES = {
     "unknown class to wrap": Case(
         layout={"zero": 3, "sharding": ShardingConfig(wrap=["Linaer"])},
         says=("'Linaer'", "nearest valid", "'Linear'"),
+    ),
+    "layers that no layout can spread": Case(
+        layout={"zero": 3},
+        devices=2,
+        module=Unfit,
+        says=("table: max_norm=1.0", "table: sparse=True", "late: parameters of unknown size"),
+        count=3,
     ),
     "texts for numbers": Case(
         layout={"tp": "2", "zero": "3"},
