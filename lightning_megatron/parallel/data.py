@@ -68,9 +68,8 @@ class ShardingConfig:
     cpu_offload: bool = False
     """With ``zero`` 1 to 3 on GPUs, keep shards of parameters, gradients and optimizer state in
     pinned host memory, where the optimizer steps. Beside the computation, parameters of a unit come
-    ahead of their gather and gradients leave behind their reduction, for which the host waits after
-    the backward. Nothing runs beside the step, nor beside sums of gradients on the host (``zero`` 2
-    and 3, from the second microbatch on)."""
+    ahead of their gather and gradients leave behind their reduction; the host waits for these after
+    the backward. Nothing runs beside the step, nor beside sums of microbatches (``zero`` 2, 3)."""
 
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of naming its classes."""

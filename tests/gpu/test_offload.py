@@ -43,5 +43,6 @@ def test_the_same_numbers_from_less_memory(recompute: str) -> None:
         found.append(_step(net))
     for other, peak in found[1:]:
         for ours, theirs in zip(other, found[0][0], strict=True):
-            assert torch.equal(ours, theirs)
+            # Backwards of attention add up in any order on a GPU.
+            assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
         assert peak < found[0][1] * (0.5 if recompute == "none" else 0.95)
