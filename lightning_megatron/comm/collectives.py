@@ -59,8 +59,8 @@ class Pending:
         self._source = source
         self._finish = finish
 
-    def wait(self) -> Tensor:
-        """Finish the collective and return its result."""
+    def wait(self, *after: Tensor) -> Tensor:
+        """Finish the collective and return its result; ``after`` is for compilers (`Waited`)."""
         if self._work is not None:
             self._meter.wait(self._work)
         self._source = None

@@ -11,9 +11,11 @@ backend does, and wait where no watcher sees them.)
 An axis is an object, and a graph holds none: operators are told the name of its process group, by
 which `topology.mesh.axis_of` finds it.
 
-*Overlap.* What a layer computes between a start and its wait lies between the two operators, and
-compilers keep the order of what they cannot look into: a column-parallel layer multiplies on while
-the gradient of its input is summed, in a graph as outside. No compiler is asked to find more.
+*Overlap.* What a layer computes between a start and its wait lies between the two operators: a
+column-parallel layer multiplies on while the gradient of its input is summed, in a graph as
+outside. Compilers order operations as memory likes it and would wait at once, so the second
+operator names, as if it needed them, the products that are to come before. No compiler is asked to
+find more.
 
 *Order.* All ranks must run their collectives in one order. In a graph it is the compiler's, which
 may exchange what does not depend on each other. But it decides by the graph and by shapes, and tp
@@ -46,8 +48,12 @@ _numbers = itertools.count()
 class Waited(Protocol):
     """A collective that has been started."""
 
-    def wait(self) -> Tensor:
-        """Finish it and return its result."""
+    def wait(self, *after: Tensor) -> Tensor:
+        """Finish it and return its result.
+
+        Args:
+            after: what a compiler is to have computed before it waits.
+        """
         ...
 
 
@@ -69,10 +75,11 @@ class Traced:
         self._name, self._x, self._where = name, x, (axis.key, dim)
         self._ticket = _operator("start_" + name)(x, *self._where, after)
 
-    def wait(self) -> Tensor:
+    def wait(self, *after: Tensor) -> Tensor:
         """Finish it and return its result."""
+        finish = _operator("finish_" + self._name)
         # The input is named again so that its memory is not used anew before.
-        y: Tensor = _operator("finish_" + self._name)(self._ticket, self._x, *self._where)
+        y: Tensor = finish(self._ticket, self._x, *self._where, after)
         return y
 
 
@@ -92,20 +99,20 @@ def define(
     where, kind = "Tensor x, str axis, int dim", "CompositeExplicitAutograd"
     started, finished = (f"{NAMESPACE}::{step}_{name}" for step in ("start", "finish"))
     torch.library.define(started, f"({where}, Tensor? after) -> Tensor", **known)
-    torch.library.define(finished, f"(Tensor ticket, {where}) -> Tensor", **known)
+    torch.library.define(finished, f"(Tensor ticket, {where}, Tensor[] after) -> Tensor", **known)
 
     def run(x: Tensor, axis: str, dim: int, after: Tensor | None) -> Tensor:
         number = next(_numbers)
         _under_way[number] = start(x, axis_of(axis), dim)
         return torch.tensor(number)
 
-    def finish(ticket: Tensor, x: Tensor, axis: str, dim: int) -> Tensor:
+    def finish(ticket: Tensor, x: Tensor, axis: str, dim: int, after: list[Tensor]) -> Tensor:
         return _under_way.pop(int(ticket)).wait().contiguous()
 
     def ticket_like(x: Tensor, axis: str, dim: int, after: Tensor | None) -> Tensor:
         return torch.empty((), dtype=torch.int64)
 
-    def result_like(ticket: Tensor, x: Tensor, axis: str, dim: int) -> Tensor:
+    def result_like(ticket: Tensor, x: Tensor, axis: str, dim: int, after: list[Tensor]) -> Tensor:
         return x.new_empty(tuple(shape(x.shape, axis_of(axis).size, dim)))
 
     torch.library.impl(started, kind, run)

@@ -88,7 +88,7 @@ class _ColumnParallel(Function):
             ready(grad_no, kept, p)
             for grad_no, kept, p in zip(grads_no, ctx.kept, products, strict=True)
         ]
-        pending = None
+        pending = grad_x = None
         if needs[0]:
             grad_x = _column_input_gradient(gradients, weights, x.dtype, products)
             grad_x = grad_x.view(*grads[0].shape[:-1], x.shape[-1])
@@ -106,7 +106,9 @@ class _ColumnParallel(Function):
             ]
 
         found = linear_gradients(ctx.parameters, needs[5:], factors, deferral)
-        return pending.wait() if pending else None, None, None, None, None, *found
+        if pending is not None:
+            grad_x = pending.wait(*(gradient for gradient in found if gradient is not None))
+        return grad_x, None, None, None, None, *found
 
 
 class _RowParallel(Function):

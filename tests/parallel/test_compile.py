@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lightning_megatron import MemoryConfig, PipelineSequential
-from lightning_megatron._torch import compile_with_callers_only
+from lightning_megatron._torch import TorchDispatchMode, compile_with_callers_only
 from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.deferral import WeightGradients, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -154,11 +154,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"pp": 2, "num_microbatches": 4},
         {"compile": "model", "recompute": "selective"},
     ),
-    "model, dp=2 zero 3, full": (
-        2,
-        {"zero": 3, "num_microbatches": 2},
-        {"compile": "model", "recompute": "full"},
-    ),
     "block, pp=2 zbv, full": (
         2,
         {"pp": 2, "num_microbatches": 4, "schedule": "zbv"},
@@ -235,6 +230,35 @@ def test_a_block_is_one_graph_under_tp(pool: WorkerPool, sequence_parallel: bool
     for plain, whole in pool.run(2, run_block, sequence_parallel, config):
         assert (whole.sent, whole.calls) == (plain.sent, plain.calls)
         torch.testing.assert_close(whole.tensors, plain.tensors, rtol=1e-12, atol=1e-14)
+
+
+class Order(TorchDispatchMode):
+    """Notes products and collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in str(func) or "_sum" in str(func):
+            self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_backward() -> list[str]:
+    """What a compiled column-parallel layer does."""
+    layer = distribute(ColumnParallelLinear(8, 8, bias=False), make_topology(2))
+    torch.compiler.reset()
+    y = torch.compile(layer.forward, backend="aot_eager")(torch.ones(2, 8, requires_grad=True))
+    order = Order()
+    with order:
+        y.sum().backward()
+    return order.seen
+
+
+def test_a_graph_multiplies_while_it_sums(pool: WorkerPool) -> None:
+    for order in pool.run(2, order_of_backward):
+        assert order == ["mm", "start_sum", "mm", "finish_sum"]
 
 
 class Halved:
