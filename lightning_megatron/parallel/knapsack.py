@@ -173,7 +173,9 @@ def _choose(
     most = {s: max(moment.held(s) for moment in moments) for s in stages}
     least = {s: sum(blocks[i].input for i in own[s]) for s in stages}
     extra = _extra(moments, most, least, _spent(blocks, moments))
-    floor = extra[None] if None in extra else min(extra.values())
+    # Where no backward in one piece runs, or on a stage without blocks; else below all others.
+    elsewhere = [size for stage, size in extra.items() if stage not in own]
+    floor = max(elsewhere, default=min(extra.values()))
     room = limit - floor - sum(most[s] * least[s] for s in stages)
     unit = max(1, room * len(blocks) // _PARTS)
     found: list[_Choice] = [(0, floor, 0.0, ())]

@@ -106,6 +106,18 @@ def test_what_runs_on_every_stage_is_held_to_the_end() -> None:
     assert choose(blocks, 54, when) == ("full", "none", "none")
 
 
+def test_a_stage_without_blocks_counts_what_waits_on_the_others() -> None:
+    when = (
+        Moment(waiting={0: 2, 1: 0}, spent={0: 0, 1: 0}, running=0),
+        Moment(waiting={0: 4, 1: 0}, spent={0: 0, 1: 0}, running=1),
+    )
+    blocks = [BlockCosts(seconds=1.0, kept=10, input=2)] * 3
+    for limit in range(30, 121):
+        found = choose(blocks, limit, when)
+        assert found is not None
+        assert needed(blocks, found, when) <= limit
+
+
 def test_the_last_blocks_are_kept_where_one_microbatch_is_under_way() -> None:
     blocks = [BlockCosts(seconds=1.0, kept=10, input=1)] * 4
     assert choose(blocks, 13) == ("full", "full", "full", "none")
