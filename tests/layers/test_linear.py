@@ -64,7 +64,7 @@ def _overlap(tp):
         pending = collectives.start_sum(x, axis)
         events.append("start")
         wait = pending.wait
-        return mock.Mock(wait=lambda: (events.append("wait"), wait())[1])
+        return mock.Mock(wait=lambda *after: (events.append("wait"), wait(*after))[1])
 
     weight_gradient = deferral.weight_gradient
 
