@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_megatron._torch import start_all_gather
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -65,6 +67,7 @@ class TopologyCollectives:
         """
         if not isinstance(tensor, Tensor) or self._topology is None:
             return tensor
+        refuse_shards(tensor, "a value to reduce (sync_dist=True)")
         group, size = self._group(group)
         if group is None:
             return tensor
@@ -110,6 +113,22 @@ class TopologyCollectives:
             axis = self._topology.batch
             return axis.group, axis.size
         return group, dist.get_world_size(group)
+
+
+def refuse_shards(value: Tensor, what: str) -> None:
+    """Raise `ConfigError` if ``value`` was computed from the shards of parameters.
+
+    Args:
+        value: of a step.
+        what: it is, in words.
+    """
+    if isinstance(value, DTensor):
+        raise ConfigError(
+            f"{what} is a DTensor: the step uses parameters outside of the forward of their "
+            "module, where ZeRO holds shards of them; nearest valid: weight_decay of the "
+            "optimizer for a penalty on weights, the same computation inside that forward, or "
+            "zero=0"
+        )
 
 
 class _AllGather(torch.autograd.Function):

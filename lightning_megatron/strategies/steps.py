@@ -32,6 +32,7 @@ from lightning_megatron.pipeline.microbatch import (
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.strategies.auto_schedule import AutoSchedule
+from lightning_megatron.strategies.collectives import refuse_shards
 from lightning_megatron.strategies.log_replay import LogRecorder, LogReplay
 from lightning_megatron.topology.mesh import Topology
 
@@ -276,11 +277,14 @@ def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
 
     Raises:
         RuntimeError: there is no loss.
+        ConfigError: it was computed from shards.
     """
     if isinstance(output, Tensor):
+        refuse_shards(output, "the loss")
         return output, None
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         tokens = output.get("num_tokens")
+        refuse_shards(output["loss"], "the loss")
         if tokens is None:
             return output["loss"], None
         return output["loss"], torch.as_tensor(tokens, device=output["loss"].device)
@@ -293,6 +297,9 @@ def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
 def mean_over_tokens(output: Any, topology: Topology) -> Any:
     """Make of ``{"loss": sum, "num_tokens": n}`` a loss whose mean over ranks is per token."""
     if not isinstance(output, Mapping) or output.get("num_tokens") is None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor):
+            refuse_shards(loss, "the loss")
         return output
     loss, tokens = loss_and_tokens(output)
     assert tokens is not None

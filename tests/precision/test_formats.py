@@ -174,6 +174,31 @@ def test_a_later_trainer_cannot_change_the_formats(
         pool.run(1, later_job, precision, zero)
 
 
+class Penalty(small.Small):
+    """Adds the weights to the loss."""
+
+    def __init__(self, sync: bool) -> None:
+        super().__init__()
+        self.sync = sync
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch) + 0.1 * sum(p.square().sum() for p in self.parameters())
+        if self.sync:
+            self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+def penalty_job(zero: int, sync: bool) -> dict[str, Tensor]:
+    return fit({"zero": zero}, 2, Penalty(sync), "64-true")
+
+
+def test_a_penalty_on_shards_is_refused(pool: WorkerPool) -> None:
+    pool.run(2, penalty_job, 1, True)
+    for sync, what in ((False, "the loss"), (True, "a value to reduce")):
+        with pytest.raises(Exception, match=f"{what}.* is a DTensor: .*nearest valid"):
+            pool.run(2, penalty_job, 3, sync)
+
+
 def mixture_job() -> None:
     fit({}, 1, Half(but="2"), "bf16-mixed")
 
