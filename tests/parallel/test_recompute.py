@@ -392,9 +392,10 @@ def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
     assert sum(all_bytes[-passes:]) - sum(few_bytes[-passes:]) == pytest.approx(
         saved * options.get("num_microbatches", 1), rel=0.1
     )
-    little = MemoryConfig(recompute="adaptive", activation_gib=needs[0][0] / 2**31)
-    with pytest.raises(ConfigError, match="nearest valid: activation_gib="):
-        adaptive_run(options, little)
+    if "pp" in options:
+        little = MemoryConfig(recompute="adaptive", activation_gib=needs[0][0] / 2**31)
+        with pytest.raises(ConfigError, match="nearest valid: activation_gib="):
+            adaptive_run(options, little)
     return tuple(ways.items())
 
 
@@ -445,7 +446,7 @@ class Held:
 def peak_of(options: dict[str, Any], memory: MemoryConfig) -> tuple[int, Any]:
     L.seed_everything(1, verbose=False)
     strategy, peak = MegatronStrategy(**options, memory=memory), Peak()
-    module = ParityModule("deep", Data(steps=4, batch=64))
+    module = ParityModule("deep", Data(steps=4, batch=32))
     quiet_trainer(strategy, callbacks=[peak]).fit(module)
     return peak.most, strategy
 
