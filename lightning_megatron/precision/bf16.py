@@ -7,7 +7,7 @@ and multiplies narrow copies. Both reduce gradients in float32 unless told other
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -33,10 +33,32 @@ from lightning_megatron.topology.rng import derive_seed
 class HalfShardedPrecision(ShardedPrecision, HalfPrecision):
     """``bf16-true``."""
 
+    _fitted: Optimizer | None = None
+
+    @override
+    def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        if self._fitted is not optimizer:
+            _fit_state(optimizer)
+            self._fitted = optimizer
+        return super()._around(optimizer)
+
     @property
     @override
     def types(self) -> ComputeTypes:
         return ComputeTypes(reduction=torch.float32)
+
+
+def _fit_state(optimizer: Optimizer) -> None:
+    """Give state the format of its parameter, which torch's optimizers ask for.
+
+    A run that rounded at random has left it in float32.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for tensor, values in optimizer.state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.shape == tensor.shape and tensor.ndim:
+                values[key] = value.to(tensor.dtype)
 
 
 class Bf16TruePrecision(HalfShardedPrecision):
@@ -78,7 +100,7 @@ class Bf16TruePrecision(HalfShardedPrecision):
     @override
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         if not self._stochastic:
-            return nullcontext()
+            return super()._around(optimizer)
         gradients = self._gradients()
         places = {
             shard_of(p) if isinstance(p := role.parameter, DTensor) else p: gradients.place(role)
