@@ -83,7 +83,7 @@ def test_wrong_schedules():
         WarmupStableDecay(2, 9, 10)
     with pytest.raises(ConfigError, match="shape='cubic'"):
         WarmupStableDecay(2, 1, 10, shape="cubic")
-    with pytest.raises(ConfigError, match="warmup_steps=0: must be at least 1"):
+    with pytest.raises(ConfigError, match="warmup_steps=0: must be a number of at least 1"):
         WarmupInverseSqrt(0)
 
 

@@ -106,8 +106,8 @@ def test_muon_groups_leave_embeddings_heads_and_vectors_to_adamw() -> None:
         (lambda p: Muon(p, momentum=1.0), r"momentum=1.0: must lie in \[0, 1\)"),
         (lambda p: Muon(p, scale="big"), "scale='big'"),
         (lambda p: Muon([{"params": p, "muon": True}]), r"a parameter has shape \(2,\)"),
-        (lambda p: Lion(p, lr=-1), "lr=-1: must be at least"),
-        (lambda p: Adafactor(p, d=0.5), "d=0.5: must be at least 1"),
+        (lambda p: Lion(p, lr=-1), "lr=-1: must be a number of at least"),
+        (lambda p: Adafactor(p, d=0.5), "d=0.5: must be a number of at least 1"),
     ],
 )
 def test_wrong_options(make: Any, words: str) -> None:
