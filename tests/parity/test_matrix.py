@@ -90,7 +90,8 @@ def test_chunked_loss_trains_as_whole_logits_do(
     ("layout", "memory"),
     [
         (Layout(tp=2, sequence_parallel=True, architecture="shallow"), {}),
-        (Layout(tp=2, dp=2, zero=3, architecture="gpt"), {"group": 2}),
+        (Layout(dp=2, zero=3, architecture="gpt"), {"group": 2}),
+        (Layout(tp=2, dp=2, zero=3, architecture="gpt"), {"compile": "block"}),
         (
             Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, architecture="gpt"),
             {"compile": "block", "recompute": "selective"},
@@ -101,7 +102,7 @@ def test_chunked_loss_trains_as_whole_logits_do(
 def test_compiled_models_that_recompute_train_as_others_do(
     pool: WorkerPool, layout: Layout, memory: dict[str, Any]
 ) -> None:
-    lengths = (8, 12) if memory else (8,)
+    lengths = (8, 12) if layout.tp == 1 else (8,)
     data, architecture = Data(steps=2, lengths=lengths), layout.architecture
     how = {"compile": "model", "compile_backend": "aot_eager", "recompute": "full", **memory}
     options = {**layout.strategy_options(), "memory": MemoryConfig(**how)}
