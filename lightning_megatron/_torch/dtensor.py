@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.distributed.tensor import debug as dtensor_debug
 from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
+_shard, _gradient = attrgetter("_local_tensor"), attrgetter("grad")
+
 
 def shard_of(tensor: DTensor) -> Tensor:
     """The local tensor of ``tensor`` itself (2.11-2.13).
@@ -24,7 +26,7 @@ def shard_of(tensor: DTensor) -> Tensor:
 
 def shards_of(tensors: Sequence[DTensor]) -> list[Tensor]:
     """`shard_of` many, without a call for each (2.11-2.13)."""
-    return [tensor._local_tensor for tensor in tensors]
+    return list(map(_shard, tensors))
 
 
 def stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -35,13 +37,11 @@ def stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     ]
 
 
-_local_gradient = attrgetter("grad._local_tensor")
-
-
 def lend_gradients(parameters: Sequence[DTensor], shards: Sequence[Tensor]) -> None:
     """Give every shard the local part of its parameter's gradient (2.11-2.13)."""
-    try:  # one call for both attributes, and no look at types: it counts beside a fused step
-        for shard, gradient in zip(shards, map(_local_gradient, parameters), strict=True):
+    try:  # list by list, and no look at types: it counts beside a fused step
+        lent = list(map(_shard, list(map(_gradient, parameters))))
+        for shard, gradient in zip(shards, lent, strict=True):
             shard.grad = gradient
     except AttributeError:  # of some there is no gradient, or none that is a DTensor
         for parameter, shard in zip(parameters, shards, strict=True):
