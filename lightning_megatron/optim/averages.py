@@ -60,13 +60,23 @@ class NarrowState(Optimizer):
         self._names = {p: piece.name for p, piece in pieces.items()}
 
     def opened(self, p: Tensor, keys: Iterable[str]) -> tuple[int, dict[str, Tensor]]:
-        """Begin the step of a parameter: its number, and the averages in float32."""
-        state = self.state[p]
+        """Begin the step of a parameter: its number, and the averages in float32.
+
+        Raises:
+            ConfigError: some of them are missing, as in what another optimizer has saved.
+        """
+        state, keys = self.state[p], tuple(keys)
         state.setdefault("step", torch.zeros(()))
-        for key in keys:
-            if key not in state:
-                zeros = torch.zeros_like(p, dtype=torch.float32)
-                state.update(self._stored({key: zeros}, None))
+        missing = [key for key in keys if key not in state]
+        if 0 < len(missing) < len(keys):
+            raise ConfigError(
+                f"{type(self).__name__}: the state of {self._name(p)!r} has no {missing[0]!r}, so "
+                "another optimizer has left it; nearest valid: the optimizer that wrote the "
+                "checkpoint, or its weights alone"
+            )
+        for key in missing:
+            zeros = torch.zeros_like(p, dtype=torch.float32)
+            state.update(self._stored({key: zeros}, None))
         state["step"] += 1
         return int(state["step"]), self._values(state)
 

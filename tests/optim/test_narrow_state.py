@@ -137,6 +137,17 @@ def test_run_goes_on_bit_for_bit_and_in_any_format(
     assert found == pytest.approx(expected, rel=0.05)
 
 
+def test_state_of_another_optimizer_is_not_made_up_for(tmp_path: Path) -> None:
+    net, inputs, targets = problem()
+    lion = Lion(net.parameters(), state_dtype="int8")
+    train(net, lion, inputs, targets, 2)
+    save(tmp_path / "lion.ckpt", net, lion)
+    optimizer = AdamW(net.parameters())
+    load_directory(tmp_path / "lion.ckpt", net, [optimizer])
+    with pytest.raises(ConfigError, match="has no 'exp_avg_sq', so another optimizer"):
+        train(net, optimizer, inputs, targets, 1)
+
+
 def test_wrong_options() -> None:
     makers: tuple[Any, ...] = (AdamW, Lion, Muon)
     wide = [nn.Parameter(torch.ones(1, dtype=torch.float64))]
