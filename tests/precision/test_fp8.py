@@ -249,6 +249,8 @@ def test_names_that_match_nothing_and_gathering_of_nothing_are_refused(pool: Wor
     given = {"include": ["*.haed"], "exclude": ["*.mlp.*"]}
     with pytest.raises(WorkerError, match=r"include='\*\.haed': no layer .* valid: '.*head'"):
         pool.run(1, chosen_job, given)
+    with pytest.raises(WorkerError, match="gather='fp8', zero=0: .* nearest valid: zero=1"):
+        pool.run(1, gather_job, {"zero": 0}, "fp8")
 
 
 def gather_job(options: dict[str, Any], gather: str) -> tuple[Outcome, int]:
