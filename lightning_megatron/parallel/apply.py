@@ -15,6 +15,7 @@ The order of the transforms is fixed here and nowhere else:
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,14 +146,8 @@ def parallelize_again(
     """
     plan = ModulePlan(module, topology.degrees, transforms.pipeline, transforms.stage_ranks)
     assert plan.trunk is not None
-    return _spread(
-        module,
-        plan,
-        topology,
-        transforms,
-        lambda part: _allocate(part, topology.device),
-        new=plan.trunk,
-    )
+    allocate = partial(_allocate, device=topology.device)
+    return _spread(module, plan, topology, transforms, allocate, new=plan.trunk)
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:

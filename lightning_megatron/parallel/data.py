@@ -191,7 +191,8 @@ class DataParallel:
         self._count(module)
         keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
         if works_in_place(module):
-            module.register_forward_pre_hook(_enter)  # runs after FSDP2's
+            # It runs after FSDP2's.
+            module.register_forward_pre_hook(lambda _, args: as_results(args))
         if self._follow_freezing:
             module.register_forward_pre_hook(_FreezeFollower(module))
         self._units.append(module)
@@ -365,10 +366,6 @@ class _Stage:
             if reshard != self._reshard:
                 root.set_reshard_after_backward(reshard)
         self._sync, self._last, self._reshard = sync, last, reshard
-
-
-def _enter(module: nn.Module, args: Any) -> Any:
-    return as_results(args)
 
 
 class _FreezeFollower:
