@@ -28,7 +28,6 @@ from lightning_megatron._torch.fsdp import (
 from lightning_megatron._torch.fsdp import move_outside_units as move_outside_units
 from lightning_megatron._torch.fsdp import parameter_groups as parameter_groups
 from lightning_megatron._torch.fsdp import reduce_gradients as reduce_gradients
-from lightning_megatron._torch.fsdp import replicate as replicate
 from lightning_megatron._torch.graphs import WRAPPER_NAMES as WRAPPER_NAMES
 from lightning_megatron._torch.graphs import CallersMode as CallersMode
 from lightning_megatron._torch.graphs import TorchDispatchMode as TorchDispatchMode

@@ -6,9 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# The FSDP2-based replicate (ZeRO 0) has no public home in 2.11-2.13; the older
-# torch.distributed._composable.replicate is built on DDP and mixes with no DTensor.
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from lightning_megatron.callbacks.requirements import need_megatron
@@ -122,7 +121,7 @@ class ReplicaCheck(pl.Callback):
 
     def _compare(self, trainer: pl.Trainer) -> list[Difference]:
         strategy: Any = trainer.strategy
-        strategy.parallel.data.reshard()
+        strategy.parallel.data.come_to_rest()
         held = _held(trainer)
         prints = fingerprints([one.tensor for one in held])
         doubtful = unequal(_gather(condense(held, prints), strategy))
@@ -178,10 +177,18 @@ def _held(trainer: pl.Trainer) -> list[Held]:
     strategy: Any = trainer.strategy
     found = []
     for role in strategy.parallel_gradients.roles:
-        holders = _holders(role, strategy.topology)
+        # Below ZeRO 3 all data-parallel ranks hold a parameter, and each owns a part of it.
+        whole = role.rows is not None
+        shown = _holders(role, strategy.topology, divided=role.is_divided and not whole)
+        if shown is not None:
+            held = local(role.parameter.detach())
+            found.append(Held(name=role.name, tensor=held, holders=shown))
+        holders = _holders(role, strategy.topology, divided=role.is_divided)
         if holders is None:
             continue
-        found.append(Held(name=role.name, tensor=local(role.parameter.detach()), holders=holders))
+        if role.rows is not None and role.rows.is_copy:
+            name = f"{role.name}: what the optimizer steps on"
+            found.append(Held(name=name, tensor=role.rows.values, holders=holders))
         for index, optimizer in enumerate(strategy.optimizers):
             for key, value in optimizer.state.get(role.parameter, {}).items():
                 if isinstance(value, Tensor):
@@ -190,14 +197,16 @@ def _held(trainer: pl.Trainer) -> list[Held]:
     return found
 
 
-def _holders(role: ParameterRole, topology: Topology) -> Holders | None:
-    """Who holds the same part of a parameter; None where nobody else does."""
-    parameter = role.parameter
-    sharded = isinstance(parameter, DTensor) and any(
-        isinstance(placement, Shard) for placement in parameter.placements
-    )
+def _holders(role: ParameterRole, topology: Topology, *, divided: bool) -> Holders | None:
+    """Who holds the same part of a parameter; None where nobody else does.
+
+    Args:
+        role: of the parameter.
+        topology: the layout.
+        divided: whether data-parallel ranks have different parts.
+    """
     axes = ["dp_replicate", "cp"]
-    if not sharded:
+    if not divided:
         axes.append("dp_shard")
     if role.shard is None or role.shard.dim is None:
         axes.append("tp")

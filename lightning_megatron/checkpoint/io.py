@@ -30,6 +30,7 @@ from lightning_megatron.checkpoint.prepared import (
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.parallel.owned_rows import OwnedRows
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def load_directory(
     *,
     canonical: Mapping[str, str] | None = None,
     names: Mapping[Tensor, str] | None = None,
+    rows: Mapping[nn.Parameter, OwnedRows] | None = None,
     strict: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -91,6 +93,8 @@ def load_directory(
         canonical: for names that are aliases of a parameter of another stage, its name.
         names: canonical name of every tensor that the optimizers update; the module's parameters
             when None.
+        rows: what this rank owns of whole parameters. Only that is read; the owner of the
+            parameters then brings it into them.
         strict: whether names that only one side has are an error; else they are logged.
         group: the ranks that load; all when None; without process groups, this process.
 
@@ -102,7 +106,7 @@ def load_directory(
         CheckpointError: the checkpoint does not exist or is damaged.
     """
     reader = path if isinstance(path, CheckpointReader) else CheckpointReader(path, group=group)
-    loading = _Loading(reader, module, canonical)
+    loading = _Loading(reader, module, canonical, rows)
 
     def plan() -> _Report:
         loading.plan_model()
@@ -128,11 +132,15 @@ class _Loading:
     """One rank's part of `load_directory`."""
 
     def __init__(
-        self, reader: CheckpointReader, module: nn.Module, canonical: Mapping[str, str] | None
+        self,
+        reader: CheckpointReader,
+        module: nn.Module,
+        canonical: Mapping[str, str] | None,
+        rows: Mapping[nn.Parameter, OwnedRows] | None,
     ) -> None:
         self._reader = reader
         self._module = module
-        self._canonical = canonical
+        self._canonical, self._rows = canonical, rows
         self._model: dict[str, Any] = {}
         self._stored_names: dict[str, str] = {}
         self._wanted: dict[str, Chunk] = {}
@@ -142,7 +150,7 @@ class _Loading:
 
     def plan_model(self) -> None:
         """Find every tensor of the module in the checkpoint."""
-        self._model = model_chunks(self._module, self._canonical)
+        self._model = model_chunks(self._module, self._canonical, self._rows)
         for name, value in self._model.items():
             if not isinstance(value, Chunk):
                 (self.report.used if name in self._reader.extras else self.report.missing).append(

@@ -160,6 +160,7 @@ class OptimizerRestore:
         self._optimizer = optimizer
         self.chunks: dict[str, Chunk] = {}
         self._state: dict[Tensor, dict[str, Any]] = {}
+        self._held_in: dict[Tensor, torch.dtype] = {}
         entries = _entries_by_parameter(metadata, prefix)
         groups = [
             GroupOptions(index=g["index"], options=g["options"], parameters=tuple(g["parameters"]))
@@ -172,10 +173,11 @@ class OptimizerRestore:
             self._options.append(_find_options(index, stored, groups, type(optimizer).__name__))
             for parameter, name, stored_name in zip(group["params"], local, stored, strict=True):
                 state = dict(saved["values"].get(stored_name, {}))
+                self._held_in[parameter] = chunks[name].tensor.dtype
                 model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
                 for key, entry in entries.get(stored_name, {}).items():
                     state[key], chunk = _allocate(
-                        key, entry, parameter, chunks[name], group, model_entry, optimizer
+                        key, entry, chunks[name], group, model_entry, optimizer
                     )
                     self.chunks[f"{prefix}.{stored_name}.{key}"] = chunk
                 if state:
@@ -189,7 +191,7 @@ class OptimizerRestore:
                 local = {
                     key: local_tensor(v) if isinstance(v, Tensor) else v for key, v in state.items()
                 }
-                state = self._optimizer.narrow_state(local, parameter.dtype)
+                state = self._optimizer.narrow_state(local, self._held_in[parameter])
             self._optimizer.state[parameter] = state
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             for key, value in options.items():
@@ -303,7 +305,6 @@ def _find_options(
 def _allocate(
     key: str,
     entry: TensorStorageMetadata,
-    parameter: Tensor,
     chunk: Chunk,
     group: Mapping[str, Any],
     model_entry: Any,
@@ -311,7 +312,7 @@ def _allocate(
 ) -> tuple[Tensor, Chunk]:
     """Make one state tensor of this process, and the chunk to read it into."""
     dtype = entry.properties.dtype
-    device = local_tensor(parameter).device
+    device = chunk.tensor.device
     reduced = _without(key, chunk, optimizer)
     if reduced is not None and tuple(entry.size) == reduced.full_shape:
         value = torch.zeros(reduced.sizes, dtype=dtype, device=device)
@@ -319,9 +320,9 @@ def _allocate(
     if tuple(entry.size) == chunk.full_shape and (steps_on_shards(optimizer) or chunk.is_whole):
         # State in the parameter's format follows it when a run goes on in another precision.
         if isinstance(model_entry, TensorStorageMetadata) and model_entry.properties.dtype == dtype:
-            dtype = parameter.dtype
-        value = torch.zeros_like(parameter.detach(), dtype=dtype)
-        return value, replace(chunk, tensor=local_tensor(value), aliases=())
+            dtype = chunk.tensor.dtype
+        value = torch.zeros_like(chunk.tensor, dtype=dtype)
+        return value, replace(chunk, tensor=value, aliases=())
     # Optimizers keep the step count on the host, unless the whole step runs on the device.
     on_device = key != "step" or group.get("capturable") or group.get("fused")
     value = torch.zeros(tuple(entry.size), dtype=dtype, device=device if on_device else "cpu")

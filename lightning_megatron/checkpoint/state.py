@@ -1,8 +1,9 @@
 """Where the tensors of this process lie in the tensors of the whole model.
 
 A parameter is cut twice: tensor parallelism keeps a slice along one dimension, described by the
-layer's `TensorShard`; ZeRO (FSDP2) then splits that slice along dimension 0 over the data-parallel
-ranks, as a DTensor whose "global" shape is the slice. Both cuts are rectangles, and so is their
+layer's `TensorShard`; ZeRO then splits that slice along dimension 0 over the data-parallel ranks,
+below stage 3 into the rows that each owns of a plain tensor (`parallel.owned_rows`), in stage 3 as
+a DTensor whose "global" shape is the slice. Both cuts are rectangles, and so is their
 product: with tp offset ``a`` along dimension ``k`` and FSDP offset ``b`` along dimension 0, this
 process holds the `Chunk` at offset ``a * e_k + b * e_0`` of the full parameter. Checkpoints are
 written and read in chunks, which is why they do not depend on the layout.
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from lightning_megatron._torch import WRAPPER_NAMES
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron.parallel.owned_rows import OwnedRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,11 @@ def parameter_names(
     return {parameter: given.get(name, name) for parameter, name in names}
 
 
-def model_chunks(module: nn.Module, canonical: Mapping[str, str] | None = None) -> dict[str, Any]:
+def model_chunks(
+    module: nn.Module,
+    canonical: Mapping[str, str] | None = None,
+    rows: Mapping[nn.Parameter, OwnedRows] | None = None,
+) -> dict[str, Any]:
     """Describe the state of a module, by canonical name.
 
     Parameters that FSDP2 has gathered are returned to their shards first.
@@ -94,6 +100,7 @@ def model_chunks(module: nn.Module, canonical: Mapping[str, str] | None = None) 
     Args:
         module: the module as this rank holds it.
         canonical: for names that are aliases of a parameter of another stage, its name.
+        rows: what this rank owns of whole parameters, and answers for.
 
     Returns:
         A `Chunk` for every parameter and persistent buffer; whatever else ``state_dict`` holds
@@ -104,10 +111,12 @@ def model_chunks(module: nn.Module, canonical: Mapping[str, str] | None = None) 
     """
     state = {clean_name(name): value for name, value in module.state_dict().items()}
     first_names = parameter_names(module, canonical)
-    names = {
-        clean_name(name): first_names[parameter]
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
+    names = {}
+    owned: dict[str, OwnedRows] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[clean_name(name)] = first_names[parameter]
+        if rows is not None and parameter in rows:
+            owned[clean_name(name)] = rows[parameter]
     buffers = {clean_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
     shards = _tensor_shards(module)
     result: dict[str, Any] = {}
@@ -119,7 +128,8 @@ def model_chunks(module: nn.Module, canonical: Mapping[str, str] | None = None) 
         elif (owner := names[name]) in result:
             result[owner] = _with_alias(result[owner], name, owner)
         else:
-            result[owner] = _with_alias(_parameter_chunk(name, value, shards), name, owner)
+            chunk = _parameter_chunk(name, value, shards, owned.get(name))
+            result[owner] = _with_alias(chunk, name, owner)
     return result
 
 
@@ -149,11 +159,16 @@ def _tensor_shards(module: nn.Module) -> dict[str, TensorShard]:
     return found
 
 
-def _parameter_chunk(name: str, value: Tensor, shards: Mapping[str, TensorShard]) -> Chunk:
-    """Combine the offsets of tensor parallelism and of FSDP2."""
+def _parameter_chunk(
+    name: str, value: Tensor, shards: Mapping[str, TensorShard], rows: OwnedRows | None
+) -> Chunk:
+    """Combine the offsets of tensor parallelism and of ZeRO."""
     slice_shape = tuple(value.shape)
     shard = shards.get(name, TensorShard(full_shape=slice_shape))
     offsets = list(_fsdp_offsets(name, value))
+    if rows is not None:
+        offsets[0] = rows.start
+        value = rows.refresh()
     if shard.dim is not None:
         offsets[shard.dim] += shard.offset
     return Chunk(tensor=local_tensor(value), full_shape=shard.full_shape, offsets=tuple(offsets))

@@ -140,7 +140,7 @@ class _Network:
             )
         if self._is_sharded():
             problems.append(
-                "zero=1 to 3: outside of a step the parameters are sharded; nearest valid: a call "
+                "zero=3: outside of a step the parameters are sharded; nearest valid: a call "
                 "in validation_step or predict_step, or load_transformer in one process"
             )
         topology = self._topology

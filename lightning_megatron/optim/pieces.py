@@ -24,6 +24,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+def rows_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Offset and length of a rank's part of ``length`` elements, as ``torch.chunk`` cuts.
+
+    >>> [rows_of(5, 3, rank) for rank in range(3)]
+    [(0, 2), (2, 2), (4, 1)]
+    """
+    each = -(-length // ranks)
+    offset = min(rank * each, length)
+    return offset, min(each, length - offset)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """How the ranks of one axis share a parameter."""
@@ -40,10 +51,8 @@ class Cut:
     """Dimension along which each holds a part; None if all hold the same."""
 
     def extent(self, length: int, rank: int) -> tuple[int, int]:
-        """Offset and length of a rank's part of ``length`` elements, as ``torch.chunk`` cuts."""
-        each = -(-length // self.size)
-        offset = min(rank * each, length)
-        return offset, min(each, length - offset)
+        """Offset and length of a rank's part of ``length`` elements."""
+        return rows_of(length, self.size, rank)
 
     def shape_of(self, outer: Sequence[int], rank: int) -> tuple[int, ...]:
         """Shape of the part that a rank holds of a tensor of shape ``outer``."""

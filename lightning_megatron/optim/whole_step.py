@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_megatron._torch import shard_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.exchange import gather_whole
-from lightning_megatron.optim.local_step import steps_on_shards
+from lightning_megatron.optim.local_step import LentRows, steps_on_shards
 from lightning_megatron.optim.pieces import Piece
 
 _OURS = {
@@ -49,10 +49,17 @@ class WholeStep:
     Args:
         optimizer: of any kind that needs no closure.
         pieces: of which whole each parameter is a part.
+        rows: what this rank owns of plain parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, pieces: Mapping[Tensor, Piece]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        pieces: Mapping[Tensor, Piece],
+        rows: Mapping[Any, LentRows] | None = None,
+    ) -> None:
         self._optimizer, self._pieces = optimizer, pieces
+        self._rows = {} if rows is None else rows
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -71,7 +78,7 @@ class WholeStep:
             with torch.no_grad():
                 for parameter, tensor in whole.items():
                     if tensor is not parameter:
-                        _local(parameter).copy_(self._pieces[parameter].part_of(tensor))
+                        self._own(parameter).copy_(self._pieces[parameter].part_of(tensor))
         finally:
             stepped, optimizer.state = optimizer.state, state
             state.clear()
@@ -81,29 +88,52 @@ class WholeStep:
             for group, members in zip(optimizer.param_groups, own, strict=True):
                 group["params"] = members
 
+    def _own(self, parameter: Tensor) -> Tensor:
+        """What this rank owns of a parameter, as it is now."""
+        rows = self._rows.get(parameter)
+        return _local(parameter).detach() if rows is None else rows.refresh()
+
+    def _own_gradient(self, parameter: Tensor) -> Tensor | None:
+        rows = self._rows.get(parameter)
+        if rows is None:
+            return None if parameter.grad is None else _local(parameter.grad)
+        rows.lend_gradient()
+        values = rows.refresh()
+        gradient, values.grad = values.grad, None
+        return gradient
+
     def _gather(self, parameters: list[Tensor]) -> dict[Tensor, Tensor]:
         """For each parameter a whole one with a whole gradient, or itself if it is whole."""
         whole: dict[Tensor, Tensor] = {p: p for p in parameters}
         cut: dict[torch.dtype, list[Tensor]] = {}
         for p in parameters:
-            if p in self._pieces and (isinstance(p, DTensor) or not self._pieces[p].is_whole):
-                cut.setdefault(p.dtype, []).append(p)
+            if p not in self._pieces:
+                continue
+            if isinstance(p, DTensor) or p in self._rows or not self._pieces[p].is_whole:
+                cut.setdefault(self._own(p).dtype, []).append(p)
         for members in cut.values():
             pieces = [self._pieces[p] for p in members]
-            values = gather_whole([_local(p).detach() for p in members], pieces)
-            with_gradient = [p for p in members if p.grad is not None]
-            gradients = gather_whole(
-                [_local(p.grad) for p in with_gradient if p.grad is not None],
-                [self._pieces[p] for p in with_gradient],
-            )
+            values = gather_whole([self._own(p) for p in members], pieces)
+            found = [self._own_gradient(p) for p in members]
+            there = [(p, g) for p, g in zip(members, found, strict=True) if g is not None]
+            gradients = gather_whole([g for _, g in there], [self._pieces[p] for p, _ in there])
             whole |= {p: v.clone() for p, v in zip(members, values, strict=True)}
-            for p, gradient in zip(with_gradient, gradients, strict=True):
+            for (p, _), gradient in zip(there, gradients, strict=True):
                 whole[p].grad = gradient
         return whole
 
 
-def check_optimizer(optimizer: Optimizer, pieces: Mapping[Tensor, Piece]) -> str | None:
+def check_optimizer(
+    optimizer: Optimizer,
+    pieces: Mapping[Tensor, Piece],
+    rows: Mapping[Any, LentRows] | None = None,
+) -> str | None:
     """Whether, and at what price, an optimizer is right for parameters that are cut.
+
+    Args:
+        optimizer: of any kind.
+        pieces: of which whole each parameter is a part.
+        rows: what is lent in place of plain parameters.
 
     Returns:
         A warning for one that steps on whole tensors.
@@ -111,9 +141,16 @@ def check_optimizer(optimizer: Optimizer, pieces: Mapping[Tensor, Piece]) -> str
     Raises:
         ConfigError: the optimizer cannot step on this layout.
     """
-    if not steps_on_whole(optimizer, pieces):
-        return None
     name = type(optimizer).__name__
+    if not steps_on_whole(optimizer, pieces):
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if isinstance(optimizer, torch.optim.LBFGS) and any(p in (rows or {}) for p in held):
+            raise ConfigError(
+                f"optimizer={name}: it evaluates the loss several times in a step, between which "
+                "it changes other tensors than the layers see (float32 ones, or in host memory); "
+                "nearest valid: precision='32-true' without offload_optimizer, or AdamW"
+            )
+        return None
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             f"optimizer={name}: it evaluates the loss several times in a step and works on all "

@@ -8,8 +8,8 @@ The order of the transforms is fixed here and nowhere else:
 4. slice the parallel layers, and tie again what slicing separated;
 5. compile blocks, and have them forget or move their activations (`parallel.blocks`), inside of
    what ZeRO hooks on them;
-6. unit by unit: initialise what is on the meta device, move it to the device, hand it to ZeRO, so
-   that no rank ever holds more than one whole unit beside its shards.
+6. unit by unit: initialise what is on the meta device, move it to the device, and give it to data
+   parallelism, so that beside what a rank is to keep there is never more than one unit as it was.
 """
 
 import warnings
@@ -31,12 +31,14 @@ from lightning_megatron.parallel.data import (
     ComputeTypes,
     DataParallel,
     ShardingConfig,
-    is_unmanaged,
+    has_no_rows,
 )
+from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.low_copies import LowCopies
 from lightning_megatron.parallel.memory import MemoryConfig, blocks_to_recompute
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
+from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
@@ -61,7 +63,8 @@ class Transforms:
     lasting: str = ""
     """What of all this no later Trainer can change, in words."""
     manual_optimization: bool = False
-    """Whether the user drives backward: every child of the module is then a root of its own."""
+    """Whether the user drives backward: under ZeRO 3 every child of the module is then a root of
+    its own."""
 
 
 class Step(nn.Module):
@@ -186,28 +189,32 @@ def _spread(
         _avoid_empty_stage(plan.trunk)
     _distribute(module if new is None else new, topology)
     transform_blocks(module, forgetful, transforms.memory, topology.device, topology.tp)
-    data = DataParallel(
-        topology,
-        transforms.zero,
-        transforms.types,
-        cpu_offload=transforms.sharding.cpu_offload,
-        follow_freezing=transforms.manual_optimization,
-    )
-    step, between = _wrap(module, plan, topology, transforms, data, ready)
-    roles = _roles(module, plan, topology, transforms, tied_groups, between, sharded=data.enabled)
-    if data.replicates:
-        data.reduce_whole(_by_stage(roles, plan, topology))
+    _warn_of_hosts(transforms.sharding, topology)
+    if transforms.zero == 3 and (topology.batch.size > 1 or transforms.sharding.offload_parameters):
+        data, step, roles = _shard(module, plan, topology, transforms, tied_groups, ready)
+    else:
+        data, step, roles = _keep_whole(module, plan, topology, transforms, tied_groups, ready)
     return ParallelModule(
         module=module,
         step=step,
         topology=topology,
         transforms=transforms,
         data=data,
-        gradients=GradientSet(roles, topology),
+        gradients=GradientSet(roles, topology, data.lends),
         trunk=plan.trunk,
         canonical=plan.canonical,
         stages=tuple(plan.stages) if topology.pp.size > 1 else (),
     )
+
+
+def _warn_of_hosts(sharding: ShardingConfig, topology: Topology) -> None:
+    for option in ("offload_optimizer", "offload_parameters"):
+        if getattr(sharding, option) and topology.device.type == "cpu" and topology.rank == 0:
+            warnings.warn(
+                f"sharding.{option}=True: this run is on CPUs, in whose memory everything is "
+                "anyway; it saves nothing",
+                stacklevel=2,
+            )
 
 
 def _broadcast_weights(module: nn.Module, topology: Topology) -> None:
@@ -282,37 +289,73 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
         )
 
 
-def _wrap(
+_Spread = tuple[DataParallel, nn.Module, list[ParameterRole]]
+_TiedGroups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
+
+
+def _keep_whole(
     module: nn.Module,
     plan: ModulePlan,
     topology: Topology,
     transforms: Transforms,
-    data: DataParallel,
+    tied_groups: _TiedGroups,
     ready: Callable[[nn.Module], None],
-) -> tuple[nn.Module, set[nn.Parameter]]:
-    """Initialise and shard, unit by unit.
-
-    Returns:
-        The module to call for a step, and the parameters that several stages of this rank share.
-    """
-    step = Step(module)
-    if data.enabled:
-        min_numel = 1 if transforms.zero == 3 else transforms.sharding.min_numel
-        # What lies outside the trunk of a pipeline is held and reduced by `GradientSet`.
-        scope = plan.trunk if topology.pp.size > 1 and plan.trunk is not None else module
-        found = list(units(scope, transforms.sharding.wrap, min_numel))
-        for unit in found:
-            ready(unit)
-            data.wrap(unit, stage=0 if transforms.manual_optimization else None)
-        if topology.pp.size > 1 and plan.trunk is not None:
-            for stage, items in enumerate(plan.trunk.stage_items):
-                inside = set(items.modules())
-                data.gather_ahead(stage, [unit for unit in found if unit in inside])
+) -> _Spread:
+    """ZeRO 0 to 2; also ZeRO 3 where there is nothing to divide."""
+    sharding = transforms.sharding
+    data = WholeParameters(
+        topology, min(transforms.zero, 2), transforms.types, offload=sharding.offload_optimizer
+    )
+    pipelined = topology.pp.size > 1
+    # What lies outside the trunk of a pipeline is held and reduced by `GradientSet`.
+    scope = plan.trunk if pipelined and plan.trunk is not None else module
+    for unit in units(scope, None, 1):
+        ready(unit)
+        data.own(list(unit.parameters()), narrow=True)
     ready(module)
-    between = _shared_between_stages(plan.trunk) if topology.pp.size > 1 else set()
-    if data.enabled:
-        _wrap_roots(step, plan, topology, transforms, data, between)
-    return step, between
+    between = _shared_between_stages(plan.trunk) if pipelined else set()
+    data.own(list(scope.parameters()), narrow=True)
+    data.own(list(module.parameters()), narrow=False)
+    roles = _roles(module, plan, topology, tied_groups, between, data)
+    names = {role.parameter: role.name for role in roles}
+    data.reduce(_by_stage(roles, plan, topology), names)
+    return data, Step(module), roles
+
+
+def _shard(
+    module: nn.Module,
+    plan: ModulePlan,
+    topology: Topology,
+    transforms: Transforms,
+    tied_groups: _TiedGroups,
+    ready: Callable[[nn.Module], None],
+) -> _Spread:
+    """ZeRO 3."""
+    data = FullySharded(
+        topology,
+        transforms.types,
+        offload=transforms.sharding.offload_parameters,
+        offload_optimizer=transforms.sharding.offload_optimizer,
+        follow_freezing=transforms.manual_optimization,
+    )
+    step, pipelined = Step(module), topology.pp.size > 1
+    # What lies outside the trunk of a pipeline is held and reduced by `GradientSet`.
+    scope = plan.trunk if pipelined and plan.trunk is not None else module
+    found = list(units(scope, transforms.sharding.wrap, transforms.sharding.min_numel))
+    for unit in found:
+        ready(unit)
+        data.wrap(unit, stage=0 if transforms.manual_optimization else None)
+    if pipelined and plan.trunk is not None:
+        for stage, items in enumerate(plan.trunk.stage_items):
+            inside = set(items.modules())
+            data.gather_ahead(stage, [unit for unit in found if unit in inside])
+    ready(module)
+    between = _shared_between_stages(plan.trunk) if pipelined else set()
+    _wrap_roots(step, plan, topology, transforms, data, between)
+    data.lend_from_host(module.parameters())
+    alone = transforms.manual_optimization
+    roles = _roles(module, plan, topology, tied_groups, between, data, alone=alone)
+    return data, step, roles
 
 
 def _wrap_roots(
@@ -320,7 +363,7 @@ def _wrap_roots(
     plan: ModulePlan,
     topology: Topology,
     transforms: Transforms,
-    data: DataParallel,
+    data: FullySharded,
     between: Collection[nn.Parameter],
 ) -> None:
     if topology.pp.size > 1:
@@ -360,14 +403,24 @@ def _roles(
     module: nn.Module,
     plan: ModulePlan,
     topology: Topology,
-    transforms: Transforms,
-    tied_groups: Mapping[tuple[int, ...], dist.ProcessGroup | None],
+    tied_groups: _TiedGroups,
     between: Collection[nn.Parameter],
+    data: DataParallel,
     *,
-    sharded: bool,
+    alone: bool = False,
 ) -> list[ParameterRole]:
+    """What happens to the gradient of every parameter.
+
+    Args:
+        module: on its layout.
+        plan: of the whole module.
+        topology: the layout.
+        tied_groups: of the pipeline ranks that share parameters.
+        between: parameters that several stages of this rank share.
+        data: holds the parameters.
+        alone: whether ``data`` leaves those directly in the module alone.
+    """
     pipelined = topology.pp.size > 1
-    alone = topology.batch.size > 1 and transforms.manual_optimization
     roles = []
     for name, parameter in module.named_parameters():
         canonical = plan.canonical.get(name)
@@ -375,7 +428,7 @@ def _roles(
             continue
         ranks = plan.tied_ranks.get(canonical, ())
         outside = pipelined and name not in plan.stage_of
-        left_out = sharded and (is_unmanaged(parameter) or (alone and "." not in name))
+        left_out = has_no_rows(parameter) or (alone and "." not in name)
         roles.append(
             ParameterRole(
                 name=canonical,
@@ -383,6 +436,7 @@ def _roles(
                 shard=_shard_of(module, name),
                 outside=outside,
                 unmanaged=outside or left_out or parameter in between,
+                rows=data.rows.get(parameter),
                 tied_ranks=ranks,
                 tied_group=tied_groups.get(ranks) if ranks else None,
             )

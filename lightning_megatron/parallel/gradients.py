@@ -1,33 +1,35 @@
 """What remains to be done to gradients after backward and data-parallel reduction.
 
-Rule: after `GradientSet.finish`, ``.grad`` of every parameter is this rank's part of the exact
-global gradient, whatever the layout. FSDP2 leaves four kinds that it cannot know about:
+Rule: after `GradientSet.finish`, the gradient of every parameter (`ParameterRole.gradient`) is this
+rank's part of the exact global gradient, whatever the layout. Data parallelism leaves four kinds
+that it cannot know about:
 
 * *partial over tp*: parameters held whole by all tp ranks that each saw only a part of the sequence
   (norms and row-parallel biases under sequence parallelism, replicated key/value projections).
   Their gradients are summed over tp.
 * *tied over stages*: one parameter that items of several pipeline stages share (embedding and
-head).
-  Summed over those stages.
+  head). Summed over those stages.
 * *outside the trunk*: parameters of a pipelined module that are not in its `PipelineSequential`.
   Every stage holds them. Averaged over the data-parallel ranks and summed over the stages, so it
   does not matter which stages used them.
-* *unmanaged*: further parameters that FSDP2 does not take (scalars, and under manual optimization
-  those directly in the module; those that several stages of one rank share). Averaged over the
-  data-parallel ranks.
+* *unmanaged*: further parameters that data parallelism leaves whole (scalars; those that several
+  stages of one rank share; under ZeRO 3 with manual optimization those directly in the module).
+  Averaged over the data-parallel ranks.
 
 Each kind costs one coalesced all-reduce per group, in float32 for narrower gradients.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
 from lightning_megatron._torch import stamps
 from lightning_megatron.layers.base import TensorShard
@@ -40,7 +42,9 @@ from lightning_megatron.optim.clip import (
     scale_,
 )
 from lightning_megatron.optim.clip_rules import UnitClip
+from lightning_megatron.optim.local_step import LentRows
 from lightning_megatron.optim.pieces import Cut, Piece, Sum, sum_over_cuts
+from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.mesh import Axis, Topology
 
 
@@ -57,11 +61,43 @@ class ParameterRole:
     outside: bool = False
     """Whether it lies outside the trunk of a pipelined module."""
     unmanaged: bool = False
-    """Whether FSDP2 leaves its gradient as each data-parallel rank found it."""
+    """Whether its gradient is left as each data-parallel rank found it."""
+    rows: OwnedRows | None = None
+    """What this rank's optimizer owns of it, where that is not the parameter itself."""
     tied_ranks: tuple[int, ...] = ()
     """Pipeline ranks that hold it, when several do."""
     tied_group: dist.ProcessGroup | None = None
     """Group of those ranks."""
+
+    @property
+    def values(self) -> Tensor:
+        """The plain tensor on which this rank's optimizer steps."""
+        return local(self.parameter).detach() if self.rows is None else self.rows.refresh()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The plain gradient of `values`, in the format in which it is held."""
+        if self.rows is not None:
+            return self.rows.mean_gradient()
+        gradient = self.parameter.grad
+        return None if gradient is None else local(gradient)
+
+    @property
+    def held_gradient(self) -> Tensor | None:
+        """All that this rank has of the gradient: whole where ``.grad`` is whole."""
+        if self.rows is not None and self.rows.gradient is not None:
+            return self.rows.gradient
+        gradient = self.parameter.grad
+        return None if gradient is None else local(gradient)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether data-parallel ranks own different parts."""
+        if self.rows is not None:
+            return not self.rows.is_whole
+        return isinstance(self.parameter, DTensor) and any(
+            isinstance(placement, Shard) for placement in self.parameter.placements
+        )
 
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -74,32 +110,47 @@ class GradientSet:
     Args:
         roles: all trainable and frozen parameters of this rank.
         topology: the layout.
+        lends: what this rank's optimizers step on in place of parameters.
 
     Attributes:
+        lends: see above.
         last_norm: global norm as found the last time that it was computed, so before clipping.
     """
 
-    def __init__(self, roles: Sequence[ParameterRole], topology: Topology) -> None:
+    def __init__(
+        self,
+        roles: Sequence[ParameterRole],
+        topology: Topology,
+        lends: Mapping[nn.Parameter, LentRows] | None = None,
+    ) -> None:
         self.roles = tuple(roles)
+        self.lends: Mapping[Any, LentRows] = lends or {}
         self._topology = topology
         self.last_norm: Tensor | None = None
         self._known: tuple[list[tuple[int, int]], Tensor] | None = None
         world = topology.world_size > 1
         self._world_group = dist.group.WORLD if world else None
         self._partial = [
-            r.parameter
+            r
             for r in self.roles
             if topology.tp.size > 1 and r.shard is not None and r.shard.sum_gradients
         ]
-        self._narrow = [r.parameter for r in self.roles if r.parameter.dtype in NARROW]
-        self._outside = [r.parameter for r in self.roles if r.outside]
-        self._unmanaged = [r.parameter for r in self.roles if r.unmanaged]
-        self._tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[nn.Parameter]]] = {}
+        # Rows that are wider than their parameters take wide gradients at all times.
+        self._narrow = [
+            r
+            for r in self.roles
+            if r.parameter.dtype in NARROW and (r.rows is None or not r.rows.is_wider)
+        ]
+        self._outside = [r for r in self.roles if r.outside]
+        self._unmanaged = [r for r in self.roles if r.unmanaged]
+        self._tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[ParameterRole]]] = {}
         # By name: ranks may hold the items that share parameters in another order.
         for role in sorted(self.roles, key=lambda role: role.name):
             if role.tied_group is not None:
                 entry = self._tied.setdefault(role.tied_ranks, (role.tied_group, []))
-                entry[1].append(role.parameter)
+                entry[1].append(role)
+        self._with_rows = [r for r in self.roles if r.rows is not None]
+        self._role_of: dict[Tensor, ParameterRole] = {r.parameter: r for r in self.roles}
         self._counted = {id(r.parameter): self._counts(r) for r in self.roles}
 
     @property
@@ -112,6 +163,13 @@ class GradientSet:
         """Of which whole each parameter is a part, for the optimizers."""
         return {role.parameter: _piece(role, self._topology) for role in self.roles}
 
+    def lends_nothing(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` steps on its parameters as they are, all of them whole."""
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        return all(p not in self.lends for p in members) and all(
+            self.pieces[p].is_whole for p in members if p in self.pieces
+        )
+
     @property
     def device(self) -> torch.device:
         """Of this process."""
@@ -123,42 +181,74 @@ class GradientSet:
         return self._topology.seed
 
     def place(self, role: ParameterRole) -> tuple[str, int, int]:
-        """What ranks have in common that hold the same values: the name, and ranks that shard."""
+        """What ranks have in common that own the same values: the name, and ranks that divide."""
         topology = self._topology
         on_tp = role.shard is not None and role.shard.dim is not None
-        sharded = isinstance(role.parameter, DTensor) and any(
-            isinstance(placement, Shard) for placement in role.parameter.placements
-        )
         return (
             role.name,
             topology.tp.rank if on_tp else 0,
-            topology.dp_shard.rank if sharded else 0,
+            topology.dp_shard.rank if role.is_divided else 0,
         )
 
-    def begin(self) -> None:
-        """Add up gradients in float32 from now on, those of narrower parameters too."""
-        for parameter in self._narrow:
-            _hold_gradient_in(parameter, torch.float32)
+    def begin(self, *, fresh: bool = False) -> None:
+        """Add up gradients in float32 from now on, those of narrower parameters too.
+
+        Args:
+            fresh: whether what earlier batches have left was cleared.
+        """
+        for role in self._narrow:
+            _hold_gradient_in(role.parameter, torch.float32)
+        if fresh:
+            for role in self._with_rows:
+                assert role.rows is not None
+                role.rows.gradient = None
 
     def finish(self) -> None:
         """Complete the gradients; collective over the ranks of each group.
 
-        They are in the format of their parameters then, as optimizers expect them.
+        They are in the format of what the optimizer steps on then, as optimizers expect them.
         """
         self._known = None
         self._complete()
-        for parameter in self._narrow:
-            _hold_gradient_in(parameter, parameter.dtype)
+        for role in self._narrow:
+            _hold_gradient_in(role.parameter, role.parameter.dtype)
+            if role.rows is not None and role.rows.gradient is not None:
+                role.rows.gradient = role.rows.gradient.to(role.parameter.dtype)
 
     def _complete(self) -> None:
         if self._unmanaged:
             _sum_gradients(self._unmanaged, self._topology.batch.group, mean=True)
         if self._outside:
             _sum_gradients(self._outside, self._topology.pp.group)
-        for group, parameters in self._tied.values():
-            _sum_gradients(parameters, group)
+        for group, roles in self._tied.values():
+            _sum_gradients(roles, group)
         if self._partial:
             _sum_gradients(self._partial, self._topology.tp.group)
+
+    def take_out(self) -> list["HeldGradient"]:
+        """Take all gradients away from the parameters, to be put back by `add`."""
+        taken = []
+        for role in self.roles:
+            rows = role.rows
+            part = None if rows is None else rows.gradient
+            if part is not None or role.parameter.grad is not None:
+                taken.append((role, role.parameter.grad, part))
+                role.parameter.grad = None
+                if rows is not None:
+                    rows.gradient = None
+        return taken
+
+    @staticmethod
+    def add(taken: Sequence["HeldGradient"]) -> None:
+        """Add gradients that were taken out to those that are there."""
+        for role, whole, part in taken:
+            if whole is not None:
+                known = role.parameter.grad
+                role.parameter.grad = whole if known is None else known.add_(whole)
+            if part is not None:
+                assert role.rows is not None
+                known = role.rows.gradient
+                role.rows.gradient = part if known is None else known.add_(part)
 
     def norm(self) -> Tensor:
         """Global Euclidean norm of all gradients; the same on every rank.
@@ -174,39 +264,41 @@ class GradientSet:
 
     def by_name(self) -> list[tuple[str, Tensor]]:
         """The local gradients there are, with the names of their parameters."""
-        found = ((role.name, role.parameter.grad) for role in self.roles)
-        return [(name, local(gradient)) for name, gradient in found if gradient is not None]
+        found = ((role.name, role.gradient) for role in self.roles)
+        return [(name, gradient) for name, gradient in found if gradient is not None]
 
     def finiteness(self) -> Tensor:
         """A number of this rank's that is finite only where all its gradients are; see there."""
-        own = [local(p.grad) for p in self.parameters if p.grad is not None]
-        return finiteness(own, self._topology.device)
+        return finiteness(self._own(lambda role: True), self._topology.device)
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to global sums: over all ranks, each element once."""
-        return [
-            local(p.grad) for p in self.parameters if p.grad is not None and self._counted[id(p)]
-        ]
+        return self._own(lambda role: self._counted[id(role.parameter)])
+
+    def _own(self, chosen: Callable[[ParameterRole], bool]) -> list[Tensor]:
+        """This rank's part of the gradients that there are of some parameters."""
+        found = (role.gradient for role in self.roles if chosen(role))
+        return [gradient for gradient in found if gradient is not None]
 
     def parameter_norm(self) -> Tensor:
         """Global Euclidean norm of the trained parameters; collective, the same on every rank."""
-        trained = (p for p in self.parameters if p.requires_grad and self._counted[id(p)])
-        return self.norm_of([local(p).detach() for p in trained])
+        trained = (
+            role.values
+            for role in self.roles
+            if role.parameter.requires_grad and self._counted[id(role.parameter)]
+        )
+        return self.norm_of(list(trained))
 
     def _copies(self) -> list[Tensor]:
         """The gradients that another rank adds to them."""
-        return [
-            local(p.grad)
-            for p in self.parameters
-            if p.grad is not None and not self._counted[id(p)]
-        ]
+        return self._own(lambda role: not self._counted[id(role.parameter)])
 
     def norm_of(self, counted: Sequence[Tensor], copies: Sequence[Tensor] = ()) -> Tensor:
         """Global Euclidean norm of tensors that lie like those of `counted`; collective."""
         return global_norm(counted, self._topology.device, self._world_group, copies)
 
     def _stamps(self) -> list[tuple[int, int]]:
-        return stamps([p.grad for p in self.parameters if p.grad is not None])
+        return stamps(self.local_gradients())
 
     def clip_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a global norm of at most ``max_norm``; returns the norm."""
@@ -223,21 +315,27 @@ class GradientSet:
         whole units: two all-reduces for each axis along which any is cut.
         """
         members = [
-            (role.parameter, local(role.parameter.grad), self.pieces[role.parameter])
+            self._as_held(role, gradient)
             for role in self.roles
-            if role.parameter.grad is not None
+            if (gradient := role.held_gradient) is not None
             and not any(fnmatchcase(role.name, pattern) for pattern in rule.exclude)
         ]
         sums = []
-        for parameter, gradient, piece in members:
+        for values, gradient, piece in members:
             dims = tuple(range(min(1, max(gradient.ndim - 1, 0)), gradient.ndim))
-            for tensor in (local(parameter).detach(), gradient):
+            for tensor in (values, gradient):
                 squares = tensor.square().sum(dims, keepdim=True) if dims else tensor.square()
                 sums.append(Sum(value=squares.contiguous(), piece=piece, dims=dims))
         sum_over_cuts(sums)
         for (_, gradient, _), weights, own in zip(members, sums[::2], sums[1::2], strict=True):
             most = weights.value.sqrt().clamp(min=rule.eps) * rule.ratio
             gradient.mul_((most / own.value.sqrt().clamp(min=EPSILON)).clamp(max=1.0))
+
+    def _as_held(self, role: ParameterRole, gradient: Tensor) -> tuple[Tensor, Tensor, Piece]:
+        """Values and gradient as this rank has them, and what they are a piece of."""
+        if role.rows is None or gradient is role.rows.gradient:
+            return role.values, gradient, self.pieces[role.parameter]
+        return role.parameter.detach(), gradient, _piece(role, self._topology, divided=False)
 
     def clip_value(self, value: float) -> None:
         """Clamp every gradient element to ``[-value, value]``."""
@@ -248,30 +346,35 @@ class GradientSet:
         scale_(self.local_gradients(), factor)
 
     def local_gradients(self) -> list[Tensor]:
-        """This rank's part of every gradient that exists."""
-        return [local(p.grad) for p in self.parameters if p.grad is not None]
+        """All that this rank has of every gradient that exists."""
+        found = (role.held_gradient for role in self.roles)
+        return [gradient for gradient in found if gradient is not None]
+
+    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """The same of some parameters."""
+        found = (self._role_of[p].held_gradient for p in parameters if p in self._role_of)
+        return [gradient for gradient in found if gradient is not None]
 
     def _counts(self, role: ParameterRole) -> bool:
         """Whether this rank adds the gradient to the global norm."""
         topology = self._topology
         whole_on_tp = role.shard is None or role.shard.dim is None
-        sharded = isinstance(role.parameter, DTensor) and any(
-            isinstance(placement, Shard) for placement in role.parameter.placements
-        )
         first = 0 if role.outside else min(role.tied_ranks, default=topology.pp.rank)
         return (
             (topology.tp.rank == 0 or not whole_on_tp)
-            and (topology.dp_shard.rank == 0 or sharded)
+            and (topology.dp_shard.rank == 0 or role.is_divided)
             and topology.dp_replicate.rank == 0
             and topology.cp.rank == 0
             and topology.pp.rank == first
         )
 
 
-def _piece(role: ParameterRole, topology: Topology) -> Piece:
+def _piece(role: ParameterRole, topology: Topology, *, divided: bool = True) -> Piece:
     """ZeRO has cut what tensor parallelism left, so its cut is undone first."""
     shape = tuple(role.parameter.shape) if role.shard is None else role.shard.full_shape
     cuts = [*_mesh_cuts(role.parameter)]
+    if role.rows is not None and not role.rows.is_whole and divided:
+        cuts.append(_cut(topology.dp_shard, 0))
     cut_axes = {cut.axis for cut in cuts}
     tp_dim = None if role.shard is None else role.shard.dim
     axes = ((topology.dp_shard, None), (topology.tp, tp_dim), (topology.dp_replicate, None))
@@ -307,7 +410,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _sum_gradients(
-    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, *, mean: bool = False
+    roles: Sequence[ParameterRole], group: dist.ProcessGroup | None, *, mean: bool = False
 ) -> None:
     """All-reduce the gradients over ``group``; a gradient that no rank has stays None.
 
@@ -316,27 +419,34 @@ def _sum_gradients(
     """
     if group is None:
         return
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    by_dtype: dict[torch.dtype, list[ParameterRole]] = {}
+    for role in roles:
+        if role.parameter.requires_grad:
+            by_dtype.setdefault(role.parameter.dtype, []).append(role)
     for dtype, members in by_dtype.items():
         wide = torch.promote_types(dtype, torch.float32)
-        present = torch.tensor([float(p.grad is not None) for p in members], dtype=wide)
-        pieces = [present.to(local(members[0]).device)] + [
-            (local(p.grad) if p.grad is not None else torch.zeros_like(local(p))).reshape(-1)
-            for p in members
+        gradients = [role.held_gradient for role in members]
+        present = torch.tensor([float(g is not None) for g in gradients], dtype=wide)
+        pieces = [
+            (torch.zeros_like(_target(role)) if g is None else g).detach().reshape(-1)
+            for role, g in zip(members, gradients, strict=True)
         ]
-        flat = torch.cat([piece.detach().to(wide) for piece in pieces])
+        present = present.to(pieces[0].device)
+        flat = torch.cat([present, *(piece.to(wide) for piece in pieces)])
         dist.all_reduce(flat, group=group)
         held = flat[: len(members)].tolist()
-        offset = len(members)
-        factor = 1.0 / dist.get_world_size(group) if mean else 1.0
-        for parameter, holders in zip(members, held, strict=True):
-            size = local(parameter).numel()
+        if mean:
+            flat.mul_(1.0 / dist.get_world_size(group))
+        parts = torch.split(flat[len(members) :], [piece.numel() for piece in pieces])
+        for role, part, holders in zip(members, parts, held, strict=True):
             if holders:
-                _set_gradient(parameter, flat[offset : offset + size].mul_(factor))
-            offset += size
+                _set_gradient(role, part)
+
+
+def _target(role: ParameterRole) -> Tensor:
+    """A tensor of the shape of the gradient that this rank would hold."""
+    whole = local(role.parameter).detach()
+    return whole if role.rows is None or role.rows.shows_gradient else role.rows.part_of(whole)
 
 
 def _hold_gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -350,9 +460,20 @@ def _hold_gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad = gradient.to(dtype)
 
 
-def _set_gradient(parameter: nn.Parameter, flat: Tensor) -> None:
-    if parameter.grad is None:
-        held_in = parameter.grad_dtype or parameter.dtype
-        parameter.grad = torch.zeros_like(parameter, dtype=held_in)
-    target = local(parameter.grad)
-    target.copy_(flat.view(target.shape))
+def _set_gradient(role: ParameterRole, flat: Tensor) -> None:
+    held = role.held_gradient
+    if held is not None:
+        held.copy_(flat.view(held.shape))
+        return
+    target = _target(role)
+    if role.rows is not None and target.shape != role.parameter.shape:
+        role.rows.gradient = flat.view(target.shape).clone()
+        return
+    parameter = role.parameter
+    held_in = parameter.grad_dtype or parameter.dtype
+    parameter.grad = torch.zeros_like(parameter, dtype=held_in)
+    local(parameter.grad).copy_(flat.view(target.shape))
+
+
+HeldGradient = tuple[ParameterRole, Tensor | None, Tensor | None]
+"""A parameter, what was in ``.grad``, and the gradient of its rows."""

@@ -30,7 +30,7 @@ from lightning_megatron.parallel.relocate import About, Cut, Key, Parcel, parcel
 from lightning_megatron.parallel.spare import held_modules, spare_modules, trunk_prefix
 
 _PLAIN = (bool, int, float, str, type(None))
-_PARAMETER, _BUFFER, _STATE = "parameter", "buffer", "state"
+_PARAMETER, _ROWS, _BUFFER, _STATE = "parameter", "rows", "buffer", "state"
 Members = dict[str, Any]
 """Canonical names in an optimizer's group, with the names that the user gave, if any."""
 
@@ -67,7 +67,7 @@ class Recut:
     def __init__(self, parallel: ParallelModule, optimizers: Sequence[Optimizer]) -> None:
         assert parallel.trunk is not None
         assert parallel.spare is not None
-        parallel.data.reshard()
+        parallel.data.come_to_rest()
         self._module, self._trunk = parallel.module, parallel.trunk
         self._topology, self._transforms = parallel.topology, parallel.transforms
         self._prefix = trunk_prefix(parallel.module, parallel.trunk)
@@ -78,10 +78,12 @@ class Recut:
         self._notes = _Notes()
         inside = set(parallel.trunk.parameters())
         names = {role.parameter: role.name for role in parallel.gradients.roles}
+        self._rows = dict(parallel.data.rows)
         self._take_parameters({p: n for p, n in names.items() if p in inside})
         self._take_buffers()
         self._take_attributes()
         self._kept = [self._take_state(i, o, names, inside) for i, o in enumerate(optimizers)]
+        self._rows.clear()
 
     def finish(self, stages: Sequence[range]) -> ParallelModule:
         """Build the trunk anew and fill it; collective over all processes.
@@ -114,7 +116,10 @@ class Recut:
     def _take_parameters(self, names: Mapping[nn.Parameter, str]) -> None:
         for parameter, name in names.items():
             parameter.grad = None
+            rows = self._rows.get(parameter)
             self._add((_PARAMETER, name), parameter, Cut.of(parameter))
+            if rows is not None and rows.is_copy:
+                self._add((_ROWS, name), rows.refresh(), None)
             self._notes.trainable[name] = parameter.requires_grad
 
     def _take_buffers(self) -> None:
@@ -175,7 +180,9 @@ class Recut:
         self, index: int, name: str, parameter: nn.Parameter, state: Mapping[str, Any]
     ) -> dict[str, tuple[Any, bool]]:
         """Pack the tensors of one parameter's state; returns the rest."""
-        cut, shape = Cut.of(parameter), _local(parameter).shape
+        rows = self._rows.get(parameter)
+        cut = Cut.of(parameter)
+        shape = _local(parameter).shape if rows is None else rows.values.shape
         rest: dict[str, tuple[Any, bool]] = {}
         for key, value in state.items():
             if isinstance(value, Tensor) and _local(value).shape == shape:
@@ -219,6 +226,8 @@ class Recut:
                 tensor = _cut_anew(key, tensor, cut)
             if key[0] == _PARAMETER:
                 _local(parameter).copy_(tensor)
+            elif key[0] == _ROWS:
+                parallel.data.rows[parameter].values.copy_(tensor)
             else:
                 _, index, _, name = key
                 state = self._optimizers[int(index)].state[parameter]
@@ -339,7 +348,7 @@ def _owner(key: Key) -> str | int | None:
     """Canonical name of the parameter that a tensor belongs to."""
     if key[0] == _BUFFER:
         return None
-    return key[1] if key[0] == _PARAMETER else key[-2]
+    return key[1] if key[0] in (_PARAMETER, _ROWS) else key[-2]
 
 
 def _united(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.optim.local_step import steps_on_shards
 from lightning_megatron.optim.pieces import KnowsPieces
 from lightning_megatron.parallel.data import ComputeTypes
-from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.precision.stochastic import widened
 from lightning_megatron.problems import switches
@@ -46,6 +46,13 @@ class HalfShardedPrecision(ShardedPrecision, HalfPrecision):
     @override
     def types(self) -> ComputeTypes:
         return ComputeTypes(reduction=torch.float32)
+
+
+def _lent(role: ParameterRole) -> Tensor:
+    """What an optimizer holds of a parameter while it steps."""
+    if role.rows is not None:
+        return role.rows.values
+    return shard_of(role.parameter) if isinstance(role.parameter, DTensor) else role.parameter
 
 
 def _fit_state(optimizer: Optimizer) -> None:
@@ -102,10 +109,7 @@ class Bf16TruePrecision(HalfShardedPrecision):
         if not self._stochastic:
             return super()._around(optimizer)
         gradients = self._gradients()
-        places = {
-            shard_of(p) if isinstance(p := role.parameter, DTensor) else p: gradients.place(role)
-            for role in gradients.roles
-        }
+        places = {_lent(role): gradients.place(role) for role in gradients.roles}
 
         def generator_of(tensor: Tensor) -> torch.Generator | None:
             place = places.get(tensor)

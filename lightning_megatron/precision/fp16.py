@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.data import ComputeTypes
-from lightning_megatron.parallel.gradients import GradientSet, local
+from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.precision.loss_scale import SMALLEST, LossScale
 from lightning_megatron.precision.sharded import ShardedPrecision
 
@@ -115,7 +115,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         if model.automatic_optimization:
             return self._gradients().local_gradients()
         members = {p: None for group in optimizer.param_groups for p in group["params"]}
-        return [local(p.grad) for p in members if p.grad is not None]
+        return self._gradients().of(members)
 
     @override
     def state_dict(self) -> dict[str, Any]:

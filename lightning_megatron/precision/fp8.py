@@ -28,10 +28,13 @@ from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.products import Products
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.parallel.fully_sharded import FullySharded
+from lightning_megatron.parallel.gradients import GradientSet, local
+from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.precision.bf16 import MixedShardedPrecision
 from lightning_megatron.precision.fp8_blocks import BlockProducts, lack_of_kernels
-from lightning_megatron.precision.fp8_gather import Fp8Extension, WeightScales
+from lightning_megatron.precision.fp8_gather import Fp8Codec, Fp8Extension, WeightScales
 from lightning_megatron.precision.fp8_options import (
     device_problems,
     gather_problems,
@@ -85,7 +88,7 @@ class Fp8Precision(MixedShardedPrecision):
     Raises:
         ConfigError: an argument is not valid, the backend's package is missing, or (when the run
             begins) the GPU has no FP8 units, or the shards that are to be gathered in FP8 are not
-            on it (``cpu_offload``).
+            on it (``offload_parameters``).
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class Fp8Precision(MixedShardedPrecision):
         super().prepare(parallel)
         topology = self._topology = parallel.topology
         transforms = parallel.transforms
-        offload = transforms.sharding.cpu_offload
+        offload = transforms.sharding.offload_parameters
         raise_if_any(
             device_problems(self.recipe, self.backend, topology.device)
             + offload_problems(self._gather, offload, topology.device)
@@ -156,18 +159,34 @@ class Fp8Precision(MixedShardedPrecision):
     def _gather_low(self, parallel: ParallelModule, chosen: Mapping[str, nn.Module]) -> None:
         """Have ZeRO gather in FP8 the weights that nothing but FP8 products reads."""
         uses = Counter(p for _, p in parallel.module.named_parameters(remove_duplicate=False))
-        weights: dict[DTensor, nn.Module] = {}
+        data = parallel.data
+        layers: list[nn.Module] = []
+        weights: list[nn.Parameter] = []
         for layer in chosen.values():
-            weight: Tensor = layer.get_parameter("weight")
-            if isinstance(weight, DTensor) and uses[layer.get_parameter("weight")] == 1:
-                weights[weight] = layer
-        self._scales = scales = WeightScales(list(weights), parallel.topology)
-        for index, (weight, layer) in enumerate(weights.items()):
-            extension = Fp8Extension(weight, partial(scales.of, index))
-            gather_through(parallel.data.units, weight, extension)
+            weight = layer.get_parameter("weight")
+            rows = data.rows.get(weight)
+            divided = isinstance(weight, DTensor) if rows is None else rows.is_wider
+            if divided and uses[weight] == 1:
+                layers.append(layer)
+                weights.append(weight)
+        parts = [partial(_part_of, weight, data.rows.get(weight)) for weight in weights]
+        self._scales = scales = WeightScales(parts, parallel.topology)
+        for index, (weight, layer) in enumerate(zip(weights, layers, strict=True)):
+            found = partial(scales.of, index)
+            packer: Fp8Codec | Fp8Extension
+            if isinstance(data, FullySharded):
+                sharded: Any = weight
+                packer = Fp8Extension(sharded, found)
+                gather_through(data.units, sharded, packer)
+            else:
+                assert isinstance(data, WholeParameters)
+                packer = Fp8Codec(found)
+                data.pack_with(weight, packer)
             products = getattr(layer, PRODUCTS)
             assert isinstance(products, TensorProducts)
-            products.weight_scale = extension.scale
+            products.weight_scale = packer.scale
+        if isinstance(data, WholeParameters):
+            data.gather_all()
 
     def _choose(self, module: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
         """Linear layers to run in FP8 by name, and those whose sizes forbid it."""
@@ -291,7 +310,7 @@ class Fp8Precision(MixedShardedPrecision):
 
     def _watch(self, on: bool) -> None:
         if not on:
-            self._forget_scales()
+            self.forget_weights()
         for products in self._delayed.values():
             products.watching = on
 
@@ -311,10 +330,11 @@ class Fp8Precision(MixedShardedPrecision):
             return result
 
         result = super().optimizer_step(optimizer, model, advancing, **kwargs)
-        self._forget_scales()
+        self.forget_weights()
         return result
 
-    def _forget_scales(self) -> None:
+    @override
+    def forget_weights(self) -> None:
         if self._scales is not None:
             self._scales.forget()
 
@@ -348,7 +368,7 @@ class Fp8Precision(MixedShardedPrecision):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the histories of a checkpoint."""
-        self._forget_scales()
+        self.forget_weights()
         super().load_state_dict(state_dict)
         for name, rows in state_dict.get("amax_history", {}).items():
             self._restore(name, rows)
@@ -368,3 +388,8 @@ def _local_sizes(layer: nn.Module) -> tuple[int, int]:
     if isinstance(layer, ColumnParallelLinear) and not weight.is_meta:
         weight = layer.local_parameters()[0]
     return weight.shape[0], weight.shape[1]
+
+
+def _part_of(weight: nn.Parameter, rows: OwnedRows | None) -> Tensor:
+    """What this rank owns of a weight."""
+    return local(weight).detach() if rows is None else rows.values

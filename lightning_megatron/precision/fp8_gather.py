@@ -1,8 +1,8 @@
 """Gathering the weights of FP8 layers in FP8: half the bytes of bfloat16 on the wire.
 
-FSDP2 gathers the shards of a unit in the format of the computation. Weights with which only FP8
-products are made need not be wider than those products read them: each rank rounds its shard to
-e4m3 with the scale of the whole tensor, sends that, and what arrives is widened to bfloat16::
+ZeRO gathers weights in the format of the computation. Weights with which only FP8 products are made
+need not be wider than those products read them: each rank rounds its part to e4m3 with the scale of
+the whole tensor, sends that, and what arrives is widened to bfloat16::
 
     rest     float32 shards --round(w / s)--> e4m3 --gather--> e4m3 --times s--> bfloat16 --> layer
     scale    s = amax / 448 over all shards, of all weights at once, after an optimizer step
@@ -13,6 +13,9 @@ value is 2**-4 away. So the products are those without it, to the bit.
 
 It costs one small all-reduce a step over the ranks that share the weights, and over tp. Only scales
 of whole tensors allow it; rows and blocks have others forward than backward.
+
+`Fp8Codec` packs rows of whole parameters (ZeRO 1 and 2, `parallel.row_gather`), `Fp8Extension`
+shards for FSDP2 (ZeRO 3).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +37,12 @@ class WeightScales:
     """The scales of the weights that are gathered in FP8, found again when weights have changed.
 
     Args:
-        weights: sharded parameters.
+        parts: gives what this rank owns of each weight.
         topology: the layout.
     """
 
-    def __init__(self, weights: Sequence[DTensor], topology: Topology) -> None:
-        self._weights, self._topology = list(weights), topology
+    def __init__(self, parts: Sequence[Callable[[], Tensor]], topology: Topology) -> None:
+        self._parts, self._topology = list(parts), topology
         self._scales: list[Tensor] = []
 
     def forget(self) -> None:
@@ -54,12 +57,47 @@ class WeightScales:
 
     def _find(self) -> list[Tensor]:
         # Layers see bfloat16, and rounding to it keeps the order: round the largest only.
-        found = torch.stack([amax_of(shard_of(weight)) for weight in self._weights])
+        found = torch.stack([amax_of(part()) for part in self._parts])
         found = found.to(torch.bfloat16).float()
         for axis in (self._topology.batch, self._topology.tp):
             if axis.group is not None:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
         return list(scale_of(found, E4M3))
+
+
+class Fp8Codec:
+    """Packs the rows of a weight.
+
+    Args:
+        find_scale: of the whole weight; called when it is gathered, by all ranks alike.
+    """
+
+    dtype = torch.uint8
+
+    def __init__(self, find_scale: Callable[[], Tensor]) -> None:
+        self._find_scale = find_scale
+        self._scale: Tensor | None = None
+
+    def scale(self) -> Tensor:
+        """Of the weight as it was gathered last."""
+        assert self._scale is not None, "weights are gathered before a layer runs"
+        return self._scale
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Bytes to send, of the shape of ``values``."""
+        self._scale = self._find_scale()
+        return self._rounded(values)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The weight in bfloat16."""
+        return packed.view(E4M3).float().mul_(self.scale()).to(torch.bfloat16)
+
+    def round_trip(self, values: Tensor) -> Tensor:
+        """What `unpack` makes of packed ``values``, with the scale of the last time."""
+        return self.unpack(self._rounded(values))
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        return quantise(values.detach().to(torch.bfloat16), self.scale(), E4M3).view(torch.uint8)
 
 
 class Fp8Extension:

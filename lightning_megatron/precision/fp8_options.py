@@ -61,14 +61,14 @@ def device_problems(recipe: str, backend: str, device: torch.device) -> list[str
     ]
 
 
-def offload_problems(gather: str, cpu_offload: bool, device: torch.device) -> list[str]:
+def offload_problems(gather: str, offload: bool, device: torch.device) -> list[str]:
     """Whether weights whose shards are in host memory can be gathered in that format."""
-    if gather != "fp8" or not cpu_offload or device.type == "cpu":
+    if gather != "fp8" or not offload or device.type == "cpu":
         return []
     # FSDP2 brings shards to the device first, and does not find there how to send them.
     return [
-        "gather='fp8', sharding.cpu_offload=True: weights are rounded where their shards are, "
-        "which must be the GPU; nearest valid: gather='bf16', or cpu_offload=False"
+        "gather='fp8', sharding.offload_parameters=True: weights are rounded where their shards are, "
+        "which must be the GPU; nearest valid: gather='bf16', or offload_parameters=False"
     ]
 
 

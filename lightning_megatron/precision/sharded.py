@@ -1,7 +1,7 @@
-"""What the precision plugins share: clipping, steps on local shards, steps left out.
+"""What the precision plugins share: clipping, steps on what a rank owns, steps left out.
 
 Lightning's plugins know one device: they clip by the norm of what is on it, and hand the optimizer
-the parameters as they are. Here gradients are clipped by the norm over all shards, each element
+the parameters as they are. Here gradients are clipped by the norm over all ranks, each element
 counted once, and optimizers step on plain local tensors (`optim.local_step`).
 """
 
@@ -22,7 +22,9 @@ from lightning_megatron.optim.local_step import LocalStep, steps_on_shards
 from lightning_megatron.optim.whole_step import WholeStep, steps_on_whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.data import ComputeTypes
+from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.precision.wide_forward import widen_where_needed
 
 
@@ -61,10 +63,9 @@ class ShardedPrecision(Precision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, then step on local shards where the optimizer allows it."""
-        pieces = self._gradients().pieces
+        """Run the closure, then step on what this rank owns where the optimizer allows it."""
         self.skipped = False
-        if not steps_on_shards(optimizer) and not steps_on_whole(optimizer, pieces):
+        if self._gradients().lends_nothing(optimizer) and not steps_on_shards(optimizer):
             # All is here; this one may call the closure as often as it wants.
             try:
                 return super().optimizer_step(optimizer, model, closure, **kwargs)
@@ -97,6 +98,9 @@ class ShardedPrecision(Precision):
     def skipped_steps(self) -> int:
         """Steps left out so far, for whatever reason."""
         return self.left_out
+
+    def forget_weights(self) -> None:
+        """Weights have changed, and not by a step."""
 
     def forget_batch(self) -> None:
         """Undo what the forward and backward since the last step left behind in the plugin."""
@@ -131,9 +135,12 @@ class ShardedPrecision(Precision):
         for layer in parallel.module.modules():
             if getattr(layer, PRODUCTS, None) is not None:  # of an earlier Trainer's plugin
                 multiply_with(layer, None)
-        for parameter in parallel.module.parameters():
-            if gathers_through(parameter):
-                gather_through(parallel.data.units, cast(DTensor, parameter), None)
+        if isinstance(parallel.data, WholeParameters):
+            parallel.data.pack_plainly()
+        if isinstance(parallel.data, FullySharded):
+            for parameter in parallel.module.parameters():
+                if gathers_through(parameter):
+                    gather_through(parallel.data.units, cast(DTensor, parameter), None)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
         """Step on this rank's part of the parameters, with the gradients that are there."""
@@ -143,12 +150,9 @@ class ShardedPrecision(Precision):
             self._local_steps = {}
         pieces = self._gradients().pieces
         if optimizer not in self._local_steps:
-            if steps_on_shards(optimizer):
-                self._local_steps[optimizer] = LocalStep(optimizer, pieces)
-            elif steps_on_whole(optimizer, pieces):
-                self._local_steps[optimizer] = WholeStep(optimizer, pieces)
-        lender = self._local_steps.get(optimizer)
-        with lender.lent() if lender is not None else nullcontext(), self._around(optimizer):
+            kind = WholeStep if steps_on_whole(optimizer, pieces) else LocalStep
+            self._local_steps[optimizer] = kind(optimizer, pieces, self._gradients().lends)
+        with self._local_steps[optimizer].lent(), self._around(optimizer):
             optimizer.step(**kwargs)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
@@ -167,7 +171,7 @@ class ShardedPrecision(Precision):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clamp the elements of the local shards."""
+        """Clamp the elements of the gradients that this rank has."""
         self._gradients().clip_value(float(clip_val))
 
     def use(self, gradients: GradientSet) -> None:

@@ -85,8 +85,10 @@ class CheckpointHooks:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Descriptions of this rank's part of the module, by global name."""
-        self.parallel.data.reshard()
-        state = model_chunks(self.parallel.module, self.parallel.canonical)
+        self.parallel.data.come_to_rest()
+        state = model_chunks(
+            self.parallel.module, self.parallel.canonical, self.parallel.data.rows
+        )
         self._described = self.parallel, chunks_of(state)
         return state
 
@@ -190,7 +192,7 @@ class CheckpointHooks:
         """Finish the last save; callbacks have had their turn."""
         if self._saver is not None:
             self._saver.drain()
-        self.parallel.data.reshard()  # under manual optimization what ran last is gathered
+        self.parallel.data.come_to_rest()  # under manual optimization what ran last is gathered
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -216,7 +218,7 @@ class CheckpointHooks:
             )
         if self._saver is not None:
             self._saver.drain()
-        self.parallel.data.reshard()
+        self.parallel.data.come_to_rest()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         group = self._host_world()
         reader = find_checkpoint(
@@ -237,9 +239,11 @@ class CheckpointHooks:
             self.optimizers if fitting and not starts else (),
             canonical=self.parallel.canonical,
             names=self._optimized_names(),
+            rows=self.parallel.data.rows,
             strict=module.strict_loading,
             group=group,
         )
+        self._weights_were_loaded()
         if starts:
             rank_zero_info(f"Training starts at step 0 from the weights in {reader.directory}")
             return NoCheckpoint()
@@ -255,6 +259,10 @@ class CheckpointHooks:
                 if self._engine is not None:
                     self._engine.by_token = by_token
         return checkpoint
+
+    def _weights_were_loaded(self) -> None:
+        self._precision().forget_weights()
+        self.parallel.data.gather_all()
 
     def _belong_to_run(self, run_id: str | None) -> None:
         """Go by the id of the run that is resumed, whatever the launcher calls it now."""

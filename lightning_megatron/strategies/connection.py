@@ -59,7 +59,7 @@ class ConnectionConfig:
                 )
         if from_host and self.backend is not None and "gloo" not in self.backend.lower():
             problems.append(
-                f"connection.backend={self.backend!r}, sharding.cpu_offload=True: gradients in "
+                f"connection.backend={self.backend!r}, sharding.offload_parameters=True: gradients in "
                 "host memory are sent by gloo; nearest valid: backend=None, or "
                 "backend='cpu:gloo,cuda:nccl'"
             )

@@ -50,6 +50,7 @@ from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.deferred_build import on_meta
+from lightning_megatron.strategies.gradient_observers import looks_at_gradients
 from lightning_megatron.strategies.loader_hooks import LoaderHooks
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
@@ -184,7 +185,7 @@ class MegatronStrategy(
         findings = examine(
             module.trainer, module, self.options, self._sharding, self.memory, self.world_size
         )
-        host = self._sharding.cpu_offload
+        host = self._sharding.offload_parameters
         problems = (*self._connection.problems(host), *self._checkpoint.problems())
         raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.defer_init
@@ -271,6 +272,9 @@ class MegatronStrategy(
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             self.start_saver(self._checkpoint, self._connection.timeout_s)
+            looks = looks_at_gradients(trainer, module)
+            looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
+            self.parallel.data.show_gradients(looks)
             if self.parallel.spare is not None:
                 self.measured_partition = MeasuredPartition(self)
         self.start_agreement(trainer, self._host_world())
@@ -303,7 +307,7 @@ class MegatronStrategy(
     def _parallelize(self, module: LightningModule) -> ParallelModule:
         earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
         if earlier is not None:
-            earlier.data.reshard()
+            earlier.data.come_to_rest()
             forgetful = blocks_to_recompute(module, self.memory)
             tp = self.topology.tp
             transform_blocks(module, forgetful, self.memory, self.root_device, tp)
@@ -337,7 +341,9 @@ class MegatronStrategy(
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            warning = check_optimizer(optimizer, self.parallel.gradients.pieces)
+            warning = check_optimizer(
+                optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
+            )
             if warning:
                 rank_zero_warn(warning)
 

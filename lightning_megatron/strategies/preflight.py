@@ -203,10 +203,15 @@ def examine(
             "memory.recompute='adaptive', schedule='auto': how many microbatches are under way, "
             "and so what fits, would change after it was measured; nearest valid: schedule='1f1b'"
         )
-    if sharding.cpu_offload and options.zero == 0:
+    if sharding.offload_optimizer and options.zero == 0:
         problems.append(
-            "sharding.cpu_offload=True, zero=0: it is shards that are kept in host memory; nearest "
-            "valid: zero=1, or cpu_offload=False"
+            "sharding.offload_optimizer=True, zero=0: it is each rank's part of the optimizer that "
+            "is kept in host memory; nearest valid: zero=1, or offload_optimizer=False"
+        )
+    if sharding.offload_parameters and options.zero != 3:
+        problems.append(
+            f"sharding.offload_parameters=True, zero={options.zero}: below ZeRO 3 every rank "
+            "computes with whole parameters; nearest valid: zero=3, or offload_optimizer=True"
         )
     if memory.distribute_inputs and (options.tp == 1 or options.sequence_parallel):
         problems.append(

@@ -119,7 +119,7 @@ class Rollback:
 
     def _take(self, batches: int, of: Any) -> _Copy:
         keeper = self._keeper
-        keeper.parallel.data.reshard()
+        keeper.parallel.data.come_to_rest()
         copy = _Copy(
             updates=self.updates,
             batches=batches,
@@ -155,7 +155,7 @@ class Rollback:
 
     def _restore(self, copy: _Copy) -> None:
         keeper = self._keeper
-        keeper.parallel.data.reshard()
+        keeper.parallel.data.come_to_rest()
         for optimizer, others in zip(keeper.optimizers, copy.others, strict=True):
             for parameter in list(optimizer.state):
                 if parameter in others:
@@ -167,6 +167,8 @@ class Rollback:
                 tensor.copy_(copy.tensors[key])
         self._restore_schedules(copy)
         precision = keeper._precision()
+        precision.forget_weights()
+        keeper.parallel.data.gather_all()
         counts = {k: v for k, v in precision.state_dict().items() if k in _COUNTS}
         precision.load_state_dict({**copy.precision, **counts})
         precision.forget_batch()
@@ -192,9 +194,9 @@ class Rollback:
     def _tensors(self) -> Iterator[tuple[Any, Tensor]]:
         """All that is copied, by keys that stay: what this rank holds of it."""
         module = self._module()
-        for name, weight in module.named_parameters():
-            if weight.requires_grad:
-                yield name, local_tensor(weight)
+        for role in self._keeper.parallel.gradients.roles:
+            if role.parameter.requires_grad:
+                yield role.name, role.values
         yield from ((name, local_tensor(buffer)) for name, buffer in module.named_buffers())
         for index, optimizer in enumerate(self._keeper.optimizers):
             for parameter, values in optimizer.state.items():

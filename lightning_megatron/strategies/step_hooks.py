@@ -94,7 +94,7 @@ class StepHooks(ParallelStrategy):
         if self._steps().interleaved:
             self._steps().release_gradients()
         else:
-            self.parallel.gradients.begin()
+            self.parallel.gradients.begin(fresh=self._fresh())
             self.parallel.data.begin(blocked=self._blocked)
             self.parallel.data.before_backward()
             scaled = self._precision().scale_loss(loss)
@@ -116,7 +116,9 @@ class StepHooks(ParallelStrategy):
     ) -> Any:
         self._schedules.release()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._precision().skipped:
+        if not self._precision().skipped:
+            self.parallel.data.after_step(optimizer)
+        else:
             self._schedules.hold(self.lr_scheduler_configs, self._module().trainer)
         self._data_position.after_step(self._module().trainer)
         return result
@@ -163,7 +165,7 @@ class StepHooks(ParallelStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.parallel.data.reshard()
+        self.parallel.data.come_to_rest()
         self._random_state.end_validation()
 
     def _fresh(self) -> bool:

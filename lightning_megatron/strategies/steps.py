@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.parallel.gradients import HeldGradient
 from lightning_megatron.pipeline.executor import Executor, NoPipeline
 from lightning_megatron.pipeline.microbatch import (
     Microbatches,
@@ -82,7 +83,7 @@ class StepEngine:
         self.auto: AutoSchedule | None = None
         self.count = 1
         self.by_token: bool | None = None
-        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._kept: list[HeldGradient] = []
 
     @property
     def owns_output(self) -> bool:
@@ -120,7 +121,10 @@ class StepEngine:
         defer = blocked and self.by_token is False
         # Gradients of deferred batches stay in place, to be reduced with this batch's.
         together = data.accumulates_in_grad and self.by_token is False and not fresh
-        older = {} if together else self._set_gradients_aside(drop=fresh)
+        gradients = self._parallel.gradients
+        older = [] if together else gradients.take_out()
+        if fresh:
+            older = []
 
         def loss_of(output: Any, index: int) -> Tensor | None:
             loss, tokens = loss_and_tokens(output)
@@ -128,7 +132,7 @@ class StepEngine:
             weight = float(index < pieces.counted) if self.by_token else pieces.weights[index]
             return scaled(loss * (weight / divisor))
 
-        self._parallel.gradients.begin()
+        gradients.begin()
         data.begin(blocked=defer)
         if self.auto is not None:
             self.auto.before_step()
@@ -146,21 +150,14 @@ class StepEngine:
         loss, tokens = self._share_loss(recorder, outputs, pieces)
         self.by_token = tokens is not None
         if tokens is not None:
-            self._parallel.gradients.scale(self._topology.batch.size / tokens)
-        self._kept = [
-            (p, p.grad) for p in self._parallel.gradients.parameters if p.grad is not None
-        ]
-        for parameter in self._parallel.gradients.parameters:
-            parameter.grad = older.get(parameter)
+            gradients.scale(self._topology.batch.size / tokens)
+        self._kept = gradients.take_out()
+        gradients.add(older)
         return self._training_output(outputs, pieces, loss)
 
     def release_gradients(self) -> None:
-        """Add the kept gradients of the latest `train` to the parameters' ``.grad``."""
-        for parameter, gradient in self._kept:
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+        """Add the kept gradients of the latest `train` to those that are there."""
+        self._parallel.gradients.add(self._kept)
         self._kept = []
 
     def evaluate(self, name: str, args: Sequence[Any], context: Context) -> Any:
@@ -227,14 +224,6 @@ class StepEngine:
                 return self._parallel.step(name, pieces.batches[index], *args[1:])
 
         return run
-
-    def _set_gradients_aside(self, *, drop: bool) -> dict[nn.Parameter, Tensor]:
-        older = {}
-        for parameter in self._parallel.gradients.parameters:
-            if parameter.grad is not None and not drop:
-                older[parameter] = parameter.grad
-            parameter.grad = None
-        return older
 
     def _share_loss(
         self, recorder: LogRecorder, outputs: Sequence[Any], pieces: Microbatches

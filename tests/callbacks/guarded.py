@@ -114,7 +114,7 @@ def fit(
 def state_of(trainer: pl.Trainer) -> dict[str, Any]:
     """All that a run is made of, as this rank holds it."""
     module, [optimizer] = trainer.lightning_module, trainer.optimizers
-    trainer.strategy.parallel.data.reshard()
+    trainer.strategy.parallel.data.come_to_rest()
     found: dict[str, Any] = {n: local(p.detach()).clone() for n, p in module.named_parameters()}
     found |= {name: value.clone() for name, value in module.named_buffers()}
     for index, values in enumerate(optimizer.state.values()):

@@ -24,7 +24,7 @@ class Flip(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step == self.at and trainer.global_rank == self.rank:
-            trainer.strategy.parallel.data.reshard()
+            trainer.strategy.parallel.data.come_to_rest()
             parameter = dict(module.named_parameters())[self.name]
             state = trainer.optimizers[0].state[parameter]
             tensor = local(parameter.detach() if self.key is None else state[self.key])

@@ -1,0 +1,323 @@
+"""ZeRO 3: parameters, gradients and optimizer state in shards, by FSDP2.
+
+FSDP2 gathers the parameters of a *unit* before its forward and again before its backward, frees
+them afterwards, and reduces its gradients to shards after every backward. This file wraps the units
+and steers when they communicate in a pipeline: gathers ahead of a stage's input, reductions after
+the weight part of a split backward. What goes over the wires is counted in
+`parallel.unit_comm`.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron._torch import keep_reduced_gradients_wide, reduce_gradients, shard_of
+from lightning_megatron.optim.local_step import LentRows
+from lightning_megatron.parallel.data import ComputeTypes, DataParallel, has_no_rows
+from lightning_megatron.parallel.formats import one_format
+from lightning_megatron.parallel.low_copies import LowCopies
+from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.parallel.unit_comm import UnitGather, UnitReduceScatter, count_sums
+from lightning_megatron.pipeline.entering import as_results, works_in_place
+from lightning_megatron.topology.mesh import Topology
+
+
+class FullySharded(DataParallel):
+    """Wraps modules with FSDP2 and steers its communication.
+
+    Args:
+        topology: the layout.
+        types: number formats.
+        offload: whether shards are kept in host memory.
+        offload_optimizer: whether the optimizer steps on copies of the shards in host memory.
+        follow_freezing: whether ``requires_grad`` may change between the forwards of one step, as
+            ``toggle_optimizer`` does under manual optimization.
+
+    Attributes:
+        copies: what stands in for parameters that no unit holds.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        types: ComputeTypes,
+        *,
+        offload: bool = False,
+        offload_optimizer: bool = False,
+        follow_freezing: bool = False,
+    ) -> None:
+        self._topology = topology
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=types.parameters, reduce_dtype=types.reduction, cast_forward_inputs=False
+        )
+        self._follow_freezing = follow_freezing
+        self._offload = OffloadPolicy()
+        if offload:
+            self._offload = CPUOffloadPolicy(pin_memory=topology.device.type != "cpu")
+        self._host_steps = offload_optimizer and not offload
+        self.rows: dict[nn.Parameter, OwnedRows] = {}
+        self.lends: dict[nn.Parameter, LentRows] = {}
+        self._units: list[FSDPModule] = []
+        self._stages: list[_Stage] = []
+        self.copies: LowCopies | None = None
+
+    def wrap(
+        self,
+        module: nn.Module,
+        *,
+        stage: int | None = None,
+        leave: Collection[nn.Parameter] = (),
+    ) -> None:
+        """Shard the parameters of ``module`` that no unit inside it holds yet.
+
+        Args:
+            module: what is gathered and freed as one.
+            stage: for the outermost unit, which of this rank's stages it belongs to.
+            leave: parameters to leave alone, besides those that cannot be sharded.
+        """
+        mesh = self._topology.mesh
+        unmanaged = {p for p in module.parameters() if has_no_rows(p)} | set(leave)
+        hybrid = self._topology.dp_replicate.size > 1
+        names: Any = ("dp_replicate", "dp_shard") if hybrid else "dp_shard"
+        fully_shard(
+            module,
+            mesh=mesh[names],
+            reshard_after_forward=True,
+            mp_policy=self._policy_for(module, unmanaged),
+            offload_policy=self._offload,
+            ignored_params=unmanaged,
+        )
+        assert isinstance(module, FSDPModule)
+        self._count(module)
+        keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
+        if works_in_place(module):
+            # It runs after FSDP2's.
+            module.register_forward_pre_hook(lambda _, args: as_results(args))
+        if self._follow_freezing:
+            module.register_forward_pre_hook(_FreezeFollower(module))
+        self._units.append(module)
+        if stage is not None:
+            self._stage(stage).roots.append(module)
+
+    def _policy_for(
+        self, module: nn.Module, unmanaged: Collection[nn.Parameter]
+    ) -> MixedPrecisionPolicy:
+        """Number formats for one unit."""
+        inside = (unit for unit in self._units if isinstance(unit, nn.Module))
+        taken = {p for unit in inside for p in unit.parameters()}.union(unmanaged)
+        held_in = one_format(module, taken)
+        if self._policy.reduce_dtype is None and held_in is not None and held_in.itemsize < 4:
+            return replace(self._policy, reduce_dtype=torch.float32)
+        return self._policy
+
+    def _count(self, unit: FSDPModule) -> None:
+        """Have what the unit sends counted."""
+        topology, meter = self._topology, self._topology.batch.meter
+        gather: Any = UnitGather(meter)  # torch keeps the interfaces' names private
+        scatter: Any = UnitReduceScatter(meter)
+        unit.set_custom_all_gather(gather)
+        unit.set_custom_reduce_scatter(scatter)
+        copies = topology.dp_replicate.size
+        if copies > 1:
+            unit.set_all_reduce_hook(count_sums(meter, copies))
+
+    @property
+    def units(self) -> Sequence[FSDPModule]:
+        """What is gathered and freed as one."""
+        return self._units
+
+    @property
+    @override
+    def accumulates_in_grad(self) -> bool:
+        return False
+
+    @property
+    @override
+    def communicates_every_microbatch(self) -> bool:
+        return self._topology.batch.size > 1
+
+    @override
+    def begin(self, *, blocked: bool = False) -> None:
+        del blocked
+        if self.copies is not None:
+            self.copies.drop()
+
+    @override
+    def before_forward(self, stage: int = 0) -> None:
+        if stage >= len(self._stages):
+            return
+        held = self._stages[stage]
+        if held.ran:  # before its first forward FSDP2 does not know its units
+            for unit in (*held.roots, *held.units[:1]):
+                unit.unshard(async_op=True)
+        held.ran = True
+
+    @override
+    def before_backward(self, stage: int = 0, *, last: bool = True, split: bool = False) -> None:
+        if stage >= len(self._stages):
+            return
+        # FSDP2 keeps its record of the forwards until the last backward. In a pipeline the forwards
+        # of other microbatches are in it; one after the other, a stale record makes the backward
+        # gather units that it is done with.
+        in_flight = not last and self._topology.pp.size > 1
+        self._stages[stage].set(sync=not split, last=not in_flight)
+
+    @override
+    def after_weights(self, stage: int, *, last: bool) -> None:
+        if stage >= len(self._stages):
+            return
+        held = self._stages[stage]
+        held.set(sync=True, last=last)
+        for root in held.roots:
+            reduce_gradients(root)
+
+    @override
+    def finish(self) -> None:
+        if self.copies is not None:
+            self.copies.finish()
+
+    def lend_from_host(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have the optimizer step in host memory on these, where that is wanted."""
+        if self._host_steps:
+            sharded = (p for p in parameters if isinstance(p, DTensor))
+            self.lends = {parameter: HostShard(parameter) for parameter in sharded}
+
+    @override
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Bring what was stepped on in host memory back; the next forward gathers."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                lent = self.lends.get(parameter)
+                if isinstance(lent, HostShard):
+                    lent.write_back()
+
+    @override
+    def gather_all(self) -> None:
+        """Nothing: shards are what parameters are made of."""
+
+    @override
+    def show_gradients(self, whole: bool) -> None:
+        """Nothing: only shards of gradients fit."""
+
+    def gather_ahead(self, stage: int, units: Sequence[nn.Module]) -> None:
+        """Fix the order of gathering for ``units`` of a stage that run one after another.
+
+        FSDP2 derives it from the order of the forwards, which in a pipeline are interleaved with
+        the backwards of other microbatches.
+        """
+        managed: list[FSDPModule] = [u for u in units if isinstance(u, FSDPModule)]
+        self._stage(stage).units = managed
+        for index, unit in enumerate(managed):
+            # The first unit has none before it; its own is there already, and keeps FSDP2 from
+            # choosing another.
+            unit.set_modules_to_backward_prefetch([managed[max(index - 1, 0)]])
+
+    @override
+    def come_to_rest(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+        if self.copies is not None:
+            self.copies.drop()
+
+    def _stage(self, position: int) -> "_Stage":
+        while len(self._stages) <= position:
+            self._stages.append(_Stage())
+        return self._stages[position]
+
+
+class HostShard:
+    """A copy of a shard in host memory, on which the optimizer steps.
+
+    Args:
+        parameter: sharded by FSDP2.
+    """
+
+    def __init__(self, parameter: DTensor) -> None:
+        self._parameter = parameter
+        self._values: Tensor | None = None
+
+    def refresh(self) -> Tensor:
+        """The copy, with the shard's values."""
+        shard = shard_of(self._parameter).detach()
+        if self._values is None:
+            self._values = shard.to("cpu", copy=True)
+        else:
+            self._values.copy_(shard)
+        return self._values
+
+    def lend_gradient(self) -> None:
+        """Bring the gradient to the copy."""
+        assert self._values is not None
+        gradient = self._parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        self._values.grad = None if local is None else local.to("cpu", self._values.dtype)
+
+    def write_back(self) -> None:
+        """Bring the copy's values to the shard."""
+        if self._values is not None:
+            shard_of(self._parameter).detach().copy_(self._values)
+
+
+class _Stage:
+    """What of one stage data parallelism steers."""
+
+    def __init__(self) -> None:
+        self.roots: list[FSDPModule] = []
+        """Outermost units."""
+        self.units: list[FSDPModule] = []
+        """The units inside, in the order in which they run."""
+        self.ran = False
+        """Whether it has run forward."""
+        self._sync = self._last = True
+
+    def set(self, *, sync: bool, last: bool) -> None:
+        """Switch FSDP2's communication; setting is slow, so only where something changes."""
+        for root in self.roots:
+            if sync != self._sync:
+                root.set_requires_gradient_sync(sync)
+            if last != self._last:
+                root.set_is_last_backward(last)
+        self._sync, self._last = sync, last
+
+
+class _FreezeFollower:
+    """Forward pre-hook that keeps ``requires_grad`` of gathered parameters and their shards alike.
+
+    FSDP2 copies the flag when it gathers a parameter. The optimizer (and ``toggle_optimizer``)
+    holds the shards, the module shows the gathered parameters: whichever of the two changed last is
+    what the user wants.
+
+    Args:
+        module: just wrapped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._entries = [
+            (owner, name, shard)
+            for owner in module.modules()
+            for name, shard in owner.named_parameters(recurse=False)
+        ]
+        self._seen = [shard.requires_grad for _, _, shard in self._entries]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for index, (owner, name, shard) in enumerate(self._entries):
+            gathered, flag = getattr(owner, name), shard.requires_grad
+            if flag == self._seen[index] and gathered.requires_grad != flag:
+                flag = gathered.requires_grad
+                shard.requires_grad_(flag)
+            elif gathered.requires_grad != flag:
+                gathered.requires_grad_(flag)
+            self._seen[index] = flag

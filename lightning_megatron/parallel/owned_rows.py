@@ -1,0 +1,179 @@
+"""The rows of a whole parameter that the optimizer of this rank owns.
+
+Below ZeRO 3 every rank holds every parameter of its stage whole, as a plain tensor. What ZeRO 1 and
+2 divide is the work and the memory of the optimizer: of a parameter of ``r`` rows (its dimension 0)
+rank ``i`` of ``n`` owns ``ceil(r / n)`` rows from row ``i ceil(r / n)``, the same that FSDP2's
+``Shard(0)`` would give it. The optimizer is lent these rows in place of the parameter
+(`optim.local_step`), so its state is that of the rows, and checkpoints store both as chunks.
+
+The rows are a view of the parameter, and so always true, unless they must differ from it:
+
+* *wider*: under ``bf16-mixed`` and its like the parameter is narrow, as the layers compute with it,
+  and the rows are float32 (the "master weights"). A parameter of which this rank owns everything,
+  because nothing is divided, then has a float32 twin;
+* *elsewhere*: with ``sharding.offload_optimizer`` the rows lie in host memory.
+
+Such rows are a copy. Somebody may write to the parameter itself (an average of another network, a
+clamp, ``load_state_dict``), by whatever way, of which only some move torch's version counters.
+So before a step `OwnedRows.refresh` compares the parameter with what the rows would make of it, and
+takes over the elements in which they differ.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.optim.pieces import rows_of
+
+
+class OwnedRows:
+    """What one rank's optimizer owns of a parameter.
+
+    Args:
+        parameter: whole, with its values.
+        ranks: that divide it; with 1 this rank owns it all.
+        rank: this one among them.
+        wide: number format of the rows, where it is not that of the parameter; the parameter's
+            values at this moment are taken over before they are narrowed.
+        narrow: format to which the parameter is narrowed then.
+        device: of the rows, where it is not the parameter's.
+
+    Attributes:
+        parameter: see above.
+        ranks: see above.
+        start: first row.
+        length: number of rows; may be 0.
+        gradient: mean gradient of the rows in the format in which it was summed, once it has been
+            reduced to its owners; None where there is none, or ``parameter.grad`` is whole.
+        shows_gradient: whether ``parameter.grad`` holds the whole mean after a backward.
+        round_trip: what a copy of the rows looks like that was sent to other ranks, in the format
+            of the parameter; None for a cast.
+    """
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        ranks: int = 1,
+        rank: int = 0,
+        *,
+        wide: torch.dtype | None = None,
+        narrow: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.parameter, self.ranks = parameter, ranks
+        extent = rows_of(parameter.shape[0], ranks, rank) if parameter.ndim else (0, 1)
+        self.start, self.length = extent
+        self.gradient: Tensor | None = None
+        self.shows_gradient = True
+        self.round_trip: Callable[[Tensor], Tensor] | None = None
+        self._wide, self._device = wide, device
+        self._values: Tensor | None = None
+        self._address = 0
+        self._ahead = False
+        if wide is not None:
+            self._values = self._copy()
+        if narrow is not None:
+            parameter.data = parameter.detach().to(narrow)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank owns all rows."""
+        return self.ranks == 1
+
+    @property
+    def is_wider(self) -> bool:
+        """Whether the rows have another number format than the parameter."""
+        return self._wide is not None
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the rows are apart from the parameter."""
+        return self._wide is not None or self._device is not None
+
+    @property
+    def values(self) -> Tensor:
+        """The rows as they were refreshed last."""
+        return self.refresh() if self._values is None else self._values
+
+    def part_of(self, tensor: Tensor) -> Tensor:
+        """A view of the rows in a tensor of the parameter's shape."""
+        return tensor if self.ranks == 1 else tensor.narrow(0, self.start, self.length)
+
+    def refresh(self) -> Tensor:
+        """The rows with all that was written to the parameter since.
+
+        Rows that an optimizer has stepped on are newer than the parameter until it is told
+        (`write_back`, `row_gather.RowGather`); they are returned as they are.
+        """
+        if not self.is_copy:
+            address = self.parameter.data_ptr()
+            if self._values is None or address != self._address:
+                self._values, self._address = self.part_of(self.parameter.detach()), address
+            return self._values
+        if self._values is None:
+            self._values = self._copy()
+        elif not self._ahead:
+            self._take_over()
+        return self._values
+
+    def _copy(self) -> Tensor:
+        part = self.part_of(self.parameter.detach())
+        return part.to(self._device or part.device, self._wide or part.dtype, copy=True)
+
+    def _take_over(self) -> None:
+        assert self._values is not None
+        with torch.no_grad():
+            seen = self.part_of(self.parameter.detach()).to(self._values.device)
+            if seen.dtype == self._values.dtype:
+                self._values.copy_(seen)
+                return
+            expected = self.expected()
+            if seen.device.type == "cpu" and torch.equal(seen, expected):
+                return  # elsewhere a look at the answer would make the host wait
+            torch.where(seen == expected, self._values, seen.to(self._values.dtype), out=self._values)
+
+    def expected(self) -> Tensor:
+        """What the rows make of those of the parameter."""
+        if self.round_trip is not None:
+            return self.round_trip(self.values)
+        return self.values.to(self.parameter.dtype)
+
+    def mean_gradient(self) -> Tensor | None:
+        """The gradient of the rows, in the format in which it is held."""
+        if self.gradient is not None:
+            return self.gradient
+        whole = self.parameter.grad
+        return None if whole is None else self.part_of(whole)
+
+    def lend_gradient(self) -> None:
+        """Give the rows their gradient, in their format and place; a step on them follows."""
+        self._ahead = self.is_copy
+        gradient, values = self.mean_gradient(), self.values
+        values.grad = None if gradient is None else gradient.to(values.device, values.dtype)
+
+    def write_back(self) -> None:
+        """Write rows that are a copy into the parameter; other ranks' rows are not touched."""
+        if self.is_copy and self._values is not None:
+            with torch.no_grad():
+                self.part_of(self.parameter.detach()).copy_(self.expected())
+        self._ahead = False
+
+    def told(self) -> None:
+        """The parameter has been given what the rows hold."""
+        self._ahead = False
+
+    def become_whole(self) -> None:
+        """Widen the parameter and make the rows a view of it; others' rows stay narrow values."""
+        if not self.is_copy:
+            return
+        values, parameter = self.refresh(), self.parameter
+        with torch.no_grad():
+            whole = parameter.detach().to(values.dtype, copy=True)
+            self.part_of(whole).copy_(values)
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = whole
+        parameter.grad_dtype = whole.dtype
+        parameter.grad = None if gradient is None else gradient.to(whole.dtype)
+        self._wide = self._device = self.round_trip = None
+        self._values, self._ahead = None, False

@@ -1,0 +1,78 @@
+"""Whether anybody but the optimizers may look at gradients.
+
+ZeRO 1 and 2 bring each gradient to the rank that owns it, and ``.grad`` is None everywhere. Users
+may look at ``.grad`` all the same, to clip, log or change it, and must see then what they would see
+under ``DistributedDataParallel``: the whole mean. Making it whole costs an all-reduce in place of a
+reduce-scatter, so it is done only where somebody may look:
+
+* under manual optimization, where the step itself may;
+* where the module or a callback overrides a hook that runs between the backward and the moment
+  when gradients are cleared (`HOOKS`);
+* where code of the module or of a callback mentions gradients by name, wherever it is.
+
+Callbacks of Lightning and of this package do not count: the former look at no gradient, the latter
+know where gradients are.
+"""
+
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+HOOKS = (
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+"""Hooks of modules and callbacks that exist to look at gradients, or can."""
+
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_megatron.", "torch.", "builtins")
+_HARMLESS = frozenset(
+    {
+        "autograd",
+        "enable_grad",
+        "gradient_clip_algorithm",
+        "gradient_clip_val",
+        "is_grad_enabled",
+        "no_grad",
+        "requires_grad",
+        "requires_grad_",
+        "set_grad_enabled",
+        "set_to_none",
+        "zero_grad",
+        "accumulate_grad_batches",
+    }
+)
+
+
+def looks_at_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether the module or a callback of the user's may look at ``.grad``."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return not module.automatic_optimization or any(
+        name in HOOKS or _mentions_gradients(function.__code__)
+        for observer in (module, *callbacks)
+        for name, function in _own_functions(type(observer))
+    )
+
+
+def _own_functions(kind: type) -> Iterator[tuple[str, FunctionType]]:
+    """Functions of a class and its bases that no library has written."""
+    for base in kind.__mro__:
+        if f"{base.__module__}.".startswith(_LIBRARIES):
+            continue
+        for name, value in vars(base).items():
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(function, FunctionType):
+                yield name, function
+
+
+def _mentions_gradients(code: CodeType) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return any("grad" in name and name not in _HARMLESS for name in code.co_names) or any(
+        map(_mentions_gradients, inner)
+    )
