@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         export_safetensors,
         load_from_checkpoint,
     )
+    from lightning_megatron.checkpoint.gather import gather
     from lightning_megatron.checkpoint.hf_export import export_hugging_face
     from lightning_megatron.checkpoint.hf_import import import_hugging_face
     from lightning_megatron.checkpoint.lightning_import import import_lightning
@@ -101,6 +102,7 @@ _HOMES = {
     "RollbackConfig": "resilience.responses",
     "Rule": "monitoring.alert_rules",
     "ShardingConfig": "parallel.data",
+    "gather": "checkpoint.gather",
     "SlowRankDetector": "callbacks.slow_rank",
     "SpikeConfig": "resilience.spikes",
     "ThroughputMonitor": "callbacks.throughput",
@@ -154,6 +156,7 @@ __all__ = [
     "RollbackConfig",
     "Rule",
     "ShardingConfig",
+    "gather",
     "SlowRankDetector",
     "SpikeConfig",
     "ThroughputMonitor",

@@ -44,6 +44,7 @@ from lightning_megatron._torch.groups import abandon_process_groups as abandon_p
 from lightning_megatron._torch.groups import default_store as default_store
 from lightning_megatron._torch.groups import flight_recorder as flight_recorder
 from lightning_megatron._torch.groups import group_ranks as group_ranks
+from lightning_megatron._torch.groups import is_known as is_known
 from lightning_megatron._torch.groups import own_connection as own_connection
 from lightning_megatron._torch.kernels import foreach_clamp_ as foreach_clamp_
 from lightning_megatron._torch.kernels import foreach_lerp as foreach_lerp

@@ -24,6 +24,11 @@ def own_connection(store: Any) -> Any:
     return store if clone is None else clone()
 
 
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether a group exists and was not destroyed (2.11-2.13)."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
 def group_ranks() -> dict[str, list[int]]:
     """The process groups this rank is in, by the name that the flight recorder uses (2.11-2.13)."""
     if not dist.is_initialized():

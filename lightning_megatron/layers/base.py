@@ -112,6 +112,11 @@ class ParallelLayer(nn.Module):
         self.tensor_shards = shards
         self.topology = topology
 
+    def withdraw(self) -> None:
+        """Forget the mesh, of a layer that holds all of its parameters (tp of 1)."""
+        self.topology, self.tensor_shards = None, {}
+        self.deferral = self.without_graphs = None
+
     @override
     def extra_repr(self) -> str:
         return f"tp={self.tp_size}"

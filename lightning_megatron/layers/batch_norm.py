@@ -36,10 +36,25 @@ class SyncBatchNorm(nn.BatchNorm1d):
             track_running_stats=source.track_running_stats,
             device="meta",
         )
-        self.batch = batch
+        self.batch, self.kind = batch, type(source)
         self._parameters.update(source._parameters)
         self._buffers.update(source._buffers)
         self.training = source.training
+
+    def plain(self) -> BatchNorm:
+        """The layer that this one stands for, with its parameters and buffers."""
+        layer = self.kind(
+            self.num_features,
+            self.eps,
+            self.momentum,
+            affine=self.affine,
+            track_running_stats=self.track_running_stats,
+            device="meta",
+        )
+        layer._parameters.update(self._parameters)
+        layer._buffers.update(self._buffers)
+        layer.training = self.training
+        return layer
 
     @override
     def _check_input_dim(self, input: Tensor) -> None:
@@ -81,6 +96,16 @@ class SyncBatchNorm(nn.BatchNorm1d):
         unbiased = variance * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def use_own_statistics(module: nn.Module) -> None:
+    """Undo `synchronize_batch_norm`; torch's own layers stay, over all processes."""
+    for child in list(module.modules()):
+        if isinstance(child, nn.SyncBatchNorm):
+            child.process_group = None
+        for name, layer in child.named_children():
+            if isinstance(layer, SyncBatchNorm):
+                setattr(child, name, layer.plain())
 
 
 def synchronize_batch_norm(module: nn.Module, batch: Axis, device: torch.device) -> nn.Module:

@@ -109,6 +109,24 @@ class ParallelModule:
     """Copies of the trunk's items for another partition (`parallel.spare`), if there may be one."""
 
 
+_LAYOUT = "_lightning_megatron_parallel"
+"""Attribute under which a module remembers its layout, for a second Trainer."""
+
+
+def layout_of(module: nn.Module) -> ParallelModule | None:
+    """The layout that a module is on."""
+    found: ParallelModule | None = module.__dict__.get(_LAYOUT)
+    return found
+
+
+def remember_layout(module: nn.Module, parallel: ParallelModule | None) -> None:
+    """Let a module remember its layout, or with None forget it."""
+    if parallel is None:
+        module.__dict__.pop(_LAYOUT, None)
+    else:
+        module.__dict__[_LAYOUT] = parallel
+
+
 def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -> ParallelModule:
     """Put ``module`` on the layout, in place; collective over all processes.
 
@@ -395,7 +413,7 @@ def _tied_groups(
             members = [column[rank] for rank in ranks]
             group = dist.new_group(members)
             if topology.rank in members:
-                groups[ranks] = group
+                groups[ranks] = topology.keep(group)
     return groups
 
 

@@ -156,6 +156,19 @@ class DataParallel(Protocol):
         """Bring every parameter to its state between steps, as after evaluation."""
         ...
 
+    def release(self, *, collective: bool = True) -> None:
+        """A run has ended: leave parameters in their format at rest and without hooks.
+
+        Args:
+            collective: whether all ranks come here. After a failure they do not, and what this rank
+                does not own may stay as rough as it was.
+        """
+        ...
+
+    def resume(self) -> None:
+        """Another run begins."""
+        ...
+
     def show_gradients(self, whole: bool) -> None:
         """Say whether ``.grad`` is to hold the whole mean after a backward; on all ranks alike."""
         ...

@@ -205,6 +205,15 @@ class FullySharded(DataParallel):
                     lent.write_back()
 
     @override
+    def release(self, *, collective: bool = True) -> None:
+        del collective
+        self.come_to_rest()
+
+    @override
+    def resume(self) -> None:
+        self.come_to_rest()
+
+    @override
     def gather_all(self) -> None:
         """Nothing: shards are what parameters are made of."""
 

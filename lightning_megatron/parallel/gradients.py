@@ -163,6 +163,10 @@ class GradientSet:
         """Of which whole each parameter is a part, for the optimizers."""
         return {role.parameter: _piece(role, self._topology) for role in self.roles}
 
+    def forget_pieces(self) -> None:
+        """Let go of the process groups that `pieces` knows."""
+        self.__dict__.pop("pieces", None)
+
     def lends_nothing(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps on its parameters as they are, all of them whole."""
         members = [p for group in optimizer.param_groups for p in group["params"]]

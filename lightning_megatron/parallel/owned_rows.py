@@ -37,6 +37,7 @@ class OwnedRows:
         wide: number format of the rows, where it is not that of the parameter; the parameter's
             values at this moment are taken over before they are narrowed.
         narrow: format to which the parameter is narrowed then.
+        summed_in: format in which gradients of a narrowed parameter are added up; ``wide`` if None.
         device: of the rows, where it is not the parameter's.
 
     Attributes:
@@ -59,6 +60,7 @@ class OwnedRows:
         *,
         wide: torch.dtype | None = None,
         narrow: torch.dtype | None = None,
+        summed_in: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.parameter, self.ranks = parameter, ranks
@@ -67,14 +69,25 @@ class OwnedRows:
         self.gradient: Tensor | None = None
         self.shows_gradient = True
         self.round_trip: Callable[[Tensor], Tensor] | None = None
-        self._wide, self._device = wide, device
+        self._wide: torch.dtype | None = None
+        self._device: torch.device | None = None
         self._values: Tensor | None = None
         self._address = 0
         self._ahead = False
-        if wide is not None:
-            self._values = self._copy()
-        if narrow is not None:
-            parameter.data = parameter.detach().to(narrow)
+        self._kept_apart = wide, narrow, summed_in, device
+        self._part()
+
+    def _part(self) -> None:
+        """Make the rows a copy, if they are to be one."""
+        wide, narrow, summed_in, self._device = self._kept_apart
+        self._wide = wide
+        if wide is None or narrow is None:
+            return
+        self._values = self._copy()
+        parameter = self.parameter
+        parameter.grad = None
+        parameter.data = parameter.detach().to(narrow)
+        parameter.grad_dtype = summed_in or wide
 
     @property
     def is_whole(self) -> bool:
@@ -162,6 +175,11 @@ class OwnedRows:
     def told(self) -> None:
         """The parameter has been given what the rows hold."""
         self._ahead = False
+
+    def part_again(self) -> None:
+        """Undo `become_whole`."""
+        if not self.is_copy:
+            self._part()
 
     def become_whole(self) -> None:
         """Widen the parameter and make the rows a view of it; others' rows stay narrow values."""

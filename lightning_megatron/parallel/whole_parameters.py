@@ -88,11 +88,9 @@ class WholeParameters(DataParallel):
                 shard.rank if self._divides else 0,
                 wide=at_rest if narrows else None,
                 narrow=low if narrows else None,
+                summed_in=self._types.reduction,
                 device=torch.device("cpu") if self._offload else None,
             )
-            if narrows:
-                parameter.grad = None
-                parameter.grad_dtype = self._types.reduction or at_rest
 
     def reduce(
         self, stages: Sequence[Sequence[nn.Parameter]], names: Mapping[nn.Parameter, str]
@@ -231,13 +229,13 @@ class WholeParameters(DataParallel):
     def come_to_rest(self) -> None:
         """Nothing: parameters are what they should be at all times."""
 
-    def release(self, *, collective: bool = True) -> None:
-        """Leave the module with parameters in their format at rest and without a hook.
+    @override
+    def resume(self) -> None:
+        for rows in self.rows.values():
+            rows.part_again()
 
-        Args:
-            collective: whether all ranks come here. After a failure they do not: what this rank
-                does not own is then as narrow as it was.
-        """
+    @override
+    def release(self, *, collective: bool = True) -> None:
         narrowed = [rows for rows in self.rows.values() if rows.is_copy]
         for rows in narrowed:
             rows.become_whole()

@@ -43,6 +43,7 @@ from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.joint_ending import all_ranks_end
+from lightning_megatron.topology.mesh import destroy_groups
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.topology.degrees import AXES
@@ -294,6 +295,11 @@ class CheckpointHooks:
 
     def _optimized_names(self) -> dict[torch.Tensor, str]:
         return parameter_names(self.parallel.module, self.parallel.canonical)
+
+    def forget_groups(self) -> None:
+        """Destroy the groups that were made to save; not collective."""
+        destroy_groups((self._background_group, self._checkpoint_group))
+        self._background_group = self._checkpoint_group = None
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 from lightning_megatron._torch import start_all_gather
 from lightning_megatron.errors import ConfigError
@@ -53,6 +54,16 @@ class TopologyCollectives:
                 child.process_group = group
                 if group is None:  # a metric takes this for the whole world
                     child.distributed_available_fn = _nobody_else
+
+    def unshare_metrics(self, module: nn.Module) -> None:
+        """Undo `share_metrics`."""
+        assert self._topology is not None
+        group = self._topology.batch.group
+        for child in module.modules():
+            if isinstance(child, Metric) and child.process_group is group:
+                child.process_group = None
+                if child.distributed_available_fn is _nobody_else:
+                    child.distributed_available_fn = jit_distributed_available
 
     def reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
@@ -111,6 +122,8 @@ class TopologyCollectives:
         if group is None:
             assert self._topology is not None
             axis = self._topology.batch
+            if self._topology.is_closed:  # after a run in which all ranks read other samples
+                return (dist.group.WORLD if axis.size > 1 else None), axis.size
             return axis.group, axis.size
         return group, dist.get_world_size(group)
 

@@ -8,6 +8,7 @@ in `strategies.preflight` (is the run legal), `parallel.apply` (put the module o
 """
 
 import random
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -34,11 +35,18 @@ from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.optim.whole_step import check_optimizer
-from lightning_megatron.parallel.apply import ParallelModule, Transforms, parallelize
+from lightning_megatron.parallel.apply import (
+    ParallelModule,
+    Transforms,
+    layout_of,
+    parallelize,
+    remember_layout,
+)
 from lightning_megatron.parallel.blocks import transform_blocks
 from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.memory import MemoryConfig, blocks_to_recompute
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
+from lightning_megatron.parallel.restore import allow_calls, is_whole, refuse_calls, restore
 from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
@@ -149,6 +157,7 @@ class MegatronStrategy(
         self._defer_init = False
         self._host_gloo: dist.ProcessGroup | None = None
         self._seed = 0
+        self._gave_back: ParallelModule | None = None
 
     # Processes ---------------------------------------------------------------------------------
 
@@ -204,7 +213,7 @@ class MegatronStrategy(
     def _make_topology(self, module: LightningModule) -> Topology:
         """A new topology, or the one that an earlier run put the module on."""
         degrees = self.options.degrees(self.world_size)
-        earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
+        earlier = layout_of(module)
         if earlier is not None:
             asked = self.options.lasting(self.world_size, self.precision_plugin)
             if asked != (held := earlier.transforms.lasting):
@@ -217,13 +226,16 @@ class MegatronStrategy(
         if seed is None:
             seed = int(self.broadcast(random.SystemRandom().getrandbits(31)))
         self._seed = seed
-        return Topology(
+        topology = Topology(
             degrees,
             self.root_device,
             sequence_parallel=self.options.sequence_parallel,
             seed=self._seed,
             timeout=timedelta(seconds=self._connection.timeout_s),
         )
+        # The groups of a module that stays on its layout are needed for as long as it lives.
+        weakref.finalize(module, topology.close).atexit = False
+        return topology
 
     def _seed_process(self) -> None:
         """Equal default random streams on ranks that read the same samples, others elsewhere."""
@@ -283,7 +295,8 @@ class MegatronStrategy(
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
         module, precision = self._module(), self._precision()
-        self._parallel = module.__dict__[_PARALLEL] = parallel
+        self._parallel = parallel
+        remember_layout(module, parallel)
         precision.use(parallel.gradients)
         precision.prepare(parallel)
         rule = self.options.microbatches()
@@ -301,13 +314,14 @@ class MegatronStrategy(
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""
-        self._module().__dict__.pop(_PARALLEL)
+        remember_layout(self._module(), None)
         self._parallel = self._engine = None
 
     def _parallelize(self, module: LightningModule) -> ParallelModule:
-        earlier: ParallelModule | None = module.__dict__.get(_PARALLEL)
+        allow_calls(module)
+        earlier = layout_of(module)
         if earlier is not None:
-            earlier.data.come_to_rest()
+            earlier.data.resume()
             forgetful = blocks_to_recompute(module, self.memory)
             tp = self.topology.tp
             transform_blocks(module, forgetful, self.memory, self.root_device, tp)
@@ -375,25 +389,44 @@ class MegatronStrategy(
         self.stop_saver(self._checkpoint.drain_timeout_s)
         super().on_exception(exception)
 
+    def _give_module_back(self) -> None:
+        """Leave the module as a user finds it after a run, and destroy the run's groups."""
+        parallel = self._parallel
+        if parallel is None or self._gave_back is parallel:
+            return
+        self._gave_back = parallel
+        module = self._module()
+        failed = module.trainer.state.status == TrainerStatus.INTERRUPTED
+        parallel.data.release(collective=not failed)
+        self.forget_groups()
+        if not is_whole(parallel):
+            layout = self.options.lasting(self.world_size, self._precision())
+            refuse_calls(parallel, layout)
+            return
+        restore(parallel)
+        self.unshare_metrics(module)
+        remember_layout(module, None)
+        module._device_mesh = None
+        parallel.gradients.forget_pieces()
+        self._precision().use(parallel.gradients)
+        parallel.topology.close()
+
     @override
     def teardown(self) -> None:
-        """Release what Lightning gave us. No collective: this also runs after a failure.
+        """Release what Lightning gave us, and give the user's module back.
 
-        The process groups stay: another run of this process uses them, and Lightning destroys the
-        default one at exit.
+        After a failure nothing here is collective. The default process group stays: another run of
+        this process uses it, and Lightning destroys it at exit.
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.end_watch()
         self.stop_saver()
+        self._give_module_back()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-_PARALLEL = "_lightning_megatron_parallel"
-"""Attribute under which a module remembers its layout, for a second Trainer."""
 
 
 # As Lightning's own strategies do when they are imported; `lightning_megatron` registers the name

@@ -5,6 +5,7 @@ part that communicates: there is no "current mesh", so two Trainers in one proce
 other. A group of one rank is None, and code that finds ``axis.size == 1`` communicates nothing.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_megatron._torch import forget_meshes, mend_operation_keys
+from lightning_megatron._torch import forget_meshes, is_known, mend_operation_keys
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
 from lightning_megatron.topology.meter import Meter
@@ -47,6 +48,10 @@ class Axis:
         """Degree of the axis."""
         return len(self.ranks)
 
+    def forget_group(self) -> None:
+        """Let go of a group that was destroyed: its threads live as long as it is known."""
+        object.__setattr__(self, "group", None)
+
 
 _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
 
@@ -54,6 +59,13 @@ _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
 def axis_of(key: str) -> Axis:
     """The axis, or one of several over the same group, of that `Axis.key`; for compiled graphs."""
     return _axes[key]
+
+
+def destroy_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Destroy process groups of this process, but for the default one; not collective."""
+    for group in {id(g): g for g in groups if g is not None and g is not dist.group.WORLD}.values():
+        if is_known(group):
+            dist.destroy_process_group(group)
 
 
 class Topology:
@@ -73,6 +85,7 @@ class Topology:
         loss: batch x cp; the mean loss is taken over these ranks.
         mesh: device mesh with the axes of size > 1, and always ``dp_shard`` and ``dp_replicate``.
         rng: the random streams of this process.
+        is_closed: whether `close` was called; nothing communicates any more.
         meters: what this rank sends, by ``tp``, ``pp``, ``cp`` and ``dp``.
     """
 
@@ -94,6 +107,8 @@ class Topology:
         self.rank = dist.get_rank()
         self.world_size = degrees.world_size
         self._timeout = timeout
+        self._made: list[dist.ProcessGroup] = []
+        self.is_closed = False
         self.meters = {kind: Meter() for kind in ("tp", "pp", "cp", "dp")}
         mend_operation_keys()
         forget_meshes()
@@ -147,5 +162,24 @@ class Topology:
                 continue
             group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
             if self.rank in ranks:
-                mine = group
+                mine = self.keep(group)
         return mine
+
+    def keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Take a group that was made for this layout into the care of `close`."""
+        self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        """Destroy all groups that were made for this layout; not collective."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if dist.is_initialized():
+            mesh_groups = [] if self.mesh.ndim == 1 else self.mesh.get_all_groups()
+            destroy_groups([*self._made, *mesh_groups])
+        self._made.clear()
+        for axis in (*(getattr(self, name) for name in AXES), self.batch, self.loss):
+            axis.forget_group()
+        del self.mesh
+        forget_meshes()
