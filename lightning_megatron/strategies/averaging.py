@@ -1,14 +1,21 @@
 """Lightning's callbacks that average weights, and when they would average nothing.
 
 `StochasticWeightAveraging` and `WeightAveraging` copy the module before its weights are spread over
-ranks, and later walk through the parameters of both side by side. The copy has whole weights, or,
-of a module that is built in ``configure_model``, none at all: averages would be wrong, or left out
-without a word.
+ranks, and later walk through the parameters of both side by side, or exchange them. The copy has
+whole weights, or, of a module that is built in ``configure_model``, none at all: averages would be
+wrong, or left out without a word. And averages that are exchanged with narrow parameters, as those
+are under mixed precision, would be rounded each time.
 """
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
+
+
+def averages(trainer: Trainer) -> bool:
+    """Whether a callback averages weights, which then keep their format at rest."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(c, (StochasticWeightAveraging, WeightAveraging)) for c in callbacks)
 
 
 def averaging_problems(trainer: Trainer, module: LightningModule, *, whole: bool) -> list[str]:
@@ -26,8 +33,8 @@ def averaging_problems(trainer: Trainer, module: LightningModule, *, whole: bool
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and not whole:
             problems.append(
                 f"callbacks=[{name}]: it averages a copy of the whole module, but this layout "
-                "spreads the weights over ranks; nearest valid: zero=0 with tp=1 and pp=1, or no "
-                f"{name}"
+                "spreads the weights over ranks; nearest valid: zero of at most 2 with tp=1 and "
+                f"pp=1, or no {name}"
             )
         elif isinstance(callback, StochasticWeightAveraging) and is_overridden(
             "configure_model", module

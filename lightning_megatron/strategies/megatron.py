@@ -8,7 +8,6 @@ in `strategies.preflight` (is the run legal), `parallel.apply` (put the module o
 """
 
 import random
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -53,6 +52,7 @@ from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.problems import instances
 from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.strategies.auto_schedule import AUTO, AutoSchedule
+from lightning_megatron.strategies.averaging import averages
 from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes
@@ -67,7 +67,7 @@ from lightning_megatron.strategies.section_hooks import SectionHooks
 from lightning_megatron.strategies.step_recovery import StepRecovery
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.strategies.stopping import StopHooks
-from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.mesh import Topology, close_outlived, close_with
 from lightning_megatron.topology.rng import derive_seed
 
 
@@ -213,6 +213,7 @@ class MegatronStrategy(
     def _make_topology(self, module: LightningModule) -> Topology:
         """A new topology, or the one that an earlier run put the module on."""
         degrees = self.options.degrees(self.world_size)
+        close_outlived()
         earlier = layout_of(module)
         if earlier is not None:
             asked = self.options.lasting(self.world_size, self.precision_plugin)
@@ -233,8 +234,7 @@ class MegatronStrategy(
             seed=self._seed,
             timeout=timedelta(seconds=self._connection.timeout_s),
         )
-        # The groups of a module that stays on its layout are needed for as long as it lives.
-        weakref.finalize(module, topology.close).atexit = False
+        close_with(topology, module)
         return topology
 
     def _seed_process(self) -> None:
@@ -333,7 +333,9 @@ class MegatronStrategy(
         transforms = Transforms(
             zero=self.options.zero,
             lasting=self.options.lasting(self.world_size, precision),
-            types=precision.types,
+            types=replace(precision.types, parameters=None)
+            if averages(module.trainer)
+            else precision.types,
             pipeline=self.options.pipeline,
             sharding=self._sharding,
             memory=self.memory,

@@ -5,6 +5,7 @@ part that communicates: there is no "current mesh", so two Trainers in one proce
 other. A group of one rank is None, and code that finds ``axis.size == 1`` communicates nothing.
 """
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -59,6 +60,23 @@ _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
 def axis_of(key: str) -> Axis:
     """The axis, or one of several over the same group, of that `Axis.key`; for compiled graphs."""
     return _axes[key]
+
+
+_outlived: list["Topology"] = []
+
+
+def close_with(topology: "Topology", owner: object) -> None:
+    """Let `close_outlived` close a topology once ``owner``, which needs its groups, is no more."""
+    weakref.finalize(owner, _outlived.append, topology).atexit = False
+
+
+def close_outlived() -> None:
+    """Close every topology that nobody needs any more.
+
+    At a moment of our choice: an object may be collected in the midst of a collective.
+    """
+    while _outlived:
+        _outlived.pop().close()
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
@@ -118,6 +136,8 @@ class Topology:
             tuple(getattr(degrees, axis) for axis in present),
             mesh_dim_names=tuple(present),
         )
+        # Now, as a mesh finds its groups by names, which in another world may be those of others.
+        self._made += self.mesh.get_all_groups()
         self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
             self._mesh_axis(axis) for axis in AXES
         )
@@ -175,9 +195,7 @@ class Topology:
         if self.is_closed:
             return
         self.is_closed = True
-        if dist.is_initialized():
-            mesh_groups = [] if self.mesh.ndim == 1 else self.mesh.get_all_groups()
-            destroy_groups([*self._made, *mesh_groups])
+        destroy_groups(self._made)
         self._made.clear()
         for axis in (*(getattr(self, name) for name in AXES), self.batch, self.loss):
             axis.forget_group()

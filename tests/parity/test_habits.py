@@ -1,0 +1,77 @@
+"""What works under DistributedDataParallel works here, with the numbers of one process."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.testing import WorkerPool
+from tests.parity.habits import HABITS, PROBE
+from tests.parity.jobs import quiet_trainer
+
+TOLERANCE = 1e-10
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 0": {"zero": 0},
+    "zero 1": {"zero": 1},
+    "zero 2": {"zero": 2},
+}
+Found = tuple[dict[str, Tensor], list[float]]
+
+
+def train(name: str, strategy: Any) -> tuple[L.LightningModule, Any]:
+    L.seed_everything(5, verbose=False)
+    module = HABITS[name]()
+    trainer = quiet_trainer(strategy, max_epochs=2)
+    trainer.fit(module)
+    return module, trainer
+
+
+def habits_job(options: dict[str, Any] | str) -> dict[str, Found | str]:
+    """Weights and notes of every habit, or the error in which it ended."""
+    found: dict[str, Found | str] = {}
+    for name in HABITS:
+        strategy = options if isinstance(options, str) else MegatronStrategy(**options)
+        try:
+            module, _ = train(name, strategy)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            continue
+        weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
+        found[name] = weights, module.seen
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> dict[str, Found]:
+    """What plain Lightning gives in one process."""
+    return pool.run(1, habits_job, "auto")[0]  # type: ignore[no-any-return]
+
+
+def check(found: dict[str, Found | str], alone: dict[str, Found]) -> None:
+    failed = {name: text for name, text in found.items() if isinstance(text, str)}
+    assert not failed
+    for name, (weights, seen) in alone.items():
+        ours, ours_seen = found[name]
+        assert ours.keys() == weights.keys(), name
+        for key, value in weights.items():
+            torch.testing.assert_close(
+                *(ours[key], value),
+                rtol=TOLERANCE,
+                atol=TOLERANCE,
+                msg=lambda text, name=name, key=key: f"{name}, {key}: {text}",
+            )
+        assert ours_seen == pytest.approx(seen, rel=TOLERANCE, abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_habits_give_the_numbers_of_one_process(
+    pool: WorkerPool, alone: dict[str, Found], layout: str
+) -> None:
+    for found in pool.run(2, habits_job, LAYOUTS[layout]):
+        check(found, alone)
