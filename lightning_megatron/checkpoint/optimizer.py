@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.index import summary
@@ -177,7 +178,7 @@ class OptimizerRestore:
                 model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
                 for key, entry in entries.get(stored_name, {}).items():
                     state[key], chunk = _allocate(
-                        key, entry, chunks[name], group, model_entry, optimizer
+                        key, entry, parameter, chunks[name], group, model_entry, optimizer
                     )
                     self.chunks[f"{prefix}.{stored_name}.{key}"] = chunk
                 if state:
@@ -305,6 +306,7 @@ def _find_options(
 def _allocate(
     key: str,
     entry: TensorStorageMetadata,
+    parameter: Tensor,
     chunk: Chunk,
     group: Mapping[str, Any],
     model_entry: Any,
@@ -321,8 +323,9 @@ def _allocate(
         # State in the parameter's format follows it when a run goes on in another precision.
         if isinstance(model_entry, TensorStorageMetadata) and model_entry.properties.dtype == dtype:
             dtype = chunk.tensor.dtype
-        value = torch.zeros_like(chunk.tensor, dtype=dtype)
-        return value, replace(chunk, tensor=value, aliases=())
+        like = parameter.detach() if isinstance(parameter, DTensor) else chunk.tensor
+        value = torch.zeros_like(like, dtype=dtype)
+        return value, replace(chunk, tensor=local_tensor(value), aliases=())
     # Optimizers keep the step count on the host, unless the whole step runs on the device.
     on_device = key != "step" or group.get("capturable") or group.get("fused")
     value = torch.zeros(tuple(entry.size), dtype=dtype, device=device if on_device else "cpu")

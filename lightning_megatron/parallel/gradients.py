@@ -91,6 +91,11 @@ class ParameterRole:
         return None if gradient is None else local(gradient)
 
     @property
+    def holds_more_than_it_owns(self) -> bool:
+        """Whether the gradient is whole here, and other ranks step on parts of it."""
+        return self.rows is not None and not self.rows.is_whole and self.rows.gradient is None
+
+    @property
     def is_divided(self) -> bool:
         """Whether data-parallel ranks own different parts."""
         if self.rows is not None:
@@ -268,12 +273,12 @@ class GradientSet:
 
     def by_name(self) -> list[tuple[str, Tensor]]:
         """The local gradients there are, with the names of their parameters."""
-        found = ((role.name, role.gradient) for role in self.roles)
+        found = ((role.name, role.held_gradient) for role in self.roles)
         return [(name, gradient) for name, gradient in found if gradient is not None]
 
     def finiteness(self) -> Tensor:
         """A number of this rank's that is finite only where all its gradients are; see there."""
-        return finiteness(self._own(lambda role: True), self._topology.device)
+        return finiteness(self.local_gradients(), self._topology.device)
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to global sums: over all ranks, each element once."""
@@ -294,15 +299,23 @@ class GradientSet:
         return self.norm_of(list(trained))
 
     def _copies(self) -> list[Tensor]:
-        """The gradients that another rank adds to them."""
-        return self._own(lambda role: not self._counted[id(role.parameter)])
+        """The gradients that another rank adds to them, wholly or in part."""
+        return [
+            gradient
+            for role in self.roles
+            if (gradient := role.held_gradient) is not None
+            and (not self._counted[id(role.parameter)] or role.holds_more_than_it_owns)
+        ]
 
     def norm_of(self, counted: Sequence[Tensor], copies: Sequence[Tensor] = ()) -> Tensor:
         """Global Euclidean norm of tensors that lie like those of `counted`; collective."""
         return global_norm(counted, self._topology.device, self._world_group, copies)
 
     def _stamps(self) -> list[tuple[int, int]]:
-        return stamps(self.local_gradients())
+        # Not their local tensors, which are made anew for every look.
+        rows = (r.rows.gradient for r in self.roles if r.rows is not None)
+        found = (*rows, *(p.grad for p in self.parameters))
+        return stamps([gradient for gradient in found if gradient is not None])
 
     def clip_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients to a global norm of at most ``max_norm``; returns the norm."""

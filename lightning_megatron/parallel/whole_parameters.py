@@ -128,7 +128,7 @@ class WholeParameters(DataParallel):
         self.show_gradients(self._whole)
 
     def pack_with(self, parameter: nn.Parameter, codec: RowCodec) -> None:
-        """Gather the rows of a parameter by a codec from now on; `gather_all` is to follow."""
+        """Gather the rows of a parameter by a codec from now on; it is to look so already."""
         if self._gather is not None and not self.rows[parameter].is_whole:
             self._gather.codecs[parameter] = codec
             self._gather.forget_plans()
@@ -157,7 +157,7 @@ class WholeParameters(DataParallel):
     @property
     @override
     def accumulates_in_grad(self) -> bool:
-        return not self._every_microbatch
+        return bool(self._buckets) and not self._every_microbatch
 
     @property
     @override

@@ -171,6 +171,7 @@ class Fp8Precision(MixedShardedPrecision):
                 weights.append(weight)
         parts = [partial(_part_of, weight, data.rows.get(weight)) for weight in weights]
         self._scales = scales = WeightScales(parts, parallel.topology)
+        packers: list[tuple[nn.Parameter, Fp8Codec]] = []
         for index, (weight, layer) in enumerate(zip(weights, layers, strict=True)):
             found = partial(scales.of, index)
             packer: Fp8Codec | Fp8Extension
@@ -181,12 +182,14 @@ class Fp8Precision(MixedShardedPrecision):
             else:
                 assert isinstance(data, WholeParameters)
                 packer = Fp8Codec(found)
+                packers.append((weight, packer))
                 data.pack_with(weight, packer)
             products = getattr(layer, PRODUCTS)
             assert isinstance(products, TensorProducts)
             products.weight_scale = packer.scale
-        if isinstance(data, WholeParameters):
-            data.gather_all()
+        with torch.no_grad():
+            for weight, codec in packers:  # as they will look after every step
+                weight.copy_(codec.begin(weight))
 
     def _choose(self, module: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
         """Linear layers to run in FP8 by name, and those whose sizes forbid it."""

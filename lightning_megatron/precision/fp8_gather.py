@@ -83,6 +83,11 @@ class Fp8Codec:
         assert self._scale is not None, "weights are gathered before a layer runs"
         return self._scale
 
+    def begin(self, whole: Tensor) -> Tensor:
+        """What ``whole`` would be if it had been gathered; all ranks call it in the same order."""
+        self._scale = self._find_scale()
+        return self.round_trip(whole)
+
     def pack(self, values: Tensor) -> Tensor:
         """Bytes to send, of the shape of ``values``."""
         self._scale = self._find_scale()

@@ -56,19 +56,24 @@ def looks_at_gradients(trainer: Trainer, module: LightningModule) -> bool:
     return not module.automatic_optimization or any(
         name in HOOKS or _mentions_gradients(function.__code__)
         for observer in (module, *callbacks)
-        for name, function in _own_functions(type(observer))
+        for name, function in _own_functions(observer)
     )
 
 
-def _own_functions(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """Functions of a class and its bases that no library has written."""
-    for base in kind.__mro__:
-        if f"{base.__module__}.".startswith(_LIBRARIES):
-            continue
-        for name, value in vars(base).items():
+def _own_functions(observer: object) -> Iterator[tuple[str, FunctionType]]:
+    """Functions of an object, of its class and of the bases of that, that no library has written.
+
+    Hooks may be set on the object, as ``LambdaCallback`` does.
+    """
+    for holder in (vars(observer), *map(vars, type(observer).__mro__)):
+        for name, value in holder.items():
             function = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(function, FunctionType):
+            if isinstance(function, FunctionType) and not _is_of_library(function):
                 yield name, function
+
+
+def _is_of_library(function: FunctionType) -> bool:
+    return f"{function.__module__}.".startswith(_LIBRARIES)
 
 
 def _mentions_gradients(code: CodeType) -> bool:

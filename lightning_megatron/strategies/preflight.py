@@ -223,7 +223,7 @@ def examine(
     if layout_is_legal and memory.compile != "none":
         problems += _compile_problems(options, memory.compile)
     problems += _data_problems(trainer, options) + averaging_problems(
-        trainer, module, whole=world_size == 1 or (options.zero < 3 and _is_flat(options))
+        trainer, module, whole=world_size == 1 or (options.zero != 3 and _is_flat(options))
     )
     degrees = options.degrees(world_size) if layout_is_legal else None
     real_because: list[str] = []

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lightning_megatron._torch import replicate
 from lightning_megatron.checkpoint.commit import Staging
 from lightning_megatron.checkpoint.io import load_directory, save_directory
 from lightning_megatron.checkpoint.optimizer import capture_optimizer
@@ -69,7 +68,7 @@ def build(seed: int) -> Model:
 
 
 def shard(model: Model, degrees: Degrees) -> Topology:
-    """Apply tensor parallelism and FSDP2 (or replication)."""
+    """Apply tensor parallelism and FSDP2."""
     topology = Topology(degrees, torch.device("cpu"))
     for layer in model.modules():
         if isinstance(layer, ParallelLayer):
@@ -79,8 +78,6 @@ def shard(model: Model, degrees: Degrees) -> Topology:
         names = ("dp_replicate", "dp_shard") if degrees.dp_replicate > 1 else "dp_shard"
         for module in (model.down, model):
             fully_shard(module, mesh=topology.mesh[names])
-    elif degrees.dp_replicate > 1:
-        replicate(model, mesh=topology.mesh["dp_replicate"])
     return topology
 
 

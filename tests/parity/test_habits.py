@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lightning_megatron
 from lightning_megatron.strategies.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity.habits import HABITS, PROBE
@@ -42,8 +43,7 @@ def habits_job(options: dict[str, Any] | str) -> dict[str, Found | str]:
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
             continue
-        weights = {key: value.detach().clone() for key, value in module.state_dict().items()}
-        found[name] = weights, module.seen
+        found[name] = lightning_megatron.gather(module), module.seen
     return found
 
 

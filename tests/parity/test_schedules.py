@@ -101,9 +101,9 @@ def rows() -> tuple[Row, ...]:
     return tuple(chosen)
 
 
-HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
+HYBRID = ShardingConfig(dp_replicate=2)
 OFFLOAD = MemoryConfig(offload_activations=True, offload_min_bytes=0)
-ON_HOST = ShardingConfig(min_numel=1, cpu_offload=True)
+ON_HOST = ShardingConfig(offload_optimizer=True)
 EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid sharding, zbv": (8, {"schedule": "zbv", "zero": 3, "sharding": HYBRID}),
     "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "sharding": HYBRID}),

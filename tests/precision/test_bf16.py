@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import Bf16MixedPrecision, Bf16TruePrecision, ConfigError
-from lightning_megatron._torch import shard_of
 from lightning_megatron.precision.stochastic import round_stochastically
 from lightning_megatron.testing import WorkerPool
 from tests.strategies import small
@@ -141,7 +140,7 @@ def reduced_job(reduce_dtype: Any) -> tuple[set[str], dict[str, Tensor]]:
 
     def look(optimizer: Any) -> None:
         for p in module.parameters():
-            grad = shard_of(p.grad)
+            grad = p.grad
             rounded.add(str(torch.equal(grad, grad.bfloat16().float())))
 
     module.on_before_optimizer_step = look  # type: ignore[method-assign]

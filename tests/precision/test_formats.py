@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
+from lightning_megatron import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategies import small
 
@@ -159,19 +160,23 @@ def test_parameters_of_other_formats_and_such_as_are_frozen_first(pool: WorkerPo
             torch.testing.assert_close(weight, others[name], rtol=2e-2, atol=1e-2)
 
 
-def later_job(precision: str, zero: int) -> None:
+def later_job(precision: str, zero: int, tp: int = 1) -> None:
     module = small.Small()
-    for layout, kind in (({}, "64-true"), ({"zero": zero}, precision)):
-        small.make_trainer(layout, precision=kind).fit(module, small.loader())
+    for layout, kind in (({"tp": tp}, "64-true"), ({"zero": zero, "tp": tp}, precision)):
+        batches = int(kind == "64-true" and "zero" not in layout)
+        trainer = small.make_trainer(layout, tp, precision=kind, limit_train_batches=batches)
+        trainer.fit(module, small.loader())
 
 
 @pytest.mark.parametrize(("precision", "zero"), [("32-true", 1), ("64-true", 3)])
-def test_a_later_trainer_cannot_change_the_formats(
+def test_a_later_trainer_cannot_change_the_formats_of_parts(
     pool: WorkerPool, precision: str, zero: int
 ) -> None:
+    """What every rank holds whole is free again after a run."""
+    pool.run(1, later_job, precision, zero)
     message = f"zero={zero}, precision='{precision}': an earlier Trainer .* zero=1, .*'64-true'"
     with pytest.raises(Exception, match=message):
-        pool.run(1, later_job, precision, zero)
+        pool.run(2, later_job, precision, zero, 2)
 
 
 class Penalty(small.Small):
@@ -199,13 +204,16 @@ def test_a_penalty_on_shards_is_refused(pool: WorkerPool) -> None:
             pool.run(2, penalty_job, 3, sync)
 
 
-def mixture_job() -> None:
-    fit({}, 1, Half(but="2"), "bf16-mixed")
+def mixture_job(zero: int) -> None:
+    sharding = ShardingConfig(min_numel=1_000_000)  # one unit
+    fit({"zero": zero, "sharding": sharding}, 2, Half(but="2"), "bf16-mixed")
 
 
 def test_a_unit_of_several_formats_is_refused(pool: WorkerPool) -> None:
+    """Below ZeRO 3 there are no units, and formats mix."""
+    pool.run(2, mixture_job, 2)
     message = (
         r"parameters in several formats in one unit of ZeRO: .*layers.* in bfloat16, .*float32"
     )
     with pytest.raises(Exception, match=message):
-        pool.run(1, mixture_job)
+        pool.run(2, mixture_job, 3)

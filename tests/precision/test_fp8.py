@@ -135,9 +135,17 @@ def chosen_job(arguments: dict[str, Any]) -> tuple[list[str], str]:
     logging.getLogger("lightning_megatron.precision.fp8").addHandler(handler)
     trainer = quiet_trainer(MegatronStrategy(), precision=None, plugins=[plugin], max_steps=1)
     module = Model(1)
+    names: list[str] = []
+
+    def look(*_: Any) -> None:
+        modules = module.named_modules()
+        names.extend(n for n, m in modules if getattr(m, "products", None) is not None)
+
+    module.on_train_batch_end = look  # type: ignore[method-assign]
     trainer.fit(module)
+    del module.on_train_batch_end
     # A second run, in another precision, is not to inherit it.
-    names = [n for n, m in module.named_modules() if getattr(m, "products", None) is not None]
+    assert not any(getattr(m, "products", None) for m in module.modules())
     again = quiet_trainer(MegatronStrategy(), precision="bf16-mixed", max_steps=1)
     again.fit(module)
     assert not any(getattr(m, "products", None) for m in module.modules())
@@ -166,6 +174,7 @@ def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A card")
     layout: Any = SimpleNamespace(
         module=Odd(),
+        data=None,
         topology=SimpleNamespace(device=device),
         transforms=SimpleNamespace(sharding=ShardingConfig()),
     )
@@ -180,7 +189,7 @@ def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shards_in_host_memory_are_not_gathered_in_fp8() -> None:
     """FSDP2 would look for the way to send them on a copy that does not know it."""
     [problem] = offload_problems("fp8", True, torch.device("cuda"))
-    assert "sharding.cpu_offload=True" in problem
+    assert "sharding.offload_parameters=True" in problem
     assert "nearest valid: gather='bf16'" in problem
     assert offload_problems("bf16", True, torch.device("cuda")) == []
     assert offload_problems("fp8", False, torch.device("cuda")) == []

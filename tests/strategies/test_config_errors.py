@@ -252,16 +252,21 @@ CASES = {
         layout={"memory": MemoryConfig(recompute="full", blocks=["Sequental"])},
         says=("blocks='Sequental'", "'Sequential'"),
     ),
-    "shards in host memory that are none": Case(
-        layout={"zero": 0, "sharding": ShardingConfig(cpu_offload=True)},
-        says=("cpu_offload=True, zero=0", "zero=1"),
+    "a part of the optimizer in host memory that is the whole": Case(
+        layout={"zero": 0, "sharding": ShardingConfig(offload_optimizer=True)},
+        says=("offload_optimizer=True, zero=0", "zero=1"),
+    ),
+    "shards of parameters in host memory that are none": Case(
+        layout={"zero": 2, "sharding": ShardingConfig(offload_parameters=True)},
+        says=("offload_parameters=True, zero=2", "zero=3, or offload_optimizer=True"),
     ),
     "shards in host memory that cannot be sent": Case(
         layout={
-            "sharding": ShardingConfig(cpu_offload=True),
+            "zero": 3,
+            "sharding": ShardingConfig(offload_parameters=True),
             "connection": ConnectionConfig(backend="nccl"),
         },
-        says=("backend='nccl', sharding.cpu_offload=True", "'cpu:gloo,cuda:nccl'"),
+        says=("backend='nccl', sharding.offload_parameters=True", "'cpu:gloo,cuda:nccl'"),
     ),
     "inputs to distribute over one rank": Case(
         layout={"memory": MemoryConfig(recompute="full", distribute_inputs=True)},
@@ -333,10 +338,10 @@ CASES = {
         layout={"num_microbatches": 2}, module=Manual, says=("num_microbatches=1",)
     ),
     "averages of weights that are spread": Case(
-        layout={"zero": 1},
+        layout={"zero": 3},
         devices=2,
         trainer={"callbacks": [StochasticWeightAveraging(1e-2), EMAWeightAveraging()]},
-        says=("StochasticWeightAveraging", "EMAWeightAveraging", "zero=0"),
+        says=("StochasticWeightAveraging", "EMAWeightAveraging", "zero of at most 2"),
         count=2,
     ),
     "averages of layers that are not there yet": Case(
@@ -405,9 +410,9 @@ CASES = {
         layout={
             "sequence_parallel": "no",
             "memory": MemoryConfig(offload_activations="no"),  # type: ignore[arg-type]
-            "sharding": ShardingConfig(cpu_offload="false"),  # type: ignore[arg-type]
+            "sharding": ShardingConfig(offload_optimizer="false"),  # type: ignore[arg-type]
         },
-        says=("sequence_parallel='no'", "nearest valid: offload_activations=False", "cpu_offload"),
+        says=("sequence_parallel='no'", "offload_activations=False", "offload_optimizer"),
         count=3,
     ),
     "other types for groups of options": Case(

@@ -129,9 +129,14 @@ def test_a_module_goes_on_under_a_second_trainer_of_the_same_layout(
     assert_same(merged(pool.run(2, fit_twice, [layout, layout], 2)), plain)
 
 
-@pytest.mark.parametrize("other", [{"zero": 1}, {"zero": 3}, {"tp": 2}])
+def test_a_module_that_is_whole_may_change_its_layout(pool: WorkerPool) -> None:
+    [plain] = pool.run(1, fit_plain_twice)
+    assert_same(merged(pool.run(2, fit_twice, [{"zero": 1}, {"zero": 3}], 2)), plain)
+
+
+@pytest.mark.parametrize("other", [{"zero": 1}, {"zero": 2}, {"tp": 2}])
 def test_a_module_cannot_change_its_layout(pool: WorkerPool, other: dict[str, Any]) -> None:
-    first = {"pp": 2} if other != {"zero": 3} else {"zero": 0}
+    first = {"pp": 2} if other != {"zero": 2} else {"zero": 3}
     with pytest.raises(WorkerError, match="earlier Trainer") as failure:
         pool.run(2, fit_twice, [first, other], 2, grace=30.0)
     assert isinstance(failure.value.__cause__, ConfigError)

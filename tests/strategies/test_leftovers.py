@@ -30,6 +30,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+FITS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 1": (2, {"zero": 1}),
+    "hybrid zero 2": (4, {"zero": 2, "sharding": ShardingConfig(dp_replicate=2)}),
+    "zero 3": (2, {"zero": 3}),
+    "pipeline x tp": (4, {"pp": 2, "tp": 2}),
+}
+
+
 def fit_job(layout: Mapping[str, Any], devices: int) -> None:
     make_trainer(layout, devices).fit(Small(), loader(dp=dp_of(devices, layout)))
 
@@ -54,9 +62,36 @@ def gloo_threads() -> list[str]:
 def test_no_process_group_outlives_a_run(pool: WorkerPool, layout: str) -> None:
     """Each would keep two threads that wake a hundred times a second, in every worker."""
     world, options = LAYOUTS[layout]
+    pool.run(world, fit_job, options, world)
     before = pool.run(world, gloo_threads)  # of tests that ended a run in other ways
     pool.run(world, fit_job, options, world)
     assert pool.run(world, gloo_threads) == before
+
+
+def counts() -> tuple[int, int, int]:
+    """Process groups, threads and open files of this process."""
+    gc.collect()
+    groups = len(torch.distributed.distributed_c10d._world.pg_map)
+    return groups, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def fits_job(layout: Mapping[str, Any], devices: int) -> list[tuple[int, int, int]]:
+    found = []
+    for _ in range(10):
+        fit_job(layout, devices)
+        found.append(counts())
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
+@pytest.mark.parametrize("layout", FITS)
+def test_ten_runs_leave_no_more_than_one(pool: WorkerPool, layout: str) -> None:
+    world, options = FITS[layout]
+    for found in pool.run(world, fits_job, options, world):
+        assert len({groups for groups, _, _ in found}) == 1, found
+        for place in (1, 2):  # a thread of the last run may be about to end
+            counted = [numbers[place] for numbers in found]
+            assert max(counted[-4:]) <= max(counted[:4]) + 1, found
 
 
 def struck_job() -> tuple[int, list[int]]:

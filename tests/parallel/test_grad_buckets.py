@@ -1,4 +1,4 @@
-"""Averaging of whole gradients in buckets (ZeRO 0)."""
+"""Averaging of gradients in buckets, whole or to their owners."""
 
 from typing import Any
 
@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.parallel.reduce import MeanReducer
+from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
+from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.testing import WorkerPool
 
-WIDTH, LAYERS = 4, 5
+WIDTH, LAYERS = 5, 5
 
 
 def world() -> dist.ProcessGroup:
@@ -21,12 +23,16 @@ def world() -> dist.ProcessGroup:
     return group
 
 
-def backward_job(skip: dict[int, int], dtype: str = "float64") -> list[list[float] | None]:
+def backward_job(
+    skip: dict[int, int], dtype: str = "float64", rows: bool = False, each: bool = False
+) -> list[list[float] | None]:
     """Gradients after two accumulated backwards of which the second reduces.
 
     Args:
         skip: for each rank the layer that it does not use.
         dtype: of the parameters.
+        rows: whether gradients go to their owners; what these have is put together again.
+        each: whether both backwards reduce.
     """
     group = world()
     rank = dist.get_rank()
@@ -36,17 +42,37 @@ def backward_job(skip: dict[int, int], dtype: str = "float64") -> list[list[floa
     layers[1].requires_grad_(False)
     layers[4].weight = layers[0].weight  # shared
     parameters = list(layers.parameters())
-    reducer = MeanReducer(parameters, group, bucket_bytes=WIDTH * WIDTH * 8)
+    size = WIDTH * WIDTH * 8
+    owned = {p: OwnedRows(p, 2, rank) for p in parameters}
+    groups = ReductionGroups(batch=group, shard=group if rows else None)
+    reducer = GradientBuckets(parameters, groups, rows=owned, bucket_bytes=size)
     for index in range(2):
-        if index == 1:
+        if index == 1 or each:
             reducer.arm()
         x: Tensor = torch.full((2, WIDTH), 1.0 + rank, dtype=parameters[0].dtype)
         for number, layer in enumerate(layers):
             if number != skip.get(rank):
                 x = torch.tanh(layer(x))
         x.sum().backward()
-    reducer.finish()
+        if index == 1 or each:
+            reducer.finish()
+    reducer.settle()
+    if rows:
+        assert all(p.grad is None for p in parameters)
+        return [put_together(owned[p]) for p in parameters]
     return [None if p.grad is None else p.grad.double().flatten().tolist() for p in parameters]
+
+
+def put_together(rows: OwnedRows) -> list[float] | None:
+    mine = None if rows.gradient is None else rows.gradient.double()
+    parts: list[Any] = [None, None]
+    dist.all_gather_object(parts, mine)
+    if parts[0] is None:
+        assert parts[1] is None
+        return None
+    whole = torch.cat(parts)
+    assert whole.shape == rows.parameter.shape
+    return whole.flatten().tolist()
 
 
 def mean_of_alone(skip: dict[int, int], dtype: str) -> list[Any]:
@@ -82,9 +108,14 @@ def mean_of_alone(skip: dict[int, int], dtype: str) -> list[Any]:
     [{}, {0: 2}, {0: 3, 1: 2}, {0: 2, 1: 2}],
     ids=["all used", "one unused on a rank", "others unused on each", "one used by nobody"],
 )
-def test_every_gradient_is_the_mean(pool: WorkerPool, skip: dict[int, int]) -> None:
+@pytest.mark.parametrize(
+    "how", [{}, {"rows": True}, {"rows": True, "each": True}], ids=["whole", "rows", "each time"]
+)
+def test_every_gradient_is_the_mean(
+    pool: WorkerPool, skip: dict[int, int], how: dict[str, bool]
+) -> None:
     expected = mean_of_alone(skip, "float64")
-    for found in pool.run(2, backward_job, skip):
+    for found in pool.run(2, backward_job, skip, **how):
         assert [g is None for g in found] == [g is None for g in expected]
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == (None if theirs is None else pytest.approx(theirs, rel=1e-12))
@@ -103,11 +134,13 @@ def order_job() -> list[int]:
     """How many buckets were started when the backward ended."""
     group = world()
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    reducer = MeanReducer(list(layers.parameters()), group, bucket_bytes=1)
+    reducer = GradientBuckets(
+        list(layers.parameters()), ReductionGroups(batch=group), bucket_bytes=1
+    )
     reducer.arm()
     started = []
     for layer in layers:
-        layer.register_full_backward_hook(lambda *_: started.append(len(reducer._started)))
+        layer.register_full_backward_hook(lambda *_: started.append(reducer._started))
     layers(torch.ones(2, WIDTH)).sum().backward()
     reducer.finish()
     return started
@@ -117,3 +150,19 @@ def test_reduction_starts_while_backward_runs(pool: WorkerPool) -> None:
     for started in pool.run(2, order_job):
         assert started == sorted(started)
         assert 0 < started[1] < 2 * LAYERS
+
+
+def reentrant_job() -> None:
+    group = world()
+    layer = nn.Linear(WIDTH, WIDTH)
+    names = dict(zip(layer.parameters(), ("layer.weight", "layer.bias"), strict=True))
+    reducer = GradientBuckets(list(names), ReductionGroups(batch=group), names=names)
+    reducer.arm()
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    checkpoint(layer, layer(x), use_reentrant=True).sum().backward()
+
+
+def test_a_gradient_that_comes_in_two_parts_is_an_error(pool: WorkerPool) -> None:
+    """It would be averaged before it is complete."""
+    with pytest.raises(Exception, match=r"layer\.(weight|bias): one backward gave it two.*reentr"):
+        pool.run(2, reentrant_job)
