@@ -14,17 +14,20 @@ from lightning_megatron._torch.collectives import start_all_gather as start_all_
 from lightning_megatron._torch.collectives import start_reduce_scatter as start_reduce_scatter
 from lightning_megatron._torch.collectives import watch_waits as watch_waits
 from lightning_megatron._torch.dtensor import forget_meshes as forget_meshes
+from lightning_megatron._torch.dtensor import has_hooks as has_hooks
 from lightning_megatron._torch.dtensor import lend_gradients as lend_gradients
 from lightning_megatron._torch.dtensor import mend_operation_keys as mend_operation_keys
 from lightning_megatron._torch.dtensor import shard_of as shard_of
 from lightning_megatron._torch.dtensor import shards_of as shards_of
 from lightning_megatron._torch.dtensor import stamps as stamps
 from lightning_megatron._torch.fsdp import accumulate_gradients as accumulate_gradients
+from lightning_megatron._torch.fsdp import fill_missing_gradients as fill_missing_gradients
 from lightning_megatron._torch.fsdp import gather_through as gather_through
 from lightning_megatron._torch.fsdp import gathers_through as gathers_through
 from lightning_megatron._torch.fsdp import (
     keep_reduced_gradients_wide as keep_reduced_gradients_wide,
 )
+from lightning_megatron._torch.fsdp import let_units_run_first as let_units_run_first
 from lightning_megatron._torch.fsdp import move_outside_units as move_outside_units
 from lightning_megatron._torch.fsdp import parameter_groups as parameter_groups
 from lightning_megatron._torch.fsdp import reduce_gradients as reduce_gradients

@@ -37,6 +37,11 @@ def stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     ]
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether ``tensor.register_hook`` was called and its handle not removed (2.11-2.13)."""
+    return bool(tensor._backward_hooks)
+
+
 def lend_gradients(parameters: Sequence[DTensor], shards: Sequence[Tensor]) -> None:
     """Give every shard the local part of its parameter's gradient (2.11-2.13)."""
     try:  # list by list, and no look at types: it counts beside a fused step

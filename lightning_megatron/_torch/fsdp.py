@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -111,6 +110,84 @@ def _keep_group_wide(group: Any) -> None:
 
     # FSDP2 reads the formats when a module runs first, and when its parameters have changed.
     group._init_mp_dtypes = read_formats_and_adjust
+
+
+def let_units_run_first(root: FSDPModule) -> None:
+    """Allow units inside ``root`` to run before it has (2.11-2.13).
+
+    FSDP2 takes what runs first for the root, and refuses to run the actual one afterwards.
+    """
+    state = root._get_fsdp_state()
+    assert isinstance(root, nn.Module)
+    for module in list(root.modules())[1:]:
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(lambda *_: state._lazy_init(), prepend=True)
+
+
+def fill_missing_gradients(module: FSDPModule, lacked: set[Any]) -> list[Any]:
+    """Have FSDP2 reduce zeros for trained parameters without a gradient (2.11-2.13).
+
+    It reduces what gradients there are, and where a layer runs for some samples only, ranks would
+    reduce different ones: with NCCL a hang or wrong numbers, with gloo the end of the process. A
+    unit that was not gathered for this backward is left alone. (2.13 has
+    ``reduce_scatter_unused_params``, which does not tell who had no gradient.)
+
+    Args:
+        module: a unit.
+        lacked: to which parameters are added whose reduced gradient holds nothing of this rank,
+            and from which they are removed when it does.
+
+    Returns:
+        The parameters that may come into ``lacked``, as objects of FSDP2; ``sharded_param`` is what
+        the optimizer sees.
+    """
+    groups = parameter_groups(module._get_fsdp_state())
+    for group in groups:
+        _fill_group(group, lacked)
+    return [parameter for group in groups for parameter in group.fsdp_params]
+
+
+def _fill_group(group: Any, lacked: set[Any]) -> None:
+    reduce = group.post_backward
+    later = False
+
+    def fill_and_reduce(*args: Any) -> None:
+        nonlocal later
+        # Where gradients are reduced later (`reduce_gradients`), the unit has been freed by then.
+        later = later or not group.reduce_grads
+        if group.reduce_grads and (later or group.is_unsharded):
+            _fill(group, lacked)
+        reduce(*args)
+
+    group.post_backward = fill_and_reduce
+
+
+def _fill(group: Any, lacked: set[Any]) -> None:
+    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    for parameter in parameters:
+        parameter.accumulate_unsharded_grad_if_needed()
+    if any(p.unsharded_accumulated_grad is not None for p in parameters):
+        for parameter in parameters:  # all are to be in one format
+            parameter.to_accumulated_grad_if_needed()
+    held = {parameter: _gradient_to_reduce(parameter) for parameter in parameters}
+    dtype = next((gradient.dtype for gradient in held.values() if gradient is not None), None)
+    for parameter, gradient in held.items():
+        whole = parameter.unsharded_param
+        if gradient is not None:
+            lacked.discard(parameter)
+        elif whole.requires_grad:
+            if parameter.sharded_param.grad is None:
+                lacked.add(parameter)
+            # There, as `whole` may be a subclass of Tensor whose ``.grad`` must be of it, too.
+            parameter.unsharded_accumulated_grad = torch.zeros(
+                whole.shape, dtype=dtype or whole.dtype, device=whole.device
+            )
+
+
+def _gradient_to_reduce(parameter: Any) -> Tensor | None:
+    known: Tensor | None = parameter.unsharded_accumulated_grad
+    latest: Tensor | None = parameter.unsharded_param.grad
+    return latest if known is None else known
 
 
 def parameter_groups(state: Any) -> list[Any]:

@@ -13,7 +13,7 @@ The order of the transforms is fixed here and nowhere else:
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_megatron._torch import move_outside_units
+from lightning_megatron._torch import has_hooks, move_outside_units
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init import materialize
 from lightning_megatron.parallel.blocks import transform_blocks
@@ -33,7 +35,7 @@ from lightning_megatron.parallel.data import (
     ShardingConfig,
     has_no_rows,
 )
-from lightning_megatron.parallel.fully_sharded import FullySharded
+from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.low_copies import LowCopies
 from lightning_megatron.parallel.memory import MemoryConfig, blocks_to_recompute
@@ -359,20 +361,28 @@ def _shard(
     step, pipelined = Step(module), topology.pp.size > 1
     # What lies outside the trunk of a pipeline is held and reduced by `GradientSet`.
     scope = plan.trunk if pipelined and plan.trunk is not None else module
-    found = list(units(scope, transforms.sharding.wrap, transforms.sharding.min_numel))
+    between = _shared_between_stages(plan.trunk) if pipelined else set()
+    by_hand = transforms.manual_optimization
+    roots = list(_with_forward(module)) if by_hand and not pipelined else [scope]
+    whole = {p for p in module.parameters() if has_no_rows(p)} | between
+    divided = {p for root in roots for p in root.parameters()} - whole
+    # FSDP2 puts others in their place.
+    refuse_hooks(name for name, p in module.named_parameters() if p in divided and has_hooks(p))
+    names = {child: name for name, child in module.named_modules()}
+    sharding = transforms.sharding
+    found = [u for u in units(scope, sharding.wrap, sharding.min_numel) if _has_forward(u)]
     for unit in found:
         ready(unit)
-        data.wrap(unit, stage=0 if transforms.manual_optimization else None)
+        data.wrap(unit, names[unit], stage=0 if by_hand else None)
     if pipelined and plan.trunk is not None:
         for stage, items in enumerate(plan.trunk.stage_items):
             inside = set(items.modules())
             data.gather_ahead(stage, [unit for unit in found if unit in inside])
     ready(module)
-    between = _shared_between_stages(plan.trunk) if pipelined else set()
     _wrap_roots(step, plan, topology, transforms, data, between)
     data.lend_from_host(module.parameters())
-    alone = transforms.manual_optimization
-    roles = _roles(module, plan, topology, tied_groups, between, data, alone=alone)
+    roles = _roles(module, plan, topology, tied_groups, between, data)
+    data.know({role.parameter: role.name for role in roles})
     return data, step, roles
 
 
@@ -387,16 +397,35 @@ def _wrap_roots(
     if topology.pp.size > 1:
         assert plan.trunk is not None
         for stage, items in enumerate(plan.trunk.stage_items):
-            data.wrap(items, stage=stage, leave=between)
+            data.wrap(
+                items,
+                f"stage {plan.stages_of_rank(topology.pp.rank)[stage]}",
+                stage=stage,
+                leave=between,
+            )
         types, stages = transforms.types, plan.trunk.stage_items
         if between and types.parameters is not None:
             data.copies = LowCopies(step.module, between, types.parameters, types.reduction, stages)
     elif transforms.manual_optimization:
-        for child in step.module.children():
-            if any(True for _ in child.parameters()):
-                data.wrap(child, stage=0)
+        names = {child: name for name, child in step.module.named_modules()}
+        for child in _with_forward(step.module):
+            if not isinstance(child, FSDPModule) and any(True for _ in child.parameters()):
+                data.wrap(child, names[child], stage=0)
     else:
-        data.wrap(step, stage=0)
+        data.wrap(step, "", stage=0)
+
+
+def _with_forward(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of ``module``; in place of what has no forward, as lists, what is in it."""
+    for child in module.children():
+        if _has_forward(child):
+            yield child
+        else:
+            yield from _with_forward(child)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _tied_groups(
@@ -424,8 +453,6 @@ def _roles(
     tied_groups: _TiedGroups,
     between: Collection[nn.Parameter],
     data: DataParallel,
-    *,
-    alone: bool = False,
 ) -> list[ParameterRole]:
     """What happens to the gradient of every parameter.
 
@@ -436,7 +463,6 @@ def _roles(
         tied_groups: of the pipeline ranks that share parameters.
         between: parameters that several stages of this rank share.
         data: holds the parameters.
-        alone: whether ``data`` leaves those directly in the module alone.
     """
     pipelined = topology.pp.size > 1
     roles = []
@@ -446,7 +472,9 @@ def _roles(
             continue
         ranks = plan.tied_ranks.get(canonical, ())
         outside = pipelined and name not in plan.stage_of
-        left_out = has_no_rows(parameter) or (alone and "." not in name)
+        left_out = has_no_rows(parameter)
+        if isinstance(data, FullySharded):
+            left_out = not isinstance(parameter, DTensor)
         roles.append(
             ParameterRole(
                 name=canonical,

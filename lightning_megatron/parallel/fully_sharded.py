@@ -7,11 +7,12 @@ the weight part of a split backward. What goes over the wires is counted in
 `parallel.unit_comm`.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,13 +25,28 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron._torch import keep_reduced_gradients_wide, reduce_gradients, shard_of
+from lightning_megatron._torch import (
+    fill_missing_gradients,
+    has_hooks,
+    keep_reduced_gradients_wide,
+    let_units_run_first,
+    reduce_gradients,
+    shard_of,
+)
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.local_step import LentRows
 from lightning_megatron.parallel.data import ComputeTypes, DataParallel, has_no_rows
 from lightning_megatron.parallel.formats import one_format
 from lightning_megatron.parallel.low_copies import LowCopies
 from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.parallel.unit_comm import UnitGather, UnitReduceScatter, count_sums
+from lightning_megatron.parallel.unit_comm import (
+    END_BACKWARD,
+    END_FORWARD,
+    RollCall,
+    UnitGather,
+    UnitReduceScatter,
+    count_sums,
+)
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.topology.mesh import Topology
 
@@ -73,10 +89,18 @@ class FullySharded(DataParallel):
         self._units: list[FSDPModule] = []
         self._stages: list[_Stage] = []
         self.copies: LowCopies | None = None
+        self._names: Mapping[nn.Parameter, str] = {}
+        on_host = topology.device.type == "cpu"
+        self._roll = RollCall(topology.batch.group, on_host=on_host)
+        self._whole = self._roll.enter("")
+        self._lacked: set[Any] = set()
+        self._filled: list[Any] = []
+        self._sent: tuple[dist.Work, Tensor] | None = None
 
     def wrap(
         self,
         module: nn.Module,
+        name: str,
         *,
         stage: int | None = None,
         leave: Collection[nn.Parameter] = (),
@@ -85,6 +109,7 @@ class FullySharded(DataParallel):
 
         Args:
             module: what is gathered and freed as one.
+            name: its dotted name, for errors.
             stage: for the outermost unit, which of this rank's stages it belongs to.
             leave: parameters to leave alone, besides those that cannot be sharded.
         """
@@ -101,8 +126,9 @@ class FullySharded(DataParallel):
             ignored_params=unmanaged,
         )
         assert isinstance(module, FSDPModule)
-        self._count(module)
+        number = self._count(module, name)
         keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
+        self._filled += fill_missing_gradients(module, self._lacked)
         if works_in_place(module):
             # It runs after FSDP2's.
             module.register_forward_pre_hook(lambda _, args: as_results(args))
@@ -111,6 +137,8 @@ class FullySharded(DataParallel):
         self._units.append(module)
         if stage is not None:
             self._stage(stage).roots.append(module)
+            let_units_run_first(module)
+            module.register_forward_hook(lambda *_: self._roll.compare(END_FORWARD, number))
 
     def _policy_for(
         self, module: nn.Module, unmanaged: Collection[nn.Parameter]
@@ -123,16 +151,18 @@ class FullySharded(DataParallel):
             return replace(self._policy, reduce_dtype=torch.float32)
         return self._policy
 
-    def _count(self, unit: FSDPModule) -> None:
-        """Have what the unit sends counted."""
+    def _count(self, unit: FSDPModule, name: str) -> int:
+        """Have what the unit sends counted; returns its number on the roll."""
         topology, meter = self._topology, self._topology.batch.meter
-        gather: Any = UnitGather(meter)  # torch keeps the interfaces' names private
-        scatter: Any = UnitReduceScatter(meter)
+        number = self._roll.enter(name)
+        gather: Any = UnitGather(meter, self._roll, number)  # torch keeps the interfaces' names
+        scatter: Any = UnitReduceScatter(meter, self._roll, number)  # private
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
         copies = topology.dp_replicate.size
         if copies > 1:
             unit.set_all_reduce_hook(count_sums(meter, copies))
+        return number
 
     @property
     def units(self) -> Sequence[FSDPModule]:
@@ -152,6 +182,7 @@ class FullySharded(DataParallel):
     @override
     def begin(self, *, blocked: bool = False) -> None:
         del blocked
+        self._lacked.clear()
         if self.copies is not None:
             self.copies.drop()
 
@@ -186,8 +217,46 @@ class FullySharded(DataParallel):
 
     @override
     def finish(self) -> None:
+        self._refuse_hooks()
+        self._roll.compare(END_BACKWARD, self._whole)
+        self._drop_gradients_of_nobody()
         if self.copies is not None:
             self.copies.finish()
+
+    def know(self, names: Mapping[nn.Parameter, str]) -> None:
+        """Learn what errors are to call the parameters."""
+        self._names = names
+
+    def _refuse_hooks(self) -> None:
+        refuse_hooks(
+            name
+            for parameter, name in self._names.items()
+            if isinstance(parameter, DTensor) and has_hooks(parameter)
+        )
+
+    def _drop_gradients_of_nobody(self) -> None:
+        """Take the zeros away that were reduced for a parameter which no rank has used.
+
+        An optimizer would decay it and its moments. Only ranks without a gradient of their own read
+        what the others say, as reading waits for the device.
+        """
+        if self._sent is not None:
+            self._sent[0].wait()  # over long ago
+            self._sent = None
+        here = [parameter not in self._lacked for parameter in self._filled]
+        used = torch.tensor(here, dtype=torch.int32, device=self._topology.device)
+        group = self._topology.batch.group
+        if group is not None:
+            work = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            assert work is not None
+            self._sent = work, used
+            if self._lacked:
+                work.wait()
+        if self._lacked:
+            for parameter, anybody in zip(self._filled, used.tolist(), strict=True):
+                if not anybody:
+                    parameter.sharded_param.grad = None
+        self._lacked.clear()
 
     def lend_from_host(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have the optimizer step in host memory on these, where that is wanted."""
@@ -245,6 +314,22 @@ class FullySharded(DataParallel):
         while len(self._stages) <= position:
             self._stages.append(_Stage())
         return self._stages[position]
+
+
+def refuse_hooks(names: Iterable[str]) -> None:
+    """Refuse hooks on parameters, which FSDP2 never calls.
+
+    Raises:
+        ConfigError: there are names.
+    """
+    found = list(names)
+    if found:
+        raise ConfigError(
+            f"{', '.join(found)}: Tensor.register_hook was called on a parameter, and under ZeRO 3 "
+            "such a hook is never called, as autograd knows the gathered parameter only; nearest "
+            "valid: zero=2, or under zero=3 on_after_backward or "
+            "Tensor.register_post_accumulate_grad_hook, which see this rank's part of the mean"
+        )
 
 
 class HostShard:

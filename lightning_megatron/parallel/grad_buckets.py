@@ -5,15 +5,16 @@ A bucket whose gradients are all there is copied together and communicated at on
 goes on (Li et al., arXiv 2006.15704, section 3.2). Buckets are started in a fixed order, so that
 all ranks agree whatever each of them found unused. What a bucket becomes depends on who needs it:
 
-* *whole* (ZeRO 0, and any stage below 3 while somebody looks at gradients): one all-reduce; every
-  ``.grad`` is the mean afterwards. It is a view of the bucket where the formats agree;
+* *whole* (ZeRO 0, and any stage below 3 while somebody looks at gradients): one all-reduce, after
+  which every ``.grad`` is the mean;
 * *rows* (ZeRO 1 and 2): one reduce-scatter. The bucket is laid out by owner, each part being the
-  rows that one rank owns of every member (`parallel.owned_rows`), and padded to equal lengths. The
-  whole gradients are freed at once. ZeRO 2 does this for every microbatch, and adds the rows up.
+  rows that one rank owns of every member (`parallel.owned_rows`). The whole gradients are freed at
+  once. ZeRO 2 does this for every microbatch, and adds the rows up.
 
 With ``P`` elements and ``n`` ranks that is ``2 P (n - 1) / n`` sent by each rank for whole
 gradients, and half of it for rows. gloo's reduce-scatter is an all-reduce of which most is dropped,
-so on CPUs every rank sends each other rank its part and adds up what arrives.
+so on CPUs every rank sends each other rank its part and adds what arrives to its own; elsewhere the
+parts are padded to equal lengths.
 
 A rank that has no gradient for a parameter counts as zeros, and a gradient that no rank has stays
 None: every part ends with one flag per member that says whether this rank had one. Gradients
@@ -24,7 +25,7 @@ SyncBatchNorm, may then come between two buckets in any order.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron._torch import start_reduce_scatter
+from lightning_megatron.comm.scratch import Scratch
+from lightning_megatron.optim.pieces import rows_of
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.meter import Meter
 
@@ -70,6 +73,14 @@ class _Bucket:
     received: Tensor | None = None
     total: Tensor | None = None
     """This rank's part with its flags, summed over the microbatches of a batch."""
+    lent: list["weakref.ref[Tensor]"] = field(default_factory=list)
+    """Gradients of rows that were made of the latest total."""
+    last_total: Tensor | None = None
+
+    def free_total(self) -> Tensor | None:
+        """The total of an earlier batch, if nobody has a part of it any more."""
+        free = not any(part() is not None for part in self.lent)
+        return self.last_total if free else None
 
 
 class GradientBuckets:
@@ -83,6 +94,7 @@ class GradientBuckets:
         bucket_bytes: size at which a bucket is full.
         reduction: format of the sums; None: that of the gradients, at least float32.
         meter: counts what is sent, and how long nothing else is done.
+        scratch: memory for what is sent.
 
     Attributes:
         whole: whether ``.grad`` is to hold the mean; else the owners get their rows.
@@ -98,8 +110,10 @@ class GradientBuckets:
         bucket_bytes: int = BUCKET_BYTES,
         reduction: torch.dtype | None = None,
         meter: Meter | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         self._meter = Meter() if meter is None else meter
+        self._scratch = Scratch() if scratch is None else scratch
         self._groups, self._rows, self._names = groups, rows or {}, names or {}
         self._reduction = reduction
         self._buckets = _in_buckets(parameters, bucket_bytes)
@@ -140,6 +154,8 @@ class GradientBuckets:
                 self._write(bucket)
             else:
                 self._add_part(bucket)
+            self._scratch.give(bucket.sent)
+            self._scratch.give(bucket.received)
             bucket.work = bucket.sent = bucket.received = None
 
     def settle(self) -> None:
@@ -151,8 +167,7 @@ class GradientBuckets:
                 self._meter.wait(work)
         for bucket in buckets:
             self._give_rows(bucket)
-            bucket.total = None
-            bucket.had = set()
+            bucket.last_total, bucket.total, bucket.had = bucket.total, None, set()
 
     def forget(self) -> None:
         """Drop what was reduced of a batch that did not end."""
@@ -216,7 +231,9 @@ class GradientBuckets:
             (torch.zeros_like(p, dtype=wide) if p.grad is None else p.grad.detach()).reshape(-1)
             for p in bucket.members
         ]
-        flat = torch.cat([*(piece.to(wide) for piece in pieces), flags])
+        numel = sum(piece.numel() for piece in pieces) + len(flags)
+        flat = self._scratch.take(numel, wide, flags.device)
+        torch.cat([*(piece.to(wide) for piece in pieces), flags], out=flat)
         bucket.sent = flat
         bucket.work = dist.all_reduce(flat, group=self._groups.batch, async_op=True)
         ranks = self._groups.batch.size()
@@ -226,18 +243,66 @@ class GradientBuckets:
         assert bucket.sent is not None
         members, count = bucket.members, len(bucket.members)
         flags, flat = bucket.sent[-count:], bucket.sent[:-count]
-        flat.mul_(1.0 / self._groups.batch.size())
         held = _holders(flags, all(p.grad is not None for p in members))
         pieces = torch.split(flat, [p.numel() for p in members])
+        factor = 1.0 / self._groups.batch.size()
         for parameter, piece, holders in zip(members, pieces, held, strict=True):
-            if holders:
-                # Of the same format: a view of the bucket, which saves a copy of all gradients.
+            if not holders:
+                continue
+            if parameter.grad is None:
                 held_in = parameter.grad_dtype or parameter.dtype
-                parameter.grad = piece.view(parameter.shape).to(held_in)
+                parameter.grad = torch.empty_like(parameter, dtype=held_in)
+            mean = piece.view(parameter.shape)
+            if parameter.grad.dtype == mean.dtype:
+                torch.mul(mean, factor, out=parameter.grad)
+            else:
+                parameter.grad.copy_(mean.mul_(factor))
 
     # Rows ----------------------------------------------------------------------------------------
 
     def _start_scatter(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
+        if flags.device.type == "cpu":
+            self._start_exchange(bucket, wide, flags)
+        else:
+            self._start_padded(bucket, wide, flags)
+        for parameter in bucket.members:
+            parameter.grad = None
+
+    def _start_exchange(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
+        """Send every other rank its part, and begin with the sum of this one's."""
+        group = self._groups.shard
+        assert group is not None
+        ranks, mine = group.size(), group.rank()
+        sizes = [
+            sum(rows_of(p.shape[0], ranks, rank)[1] * row_size(p) for p in bucket.members)
+            + len(flags)
+            for rank in range(ranks)
+        ]
+        to_send = [0 if rank == mine else size for rank, size in enumerate(sizes)]
+        to_receive = [0 if rank == mine else sizes[mine] for rank in range(ranks)]
+        sent = self._scratch.take(sum(to_send), wide, flags.device)
+        for rank, part in enumerate(torch.split(sent, to_send)):
+            if rank != mine:
+                _fill(part, bucket.members, ranks, rank)
+                part[-len(flags) :] = flags
+        if bucket.total is not None:
+            _add(bucket.total, bucket.members, ranks, mine)
+            bucket.total[-len(flags) :] += flags
+        else:
+            total = bucket.free_total()
+            if total is None or (len(total), total.dtype) != (sizes[mine], wide):
+                total = torch.empty(sizes[mine], dtype=wide)
+            _fill(total, bucket.members, ranks, mine)
+            total[-len(flags) :] = flags
+            bucket.total = total
+        bucket.sent = sent
+        bucket.received = self._scratch.take(sum(to_receive), wide, flags.device)
+        self._meter.count(sent.numel() * sent.element_size())
+        bucket.work = dist.all_to_all_single(
+            bucket.received, sent, to_receive, to_send, group=group, async_op=True
+        )
+
+    def _start_padded(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
         group = self._groups.shard
         assert group is not None
         ranks, members = group.size(), bucket.members
@@ -251,24 +316,23 @@ class GradientBuckets:
                 target.zero_()
             else:
                 target.copy_(in_parts(parameter.grad.detach(), ranks, size))
-                parameter.grad = None
             offset += size
         sent[:, offset:] = flags
-        bucket.sent = sent
+        bucket.sent, bucket.received = sent, sent.new_empty(length)
         self._meter.count(sent.numel() * sent.element_size() * (ranks - 1) / ranks)
-        if sent.device.type == "cpu":
-            bucket.received = torch.empty_like(sent)
-            bucket.work = dist.all_to_all_single(bucket.received, sent, group=group, async_op=True)
-        else:
-            bucket.received = sent.new_empty(length)
-            bucket.work = start_reduce_scatter(bucket.received, sent.view(-1), group)
+        bucket.work = start_reduce_scatter(bucket.received, sent.view(-1), group)
 
     def _add_part(self, bucket: _Bucket) -> None:
-        part = bucket.received
-        assert part is not None
-        if part.ndim == 2:  # one part of every rank
-            part = torch.add(part[0], part[1]) if len(part) == 2 else part.sum(0)
-        bucket.total = part if bucket.total is None else bucket.total.add_(part)
+        received = bucket.received
+        assert received is not None
+        if received.device.type == "cpu":
+            assert bucket.total is not None
+            for part in torch.split(received, len(bucket.total)):
+                bucket.total.add_(part)
+        elif bucket.total is None:
+            bucket.total = received
+        else:
+            bucket.total.add_(received)
 
     def _sum_over_copies(self, bucket: _Bucket) -> dist.Work:
         group, total = self._groups.replicate, bucket.total
@@ -285,18 +349,23 @@ class GradientBuckets:
         total, members, group = bucket.total, bucket.members, self._groups.shard
         assert total is not None
         assert group is not None
+        bucket.lent = []
+        padded = total.device.type != "cpu"
         total, flags = total[: -len(members)], total[-len(members) :]
         total.mul_(1.0 / self._groups.batch.size())
         held = _holders(flags, len(bucket.had) == len(members))
         offset = 0
         for parameter, holders in zip(members, held, strict=True):
             rows = self._rows[parameter]
+            size = rows.length * row_size(parameter)
             if holders:
-                shape = (rows.length, *parameter.shape[1:])
-                size = rows.length * (parameter.numel() // parameter.shape[0])
-                part = total[offset : offset + size].view(shape)
-                rows.gradient = part if rows.gradient is None else rows.gradient.add_(part)
-            offset += part_size(parameter, group.size())
+                part = total[offset : offset + size].view(rows.length, *parameter.shape[1:])
+                if rows.gradient is None:
+                    rows.gradient = part
+                    bucket.lent.append(weakref.ref(part))
+                else:
+                    rows.gradient.add_(part)
+            offset += part_size(parameter, group.size()) if padded else size
 
 
 def _same(one: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> bool:
@@ -311,10 +380,41 @@ def _holders(flags: Tensor, complete: bool) -> list[float]:
     return [1.0] * len(flags) if complete else flags.tolist()
 
 
+def row_size(parameter: Tensor) -> int:
+    """Elements of one row."""
+    return parameter.numel() // parameter.shape[0]
+
+
 def part_size(parameter: Tensor, ranks: int) -> int:
     """Elements of the largest part when the rows of ``parameter`` are divided."""
-    rows = parameter.shape[0]
-    return -(-rows // ranks) * (parameter.numel() // rows)
+    return -(-parameter.shape[0] // ranks) * row_size(parameter)
+
+
+def _parts(
+    members: Sequence[nn.Parameter], ranks: int, rank: int
+) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Place in a part, size and gradient of the rows that ``rank`` owns of every member."""
+    offset = 0
+    for parameter in members:
+        start, length = rows_of(parameter.shape[0], ranks, rank)
+        size = length * row_size(parameter)
+        gradient = parameter.grad
+        if size:
+            rows = None if gradient is None else gradient.detach().narrow(0, start, length)
+            yield offset, size, None if rows is None else rows.reshape(-1)
+        offset += size
+
+
+def _fill(part: Tensor, members: Sequence[nn.Parameter], ranks: int, rank: int) -> None:
+    for offset, size, gradient in _parts(members, ranks, rank):
+        target = part[offset : offset + size]
+        target.zero_() if gradient is None else target.copy_(gradient)
+
+
+def _add(part: Tensor, members: Sequence[nn.Parameter], ranks: int, rank: int) -> None:
+    for offset, size, gradient in _parts(members, ranks, rank):
+        if gradient is not None:
+            part[offset : offset + size].add_(gradient)
 
 
 def in_parts(tensor: Tensor, ranks: int, size: int) -> Tensor:

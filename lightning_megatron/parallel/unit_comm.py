@@ -5,6 +5,11 @@ count what passes and how long the host stands still (`topology.meter`), and exc
 directly where that is faster: gloo's reduce-scatter is an all-reduce of which most is dropped, so
 on CPUs every rank sends each other rank its piece and adds up what arrives (`comm.collectives`).
 
+Ranks must gather and reduce the same units in the same order. A module that runs a unit on some
+ranks only would leave gloo with messages of other sizes than it expects, which ends the process, or
+waiting for ever; on CPUs the ranks compare first what they are about to do (`RollCall`). On GPUs
+that would make the host wait for the device at every unit: there NCCL waits until its timeout.
+
 Where parameters are replicated FSDP2 sums by itself; a hook behind it counts. On a GPU gathers and
 reductions run on streams of FSDP2's own, and how long the computing stream waits for them is not
 measured here.
@@ -12,6 +17,7 @@ measured here.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +26,96 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron._torch import gather_now, reduce_scatter_now, start_all_gather
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.meter import Meter
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something that all ranks of a group do together."""
+
+    one: str
+    """In words, of one rank; the unit's name follows."""
+    many: str
+    """In words, of several."""
+
+
+GATHER = Deed("gathers", "gather")
+REDUCE = Deed("reduces the gradients of", "reduce the gradients of")
+END_FORWARD = Deed("ends the forward of", "end the forward of")
+END_BACKWARD = Deed("ends the backward of", "end the backward of")
+_DEEDS = (GATHER, REDUCE, END_FORWARD, END_BACKWARD)
+
+
+class RollCall:
+    """Compares, on CPUs, what the ranks of a group are about to do.
+
+    Args:
+        group: the ranks that read different samples, also where each shard has several copies and
+            they gather among fewer; None if there is but one.
+        on_host: whether they compute on CPUs. Nothing is compared if not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, on_host: bool) -> None:
+        self._group = group if on_host else None
+        self._names: list[str] = []
+
+    def enter(self, name: str) -> int:
+        """Make a unit known, in the same order on all ranks; returns its number."""
+        self._names.append(name or "the whole module")
+        return len(self._names) - 1
+
+    def compare(self, deed: Deed, unit: int, numel: int = 0) -> None:
+        """Say what this rank is about to do; collective.
+
+        Args:
+            deed: what.
+            unit: with which unit.
+            numel: with how many elements of it.
+
+        Raises:
+            ConfigError: another rank is about to do something else; on every rank.
+        """
+        if self._group is None:
+            return
+        said = _say(torch.tensor([_DEEDS.index(deed), unit, numel]), self._group)
+        if all(other == said[0] for other in said):
+            return
+        ranks = dist.get_process_group_ranks(self._group)
+        by_deed: dict[tuple[int, ...], list[int]] = {}
+        for rank, other in zip(ranks, said, strict=True):
+            by_deed.setdefault(other, []).append(rank)
+        sizes_differ = len({deed[:2] for deed in by_deed}) == 1
+        parts = [self._in_words(deed, ranks, sizes_differ) for deed, ranks in by_deed.items()]
+        raise ConfigError(
+            f"{', '.join(parts)}: under ZeRO 3 all ranks must run the same units in the same order "
+            "and train the same parameters of each; nearest valid: zero=2"
+        )
+
+    def _in_words(self, said: tuple[int, ...], ranks: Sequence[int], with_size: bool) -> str:
+        deed, name = _DEEDS[said[0]], self._names[said[1]]
+        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        size = f" ({said[2]} elements)" if with_size else ""
+        return f"{who} {deed.one if len(ranks) == 1 else deed.many} {name}{size}"
+
+
+def _say(own: Tensor, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """What every rank of the group says, in their order.
+
+    By messages, which for three numbers among few ranks are no slower than gloo's all-gather.
+    """
+    heard = [torch.empty_like(own) for _ in range(group.size())]
+    here = group.rank()
+    heard[here] = own
+    works = []
+    for rank in range(group.size()):
+        if rank != here:
+            works.append(dist.isend(own, group=group, group_dst=rank))
+            works.append(dist.irecv(heard[rank], group=group, group_src=rank))
+    for work in works:
+        assert work is not None
+        work.wait()
+    return [tuple(other.tolist()) for other in heard]
 
 
 class _Memory:
@@ -36,10 +131,12 @@ class UnitGather(_Memory):
 
     Args:
         meter: of the data-parallel axis.
+        roll: of the ranks that hold the unit.
+        unit: its number there.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, roll: RollCall, unit: int) -> None:
+        self._meter, self._roll, self._unit = meter, roll, unit
 
     def __call__(
         self,
@@ -48,7 +145,12 @@ class UnitGather(_Memory):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill ``output_tensor`` with the ``input_tensor`` of every rank."""
+        """Fill ``output_tensor`` with the ``input_tensor`` of every rank.
+
+        Raises:
+            ConfigError: another rank does not gather this unit now.
+        """
+        self._roll.compare(GATHER, self._unit, input_tensor.numel())
         self._meter.count(_bytes(input_tensor) * (group.size() - 1))
         on_host = output_tensor.device.type == "cpu"
         if async_op:
@@ -67,10 +169,12 @@ class UnitReduceScatter(_Memory):
 
     Args:
         meter: of the data-parallel axis.
+        roll: of the ranks that hold the unit.
+        unit: its number there.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, roll: RollCall, unit: int) -> None:
+        self._meter, self._roll, self._unit = meter, roll, unit
 
     def __call__(
         self,
@@ -80,8 +184,13 @@ class UnitReduceScatter(_Memory):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum (or average) ``input_tensor`` over the group, keeping this rank's part."""
+        """Sum (or average) ``input_tensor`` over the group, keeping this rank's part.
+
+        Raises:
+            ConfigError: another rank does not reduce this unit now.
+        """
         del async_op
+        self._roll.compare(REDUCE, self._unit, input_tensor.numel())
         ranks = group.size()
         self._meter.count(_bytes(input_tensor) * (ranks - 1) / ranks)
         if input_tensor.device.type != "cpu":

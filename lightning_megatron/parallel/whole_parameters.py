@@ -28,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.optim.local_step import LentRows
 from lightning_megatron.parallel.data import ComputeTypes, DataParallel, has_no_rows
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
@@ -105,14 +106,14 @@ class WholeParameters(DataParallel):
         batch = topology.new_group("batch")
         if batch is None:
             return
-        groups = ReductionGroups(batch=batch)
+        groups, scratch = ReductionGroups(batch=batch), Scratch()
         if self._divides:
             hybrid = topology.dp_replicate.size > 1
             shard = topology.new_group("dp_shard") if hybrid else batch
             copies = topology.new_group("dp_replicate") if hybrid else None
             groups = replace(groups, shard=shard, replicate=copies)
             assert shard is not None
-            self._gather = RowGather(shard, topology.batch.meter)
+            self._gather = RowGather(shard, topology.batch.meter, scratch=scratch)
         self._buckets = [
             GradientBuckets(
                 parameters,
@@ -121,6 +122,7 @@ class WholeParameters(DataParallel):
                 names=names,
                 reduction=self._types.reduction,
                 meter=topology.batch.meter,
+                scratch=scratch,
             )
             for parameters in stages
         ]

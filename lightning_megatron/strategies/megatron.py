@@ -64,6 +64,7 @@ from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.section_hooks import SectionHooks
+from lightning_megatron.strategies.sharded_errors import explain, warn_of_shards
 from lightning_megatron.strategies.step_recovery import StepRecovery
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.strategies.stopping import StopHooks
@@ -287,6 +288,8 @@ class MegatronStrategy(
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
             self.parallel.data.show_gradients(looks)
+            if looks and self.options.zero == 3 and self.topology.batch.size > 1:
+                warn_of_shards(module)
             if self.parallel.spare is not None:
                 self.measured_partition = MeasuredPartition(self)
         self.start_agreement(trainer, self._host_world())
@@ -387,6 +390,8 @@ class MegatronStrategy(
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self.options.zero == 3:
+            explain(exception, self._module())
         self.note_ending(exception)
         self.stop_saver(self._checkpoint.drain_timeout_s)
         super().on_exception(exception)

@@ -1,7 +1,7 @@
 """What modules do that look at or write to weights and gradients, each as a module of its own.
 
-All of it works under ``DistributedDataParallel``. `seen` collects what a module has found out on the
-way, which every layout is to find out alike.
+All of it works under ``DistributedDataParallel``. `seen` collects what a module has found out on
+the way, which every layout is to find out alike.
 """
 
 import copy
@@ -171,6 +171,16 @@ for _name in (
     setattr(CallsInHooks, _name, _probing(_name))
 
 
+class CallsWhileFitting(CallsInHooks):
+    """The same until the run ends."""
+
+    def on_fit_end(self) -> None:
+        pass
+
+    def teardown(self, stage: str) -> None:
+        pass
+
+
 class Generates(FromMemory):
     """A model of another library that generates in a hook."""
 
@@ -271,8 +281,10 @@ class Copies(Habit):
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 1:
             self.teacher = [copy.deepcopy(self.net).requires_grad_(False)]
-        return loss if self.teacher is None else loss + F.mse_loss(
-            self(batch[0]), self.teacher[0](batch[0])
+        return (
+            loss
+            if self.teacher is None
+            else loss + F.mse_loss(self(batch[0]), self.teacher[0](batch[0]))
         )
 
 
@@ -362,6 +374,54 @@ class Branches(Habit):
         return F.mse_loss(out, y)
 
 
+class Branching(nn.Module):
+    """A block that does something for some samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(3, 3)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        if not chosen.any():
+            return x * 1.0
+        out: Tensor = x.index_add(0, chosen.nonzero().flatten(), self.extra(x[chosen]))
+        return out
+
+
+class BranchesInside(Branches):
+    """Blocks with a layer for some samples, and an optimizer that shrinks what has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Branching(), Branching()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self(x)
+        for block in self.blocks:
+            out = block(out, x[:, 0] > 0)
+        return F.mse_loss(out, y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.3)
+
+
+class Experts(Branches):
+    """Layers in a list, one of which is for some samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out, chosen = self(x) + self.experts[0](x), x[:, 0] > 0
+        if chosen.any():
+            out = out.index_add(0, chosen.nonzero().flatten(), self.experts[1](x[chosen]))
+        return F.mse_loss(out, y)
+
+
 class Lists(ByHand):
     """Children without a forward, by hand."""
 
@@ -374,6 +434,21 @@ class Lists(ByHand):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = sum(layer(x) for layer in self.layers) + self.named["a"](x)
         return out * self.scales[0] * self.scales[1]
+
+
+class NestedLists(ByHand):
+    """Lists in lists, and children that hold weights and have no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.ModuleList([nn.Linear(6, 3), nn.ParameterList([nn.Parameter(torch.ones(3))])])
+        self.lists = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(6, 3)}), inner])
+        self.named = nn.ParameterDict({"b": nn.Parameter(torch.ones(3))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.lists
+        out: Tensor = first["a"](x) * self.named["b"] + second[0](x) * second[1][0]
+        return out
 
 
 class Twice(ByHand):
@@ -404,6 +479,7 @@ HABITS: dict[str, Any] = _by_name(
         *(ForwardBetween, CallsInHooks, Generates, HookEarly, HookLate, ClipsByHand),
         *(ClipsValuesByHand, LogsGradients, LooksAtBatchEnd, AddsNoise, LoadsInSetup),
         *(LoadsAtFitStart, Copies, Prunes, Averages, AveragesEvenly, Vectors, GradientPenalty),
-        *(OtherMethods, Branches, Lists, Twice),
+        *(OtherMethods, Branches, Lists, Twice, CallsWhileFitting, BranchesInside, Experts),
+        *(NestedLists,),
     )
 )

@@ -1,19 +1,17 @@
 """What works under DistributedDataParallel works here, with the numbers of one process."""
 
-import copy
-import io
-import pickle
+import re
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_megatron
 from lightning_megatron.strategies.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
-from tests.parity.habits import HABITS, PROBE
+from tests.parity.habits import HABITS
 from tests.parity.jobs import quiet_trainer
 
 TOLERANCE = 1e-10
@@ -22,6 +20,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 1": {"zero": 1},
     "zero 2": {"zero": 2},
 }
+# What ZeRO 3 refuses, by the error that names the module and what to do; all else it does.
+_KEPT = "zero=2 or lower keeps parameters whole, or .*"
+ZERO3 = {
+    "CallsInHooks": r"CallsInHooks is called outside of a run.*nearest valid",
+    "Generates": rf"model\.transformer\.wte, used in Generates\.on_train_batch_end: .*{_KEPT}",
+    "HookEarly": r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2",
+    "HookLate": r"net\.0\.weight: Tensor\.register_hook .*nearest valid: zero=2",
+    "LogsGradients": rf"LogsGradients\.on_before_optimizer_step: .*{_KEPT}parallel_gradients",
+    "Copies": rf"net\.0, used in Copies\.training_step: .*{_KEPT}lightning_megatron\.gather",
+    "Prunes": rf"ModelPruning\.on_train_epoch_end: .*{_KEPT}full_tensor",
+    "Averages": r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2",
+    "AveragesEvenly": r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2",
+    "Vectors": rf"Vectors\.on_train_batch_end: .*{_KEPT}full_tensor",
+    "GradientPenalty": rf"GradientPenalty: .*{_KEPT}differentiate once",
+    "OtherMethods": rf"blocks\.0\.linear, used in OtherMethods\.training_step: .*{_KEPT}call",
+    "Experts": r"rank 0 gathers experts\.1, rank 1 ends the forward .*nearest valid: zero=2",
+}
+WARNED = ("LooksAtBatchEnd",)
+"""Sees a rank's part of each gradient under ZeRO 3, of which it is warned."""
 Found = tuple[dict[str, Tensor], list[float]]
 
 
@@ -75,3 +92,16 @@ def test_habits_give_the_numbers_of_one_process(
 ) -> None:
     for found in pool.run(2, habits_job, LAYOUTS[layout]):
         check(found, alone)
+
+
+def test_habits_under_zero_3_give_those_numbers_or_say_why_not(
+    pool: WorkerPool, alone: dict[str, Found]
+) -> None:
+    for found in pool.run(2, habits_job, {"zero": 3}):
+        for name, pattern in ZERO3.items():
+            text = found.pop(name)
+            assert isinstance(text, str), f"{name} runs"
+            assert re.search(pattern, text), f"{name}: {text}"
+        for name in WARNED:
+            found[name] = found[name][0], alone[name][1]
+        check(found, {name: alone[name] for name in found})

@@ -1,0 +1,219 @@
+"""ZeRO 3 where ranks do different things, and where users look at parts."""
+
+import re
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lightning_megatron
+from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.testing import WorkerPool
+from tests.parity.habits import Branches, BranchesInside, Experts, Habit, LooksAtBatchEnd
+from tests.parity.jobs import quiet_trainer
+from tests.parity.plain_modules import FromMemory
+
+
+def train(module: L.LightningModule, strategy: Any, **options: Any) -> dict[str, Tensor]:
+    quiet_trainer(strategy, max_epochs=2, **options).fit(module)
+    return lightning_megatron.gather(module)
+
+
+class Gate(nn.Module):
+    """An item of which a part runs for samples with a positive first value, which it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.every, self.some, self.never = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, chosen = torch.tanh(self.every(x)), x[:, 0] > 0
+        if chosen.any():
+            out = out.index_add(0, chosen.nonzero().flatten(), self.some(x[chosen]))
+        return torch.cat([x[:, :1], out], dim=1)
+
+
+class Trunk(Branches):
+    """Such items in a pipeline."""
+
+    def __init__(self) -> None:
+        FromMemory.__init__(self)
+        self.trunk = PipelineSequential(*(Gate() for _ in range(4)))
+        self.seen = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.mse_loss(self.trunk(x)[:, 1:4], y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.3)
+
+
+class Kept(L.Callback):
+    """Which parameters have a gradient when the optimizer steps."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.seen |= {name for name, p in module.named_parameters() if p.grad is not None}
+
+
+MODULES = {"inside": BranchesInside, "outside": Branches, "trunk": Trunk}
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "microbatches": (2, "inside", {"num_microbatches": 2}, {}),
+    "accumulation": (2, "inside", {}, {"accumulate_grad_batches": 2}),
+    "both": (2, "outside", {"num_microbatches": 2}, {"accumulate_grad_batches": 2}),
+    "copies": (4, "inside", {"sharding": ShardingConfig(dp_replicate=2)}, {}),
+    "pipeline": (4, "trunk", {"pp": 2, "num_microbatches": 2}, {}),
+    "split backward": (4, "trunk", {"pp": 2, "num_microbatches": 2, "schedule": "zb-h1"}, {}),
+}
+
+
+def branch_job(
+    name: str, options: dict[str, Any] | None, trainer: dict[str, Any]
+) -> tuple[dict[str, Tensor], set[str]]:
+    L.seed_everything(5, verbose=False)
+    kept = Kept()
+    strategy = "auto" if options is None else MegatronStrategy(zero=3, **options)
+    return train(MODULES[name](), strategy, callbacks=[kept], **trainer), kept.seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_that_some_ranks_use(pool: WorkerPool, layout: str) -> None:
+    """They are trained alike on all ranks; what nobody uses has no gradient, and is not decayed."""
+    ranks, name, options, trainer = LAYOUTS[layout]
+    weights, used = pool.run(1, branch_job, name, None, trainer)[0]
+    found = pool.run(ranks, branch_job, name, options, trainer)
+    assert not any("never" in key for key in used)
+    assert set().union(*(kept for _, kept in found)) == used
+    for ours, _ in found:
+        for key, value in weights.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-10, atol=1e-10)
+
+
+class Narrow(BranchesInside):
+    """Reads float32."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([tensor.float() for tensor in batch], batch_idx)
+
+
+def mixed_job() -> bool:
+    L.seed_everything(5, verbose=False)
+    found = train(Narrow(), MegatronStrategy(zero=3), precision="bf16-mixed")
+    return all(bool(value.isfinite().all()) for value in found.values())
+
+
+def test_zeros_are_in_the_format_of_gradients(pool: WorkerPool) -> None:
+    assert pool.run(2, mixed_job) == [True, True]
+
+
+class First(Experts):
+    """The rank runs the expert before all else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        some = self.experts[1](x).sum() if dist.get_rank() else 0.0
+        return F.mse_loss(self(x), y) + some
+
+
+class Unused(Experts):
+    """All run it, some use what it returns."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        some = self.experts[1](x)
+        return F.mse_loss(self(x) + (some if dist.get_rank() else 0.0), y)
+
+
+class InValidation(Habit):
+    """The last thing that a rank does in a step."""
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self(batch[0])
+        if dist.get_rank() == 1:
+            self(batch[0])
+        self.log("mean", out.mean(), sync_dist=True)
+
+
+class Freezes(Habit):
+    """Ranks train different parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net[0].bias.requires_grad_(dist.get_rank() == 0)
+        return super().training_step(batch, batch_idx)
+
+
+APART: dict[str, tuple[type[L.LightningModule], str]] = {
+    "a forward": (First, r"rank 0 gathers net\.0, rank 1 gathers experts\.1: "),
+    "a backward": (Unused, r"rank 0 .*, rank 1 .* experts\.1: "),
+    "validation": (InValidation, r"rank 0 ends the forward .*, rank 1 gathers net\.0: "),
+    "freezing": (
+        Freezes,
+        r"rank 0 reduces the gradients of net\.0 \(56 elements\), rank 1 .* \(48 elements\): ",
+    ),
+}
+
+
+def apart_job(name: str) -> str:
+    try:
+        train(APART[name][0](), MegatronStrategy(zero=3))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_run_different_units_say_so(pool: WorkerPool, name: str) -> None:
+    """On all ranks, before gloo ends the process or waits for ever."""
+    found = pool.run(2, apart_job, name, timeout=60.0)
+    for text in found:
+        assert re.match("ConfigError: " + APART[name][1], text), text
+        assert "nearest valid: zero=2" in text
+
+
+class Unhooked(Habit):
+    """Registers hooks that it removes, and one that works."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient).remove()
+
+    def on_train_start(self) -> None:
+        self.net[2].weight.register_post_accumulate_grad_hook(lambda p: self.note(1.0))
+        self.net[0].weight.register_hook(lambda gradient: gradient).remove()
+
+
+def unhooked_job() -> int:
+    module = Unhooked()
+    train(module, MegatronStrategy(zero=3))
+    return len(module.seen)
+
+
+def test_hooks_that_were_removed_do_no_harm(pool: WorkerPool) -> None:
+    assert min(pool.run(2, unhooked_job)) > 0
+
+
+def warnings_job(zero: int, looks: bool) -> int:
+    module = LooksAtBatchEnd() if looks else Habit()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(module, MegatronStrategy(zero=zero))
+    return sum("this rank's part only" in str(warning.message) for warning in caught)
+
+
+def test_who_may_look_at_parts_of_gradients_is_warned(pool: WorkerPool) -> None:
+    assert pool.run(2, warnings_job, 3, True) == [1, 0]
+    assert pool.run(2, warnings_job, 3, False) == [0, 0]
+    assert pool.run(2, warnings_job, 2, True) == [0, 0]
