@@ -102,10 +102,13 @@ def compare(size: str, by_rank: Sequence[Step]) -> list[dict[str, Any]]:
     """A row for each of ours and each peer of it."""
     names = by_rank[0].keys()
     ranks = range(len(by_rank))
-    wall = {n: [max(t) for t in zip(*(by_rank[r][n]["wall"] for r in ranks))] for n in names}
+
+    def steps(name: str, clock: str) -> list[tuple[float, ...]]:
+        return list(zip(*(by_rank[r][name][clock] for r in ranks), strict=True))
+
+    wall = {name: [max(times) for times in steps(name, "wall")] for name in names}
     processor = {
-        n: [sum(t) / len(t) for t in zip(*(by_rank[r][n]["processor"] for r in ranks))]
-        for n in names
+        name: [sum(times) / len(times) for times in steps(name, "processor")] for name in names
     }
 
     def row(ours: str, peer: str, target: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Optimizer steps on what this rank owns of parameters.
 
 An element-wise optimizer computes the same numbers on a part of a tensor as on the whole. Below
-ZeRO 3 a rank owns rows of plain tensors (`LentRows`), under ZeRO 3 the shard inside a DTensor, whose
-dispatch for every operation would cost several times the arithmetic on small parameters.
+ZeRO 3 a rank owns rows of plain tensors (`LentRows`), under ZeRO 3 the shard inside a DTensor,
+whose dispatch for every operation would cost several times the arithmetic on small parameters.
 `LocalStep` lends the optimizer these parts for the duration of a step; before and after it the
 parameter groups and the state are keyed by the module's own parameters, as users and checkpoints
 expect.

@@ -361,13 +361,9 @@ def _shard(
     step, pipelined = Step(module), topology.pp.size > 1
     # What lies outside the trunk of a pipeline is held and reduced by `GradientSet`.
     scope = plan.trunk if pipelined and plan.trunk is not None else module
-    between = _shared_between_stages(plan.trunk) if pipelined else set()
     by_hand = transforms.manual_optimization
-    roots = list(_with_forward(module)) if by_hand and not pipelined else [scope]
-    whole = {p for p in module.parameters() if has_no_rows(p)} | between
-    divided = {p for root in roots for p in root.parameters()} - whole
-    # FSDP2 puts others in their place.
-    refuse_hooks(name for name, p in module.named_parameters() if p in divided and has_hooks(p))
+    roots = list(_with_forward(module)) if by_hand else [scope]
+    _refuse_early_hooks(module, roots, plan.trunk if pipelined else None)
     names = {child: name for name, child in module.named_modules()}
     sharding = transforms.sharding
     found = [u for u in units(scope, sharding.wrap, sharding.min_numel) if _has_forward(u)]
@@ -379,11 +375,21 @@ def _shard(
             inside = set(items.modules())
             data.gather_ahead(stage, [unit for unit in found if unit in inside])
     ready(module)
+    between = _shared_between_stages(plan.trunk) if pipelined else set()
     _wrap_roots(step, plan, topology, transforms, data, between)
     data.lend_from_host(module.parameters())
     roles = _roles(module, plan, topology, tied_groups, between, data)
     data.know({role.parameter: role.name for role in roles})
     return data, step, roles
+
+
+def _refuse_early_hooks(
+    module: nn.Module, roots: Sequence[nn.Module], trunk: PipelineSequential | None
+) -> None:
+    """Refuse hooks on what FSDP2 is about to put shards in the place of."""
+    whole = _shared_between_stages(trunk)
+    divided = {p for root in roots for p in root.parameters() if not has_no_rows(p)} - whole
+    refuse_hooks(name for name, p in module.named_parameters() if p in divided and has_hooks(p))
 
 
 def _wrap_roots(

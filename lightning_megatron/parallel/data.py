@@ -1,7 +1,7 @@
 """Data parallelism: ZeRO 0 to 3 and hybrid sharding, and what all stages have in common.
 
-With ``P`` parameters of this rank's pipeline stage and tp shard, ``n`` microbatches and ``d`` ranks,
-per optimizer step:
+With ``P`` parameters of this rank's pipeline stage and tp shard and ``n`` microbatches, per
+optimizer step:
 
 ====  ============================  ==========================  ==============================
 zero  kept sharded                  parameters gathered         gradients reduced
@@ -145,7 +145,7 @@ class DataParallel(Protocol):
         ...
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped on this rank's part: bring the news to the others; collective."""
+        """Tell the other ranks what an optimizer has made of this rank's part; collective."""
         ...
 
     def gather_all(self) -> None:
@@ -172,4 +172,3 @@ class DataParallel(Protocol):
     def show_gradients(self, whole: bool) -> None:
         """Say whether ``.grad`` is to hold the whole mean after a backward; on all ranks alike."""
         ...
-

@@ -240,11 +240,11 @@ class FullySharded(DataParallel):
         An optimizer would decay it and its moments. Only ranks without a gradient of their own read
         what the others say, as reading waits for the device.
         """
-        if self._sent is not None:
-            self._sent[0].wait()  # over long ago
-            self._sent = None
-        here = [parameter not in self._lacked for parameter in self._filled]
-        used = torch.tensor(here, dtype=torch.int32, device=self._topology.device)
+        self._forget_sent()
+        # Copying a list to a GPU makes the host wait, and seldom is anything to be said.
+        used = torch.ones(len(self._filled), dtype=torch.int32, device=self._topology.device)
+        if self._lacked:
+            used.copy_(torch.tensor([parameter not in self._lacked for parameter in self._filled]))
         group = self._topology.batch.group
         if group is not None:
             work = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True)
@@ -257,6 +257,11 @@ class FullySharded(DataParallel):
                 if not anybody:
                     parameter.sharded_param.grad = None
         self._lacked.clear()
+
+    def _forget_sent(self) -> None:
+        if self._sent is not None:
+            self._sent[0].wait()  # it was over long ago
+            self._sent = None
 
     def lend_from_host(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have the optimizer step in host memory on these, where that is wanted."""
@@ -275,7 +280,9 @@ class FullySharded(DataParallel):
 
     @override
     def release(self, *, collective: bool = True) -> None:
-        del collective
+        if collective:
+            self._forget_sent()
+        self._sent = None
         self.come_to_rest()
 
     @override

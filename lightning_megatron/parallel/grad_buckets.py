@@ -338,7 +338,7 @@ class GradientBuckets:
         group, total = self._groups.replicate, bucket.total
         assert group is not None
         assert total is not None
-        work = dist.all_reduce(total, group=group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(total, group=group, async_op=True)
         assert work is not None
         ranks = group.size()
         self._meter.count(2 * total.numel() * total.element_size() * (ranks - 1) / ranks)

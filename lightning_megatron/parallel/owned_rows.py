@@ -144,7 +144,9 @@ class OwnedRows:
             expected = self.expected()
             if seen.device.type == "cpu" and torch.equal(seen, expected):
                 return  # elsewhere a look at the answer would make the host wait
-            torch.where(seen == expected, self._values, seen.to(self._values.dtype), out=self._values)
+            torch.where(
+                seen == expected, self._values, seen.to(self._values.dtype), out=self._values
+            )
 
     def expected(self) -> Tensor:
         """What the rows make of those of the parameter."""

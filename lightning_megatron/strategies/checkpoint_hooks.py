@@ -24,6 +24,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.asynchronous import Saver
@@ -33,20 +34,29 @@ from lightning_megatron.checkpoint.io import load_directory, save_directory
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.save_job import SaveOutcome
-from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
+from lightning_megatron.checkpoint.state import (
+    Chunk,
+    chunks_of,
+    model_chunks,
+    parameter_names,
+    whole,
+)
 from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.parallel.restore import is_whole
+from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.resilience.attempt import Attempt
+from lightning_megatron.strategies.averaging import averages
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.joint_ending import all_ranks_end
-from lightning_megatron.topology.mesh import destroy_groups
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.topology.degrees import AXES
+from lightning_megatron.topology.mesh import destroy_groups
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +69,7 @@ class CheckpointHooks:
 
     parallel: ParallelModule
     optimizers: list[Optimizer]
+    precision_plugin: Any
     lightning_module: LightningModule | None
     checkpoint_io: CheckpointIO
     is_global_zero: bool
@@ -87,9 +98,7 @@ class CheckpointHooks:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Descriptions of this rank's part of the module, by global name."""
         self.parallel.data.come_to_rest()
-        state = model_chunks(
-            self.parallel.module, self.parallel.canonical, self.parallel.data.rows
-        )
+        state = model_chunks(self.parallel.module, self.parallel.canonical, self.parallel.data.rows)
         self._described = self.parallel, chunks_of(state)
         return state
 
@@ -116,6 +125,7 @@ class CheckpointHooks:
             )
         self._described = None
         self._refuse_to_save_alone(filepath)
+        self._accept_plain_tensors(checkpoint)
         model = checkpoint.pop("state_dict")
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
         topology, trainer = self.parallel.topology, self._trainer()
@@ -142,6 +152,30 @@ class CheckpointHooks:
             rotations=rotations(trainer),
             wait=at_once,
         )
+
+    def _accept_plain_tensors(self, checkpoint: dict[str, Any]) -> None:
+        """Let callbacks put whole weights in the place of those of the module, and keep these.
+
+        `WeightAveraging` and `ModelPruning` do so. Every rank has them, where it has all weights.
+        """
+        if not is_whole(self.parallel):
+            return
+        own = self.parallel.module.state_dict()
+        state = checkpoint["state_dict"]
+        if any(isinstance(value, Tensor) for value in state.values()):
+            described = chunks_of(self.lightning_module_state_dict())
+            aliases = {name: chunk.aliases for name, chunk in described.items()}
+            further = {alias for name in aliases.keys() & state for alias in aliases[name]}
+            checkpoint["state_dict"] = {
+                name: replace(whole(value), aliases=aliases.get(name, ()))
+                if isinstance(value, Tensor)
+                else value
+                for name, value in state.items()
+                if name not in further
+            }
+        for key, values in checkpoint.items():
+            if key != "state_dict" and isinstance(values, dict) and chunks_of(values):
+                checkpoint[key] = {**values, **own}
 
     def _refuse_to_save_alone(self, path: str | os.PathLike[str]) -> None:
         """After an error of this rank alone, end with it instead of waiting for the others."""
@@ -248,6 +282,9 @@ class CheckpointHooks:
         if starts:
             rank_zero_info(f"Training starts at step 0 from the weights in {reader.directory}")
             return NoCheckpoint()
+        if averages(module.trainer) and is_whole(self.parallel):
+            # Callbacks that average look for them, beside what they have stored themselves.
+            checkpoint["state_dict"] = {k: v.clone() for k, v in module.state_dict().items()}
         if fitting and self._saver is not None:
             self._saver.go_on_from(reader.directory, reader.manifest)
         if fitting:
@@ -262,7 +299,10 @@ class CheckpointHooks:
         return checkpoint
 
     def _weights_were_loaded(self) -> None:
-        self._precision().forget_weights()
+        """Bring what was read into this rank's part of the parameters to the others."""
+        precision = self.precision_plugin
+        if isinstance(precision, ShardedPrecision):
+            precision.forget_weights()
         self.parallel.data.gather_all()
 
     def _belong_to_run(self, run_id: str | None) -> None:

@@ -59,8 +59,8 @@ class ConnectionConfig:
                 )
         if from_host and self.backend is not None and "gloo" not in self.backend.lower():
             problems.append(
-                f"connection.backend={self.backend!r}, sharding.offload_parameters=True: gradients in "
-                "host memory are sent by gloo; nearest valid: backend=None, or "
+                f"connection.backend={self.backend!r}, sharding.offload_parameters=True: gradients "
+                "in host memory are sent by gloo; nearest valid: backend=None, or "
                 "backend='cpu:gloo,cuda:nccl'"
             )
         for name, default in (("timeout_s", 1800), ("init_timeout_s", 600)):

@@ -1,4 +1,4 @@
-"""Optimizers and shards in host memory, as far as CPUs show it; `tests.gpu` trains with another device."""
+"""Optimizers and shards in host memory, as far as CPUs show it; see `tests.gpu`, too."""
 
 import warnings
 from typing import Any

@@ -1,0 +1,221 @@
+"""What a module is after a run: the user's again, or an error that says what to do."""
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
+
+import lightning_megatron
+from lightning_megatron import ConfigError, MegatronStrategy, MemoryConfig, PipelineSequential
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.testing import WorkerPool
+from tests.parity.jobs import quiet_trainer
+from tests.parity.plain_modules import FromMemory
+
+PROBE = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(2, 6)
+
+
+class Layered(FromMemory):
+    """Parallel layers, batch norm, a tied weight; good for any layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held_in = torch.float64
+        torch.manual_seed(2)
+        first, last = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        last.weight = first.weight
+        middle = nn.Sequential(ColumnParallelLinear(6, 8), nn.Tanh(), RowParallelLinear(8, 6))
+        self.net = PipelineSequential(
+            first, layers=[middle, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6))], last=last
+        )
+
+    def batch(self, step: int) -> Any:
+        x, _ = super().batch(step)
+        return x, x.flip(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = (part.to(self.held_in) for part in batch)
+        out: Tensor = self.net(x)
+        return (out - y).square().mean()
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
+
+def fitted(layout: dict[str, Any], **options: Any) -> tuple[Layered, L.Trainer]:
+    module = Layered()
+    if "mixed" in options.get("precision", ""):
+        module.held_in = torch.float32
+    module.to(module.held_in)
+    memory = MemoryConfig(recompute="full", blocks=["Sequential"])
+    trainer = quiet_trainer(MegatronStrategy(**layout, memory=memory), max_epochs=2, **options)
+    trainer.fit(module)
+    return module, trainer
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """Names of what any module or parameter in it calls, or of foreign attributes."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [f"{n}.{k}" for n, m in module.named_modules() for k in kinds if getattr(m, k)]
+    found += [n for n, m in module.named_modules() if "forward" in vars(m)]
+    for name, parameter in module.named_parameters():
+        assert type(parameter) is nn.Parameter, name
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            found.append(name)
+    return found
+
+
+def owned_job(layout: dict[str, Any], precision: str, expected: dict[str, Tensor]) -> None:
+    module, trainer = fitted(layout, precision=precision, sync_batchnorm=True)
+    assert hooks_of(module) == []
+    assert {p.dtype for p in module.parameters()} == {module.held_in}
+    probe = PROBE.to(module.held_in)
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    if precision == "64-true":
+        for key, value in expected.items():
+            torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-10)
+    out = module.eval().net(probe)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    twins = [
+        torch.load(buffer, weights_only=False),
+        pickle.loads(pickle.dumps(module)),
+        copy.deepcopy(module),
+    ]
+    for twin in twins:
+        assert torch.equal(twin.net(probe), out)
+    # Trained by hand, as by somebody who has never heard of a strategy.
+    recomputed(module.train().net, probe, use_reentrant=False).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    module.load_state_dict(state)
+    [before] = trainer.validate(module, verbose=False)
+    assert hooks_of(module) == []
+    trainer = quiet_trainer(MegatronStrategy(zero=2), precision=precision)
+    assert trainer.validate(module, verbose=False) == [pytest.approx(before)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout", "precision"),
+    [
+        (1, {}, "64-true"),
+        (1, {}, "bf16-mixed"),
+        (2, {"zero": 0}, "64-true"),
+        (2, {"zero": 1}, "64-true"),
+        (2, {"zero": 2, "num_microbatches": 2}, "64-true"),
+        (2, {"zero": 1}, "bf16-mixed"),
+    ],
+)
+def test_a_module_that_is_whole_is_the_users_again(
+    pool: WorkerPool, devices: int, layout: dict[str, Any], precision: str
+) -> None:
+    [expected] = pool.run(1, state_job, {})
+    if "num_microbatches" in layout:  # of which batch norms see one at a time
+        [expected] = pool.run(1, state_job, layout)
+        expected = {}
+    pool.run(devices, owned_job, layout, precision, expected)
+
+
+def state_job(layout: dict[str, Any]) -> dict[str, Tensor]:
+    return lightning_megatron.gather(fitted(layout, sync_batchnorm=True)[0])
+
+
+def parts_job(layout: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Weights on every rank, on the last one, and what calls say."""
+    module, _ = fitted(layout, sync_batchnorm=True)
+    said = []
+    for call in (module, module.net):
+        try:
+            call(PROBE)
+        except ConfigError as error:
+            said.append(str(error))
+    last = torch.distributed.get_world_size() - 1
+    return lightning_megatron.gather(module), lightning_megatron.gather(module, rank=last), said
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    [(2, {"tp": 2}), (2, {"zero": 3}), (4, {"pp": 2, "tp": 2}), (4, {"pp": 2, "zero": 1})],
+    ids=str,
+)
+def test_a_module_in_parts_says_how_to_put_it_together(
+    pool: WorkerPool, devices: int, layout: dict[str, Any]
+) -> None:
+    if "pp" in layout:
+        layout = {**layout, "num_microbatches": 1}
+    [expected] = pool.run(1, state_job, {})
+    by_rank = pool.run(devices, parts_job, layout)
+    for rank, (found, last, said) in enumerate(by_rank):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-10, atol=1e-10)
+        assert (last != {}) == (rank == devices - 1)
+        assert len(said) == 2
+        assert all("lightning_megatron.gather(module)" in text for text in said)
+    plain = Layered().double()
+    plain.load_state_dict(by_rank[0][0])
+
+
+def averaged_job(path: Path, layout: dict[str, Any]) -> tuple[float, float, list[Tensor]]:
+    """Validation of a checkpoint of averages, before and after, and weights of the run gone on."""
+
+    def run(epochs: int, start: Path | None = None) -> tuple[Layered, L.Trainer]:
+        module = Layered().double()
+        saver = ModelCheckpoint(path, filename="{epoch}", save_top_k=-1)
+        trainer = quiet_trainer(
+            MegatronStrategy(**layout),
+            max_epochs=epochs,
+            callbacks=[saver, EMAWeightAveraging(decay=0.9)],
+            enable_checkpointing=True,
+            sync_batchnorm=True,
+        )
+        trainer.fit(module, ckpt_path=start)
+        return module, trainer
+
+    module, trainer = run(2)
+    checkpoint = path / "epoch=0.ckpt"
+    at_once = [p.detach().clone() for p in module.parameters()]
+    resumed, _ = run(2, checkpoint)
+    for one, other in zip(at_once, resumed.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-10)
+    found = quiet_trainer(MegatronStrategy(**layout)).validate(
+        Layered().double(), ckpt_path=path / "epoch=1.ckpt", verbose=False
+    )
+    return found[0]["val"], float(trainer.callback_metrics["val"]), at_once
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_checkpoints_of_averages_are_gone_on_from(
+    pool: WorkerPool, tmp_path: Path, zero: int
+) -> None:
+    for validated, in_fit, _ in pool.run(2, averaged_job, tmp_path, {"zero": zero}):
+        assert validated == pytest.approx(in_fit, rel=1e-10)
+
+
+def saved_job(path: Path, layout: dict[str, Any]) -> None:
+    module, trainer = fitted(layout, sync_batchnorm=True)
+    trainer.save_checkpoint(path)
+    expected = lightning_megatron.gather(module)
+    other = Layered().double()
+    again = quiet_trainer(MegatronStrategy(zero=2), max_epochs=2)
+    again.fit(other, ckpt_path=path)  # trained to its end already
+    for key, value in lightning_megatron.gather(other).items():
+        assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("layout", [{"zero": 1}, {"zero": 3}])
+def test_a_checkpoint_is_saved_after_the_run(
+    pool: WorkerPool, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    pool.run(2, saved_job, tmp_path / "after.ckpt", layout)
