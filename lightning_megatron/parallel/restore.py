@@ -1,11 +1,11 @@
 """Takes a module off its layout after a run, so that it is the user's again.
 
 With whole parameters and neither tensor nor pipeline parallelism every rank holds the whole
-network. Nothing that a run needs has to stay then: hooks, changed forwards, the layers' places in the layout
-and with them every process group go, and the module can be called, copied, pickled, and given to
-any other Trainer. Where a rank holds a part of the network only, the layout stays with it; so that
-nobody takes the part for the whole, calls of the module and of what is directly in it raise an
-error that says what to do (`refuse_calls`).
+network. Nothing that a run needs has to stay then: hooks, changed forwards, the layers' places in
+the layout and with them every process group go, and the module can be called, copied, pickled, and
+given to any other Trainer. Where a rank holds a part of the network only, the layout stays with it;
+so that nobody takes the part for the whole, calls of the module and of what is directly in it raise
+an error that says what to do (`refuse_calls`).
 """
 
 from typing import Any

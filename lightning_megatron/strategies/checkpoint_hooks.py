@@ -69,7 +69,6 @@ class CheckpointHooks:
 
     parallel: ParallelModule
     optimizers: list[Optimizer]
-    precision_plugin: Any
     lightning_module: LightningModule | None
     checkpoint_io: CheckpointIO
     is_global_zero: bool
@@ -300,7 +299,7 @@ class CheckpointHooks:
 
     def _weights_were_loaded(self) -> None:
         """Bring what was read into this rank's part of the parameters to the others."""
-        precision = self.precision_plugin
+        precision = getattr(self, "precision_plugin", None)
         if isinstance(precision, ShardedPrecision):
             precision.forget_weights()
         self.parallel.data.gather_all()
