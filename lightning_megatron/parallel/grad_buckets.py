@@ -171,8 +171,10 @@ class GradientBuckets:
 
     def forget(self) -> None:
         """Drop what was reduced of a batch that did not end."""
+        self._armed, self._started = False, 0
         for bucket in self._buckets:
             bucket.total, bucket.had = None, set()
+            bucket.work = bucket.sent = bucket.received = None
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

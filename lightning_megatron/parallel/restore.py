@@ -73,7 +73,8 @@ def allow_calls(module: nn.Module) -> None:
 class _Guard:
     def __init__(self, module: nn.Module, layout: str) -> None:
         self._layout = layout
-        guarded = [module, *module.children()]
+        held = (child for child in module.children() if any(True for _ in child.parameters()))
+        guarded = [module, *held]
         self._hooks = [m.register_forward_pre_hook(self._refuse) for m in guarded]
 
     def remove(self) -> None:

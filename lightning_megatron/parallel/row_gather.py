@@ -139,6 +139,7 @@ class RowGather:
             if part.numel():
                 source = dist.get_global_rank(self._group, rank)
                 work = dist.broadcast(part, source, group=self._group, async_op=True)
+                self._meter.started(work)
                 bucket.works.append(work)
         self._meter.count(bucket.parts[mine].nbytes * (self._group.size() - 1))
 

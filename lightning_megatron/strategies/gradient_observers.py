@@ -8,7 +8,8 @@ reduce-scatter, so it is done only where somebody may look:
 * under manual optimization, where the step itself may;
 * where the module or a callback overrides a hook that runs between the backward and the moment
   when gradients are cleared (`HOOKS`);
-* where code of the module or of a callback mentions gradients by name, wherever it is.
+* where code of the module or of a callback, or a function that it calls by a global name, mentions
+  gradients.
 
 Callbacks of Lightning and of this package do not count: the former look at no gradient, the latter
 know where gradients are.
@@ -53,8 +54,9 @@ _HARMLESS = frozenset(
 def looks_at_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether the module or a callback of the user's may look at ``.grad``."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    seen: set[FunctionType] = set()
     return not module.automatic_optimization or any(
-        name in HOOKS or _mentions_gradients(function.__code__)
+        name in HOOKS or _mentions_gradients(function, seen)
         for observer in (module, *callbacks)
         for name, function in _own_functions(observer)
     )
@@ -76,8 +78,24 @@ def _is_of_library(function: FunctionType) -> bool:
     return f"{function.__module__}.".startswith(_LIBRARIES)
 
 
-def _mentions_gradients(code: CodeType) -> bool:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return any("grad" in name and name not in _HARMLESS for name in code.co_names) or any(
-        map(_mentions_gradients, inner)
+def _mentions_gradients(function: FunctionType, seen: set[FunctionType]) -> bool:
+    """Whether a function, or one that it calls by a global name, has a word for gradients."""
+    if function in seen:
+        return False
+    seen.add(function)
+    names = set(_names_in(function.__code__))
+    called = (function.__globals__.get(name) for name in names)
+    return any("grad" in name and name not in _HARMLESS for name in names) or any(
+        isinstance(other, FunctionType)
+        and not _is_of_library(other)
+        and _mentions_gradients(other, seen)
+        for other in called
     )
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Names of attributes and globals in a function and those defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
