@@ -41,6 +41,7 @@ from benchmarks.recomputation import CONFIGS, LiveBytes, step_of, stepper
 from lightning_megatron import MegatronStrategy, MemoryConfig
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.knapsack import BlockCosts, Way, needed
+from lightning_megatron.parallel.recompute import recompute_each
 from lightning_megatron.testing import WorkerPool
 
 LENGTH = 128
@@ -80,6 +81,9 @@ def planned(
     assert adaptive is not None
     assert adaptive.ways is not None
     costs = [block.costs for block in adaptive.measured.values()]
+    kept = {w: MemoryConfig(recompute=w).kept for w in ("selective", "full")}
+    again = {module.get_submodule(n): kept[w] for n, w in adaptive.ways.items() if w != "none"}
+    recompute_each(module, again)  # after a run blocks are as they were before it
     return module, costs, list(adaptive.ways.values())
 
 

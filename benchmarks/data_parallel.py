@@ -6,7 +6,8 @@ rank's step, by the wall clock and by the processor time of a rank, both ranks' 
 ZeRO 0, 1 and 2 against ``DDPStrategy`` (target: at most 1.00 for the medium and wide model, 1.05
 for the small one) and against a plain loop around ``DistributedDataParallel`` (1.02, small 1.05);
 ZeRO 3 against ``ModelParallelStrategy`` with FSDP2 applied to every block and the root, as
-Lightning's documentation shows it (target: at most 1.0).
+Lightning's documentation shows it (target: at most 1.0). Where the package ``deepspeed`` is
+installed (on CPUs with ``DS_ACCELERATOR=cpu``), ZeRO 1 and 2 also against its ZeRO 1 (below 1.0).
 
     python -m benchmarks.data_parallel [--rounds 100] [--sizes small medium wide]
 """
@@ -15,6 +16,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import lightning.pytorch as pl
@@ -81,6 +83,23 @@ def raw_ddp(module: Model, turn: Turn) -> None:
         optimizer.step()
 
 
+def deepspeed_zero_1(module: Model, turn: Turn) -> None:
+    """A loop around DeepSpeed's engine, with torch's optimizer."""
+    import deepspeed
+
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=module.trunk, optimizer=optimizer, config=config)
+    for tokens, targets in turn:
+        engine.backward(module.loss(engine(tokens), targets))
+        engine.step()
+
+
 def job(size: str, rounds: int) -> Step:
     """Seconds of all runs on this rank."""
     config, batch_size, length = SIZES[size]
@@ -95,6 +114,8 @@ def job(size: str, rounds: int) -> Step:
     runs["Lightning DDP"] = partial(trained, Model(config), pl.strategies.DDPStrategy)
     runs["FSDP2"] = partial(trained, ShardedByUser(config), fsdp2)
     runs["raw DDP"] = partial(raw_ddp, Model(config))
+    if find_spec("deepspeed"):
+        runs["DeepSpeed ZeRO 1"] = partial(deepspeed_zero_1, Model(config))
     return runs_in_turns(runs, (tokens[:, :-1], tokens[:, 1:]), rounds)
 
 
@@ -124,6 +145,8 @@ def compare(size: str, by_rank: Sequence[Step]) -> list[dict[str, Any]]:
         }
 
     pairs = [row(ours, peer, target) for ours in OURS for peer, target in PEERS.items()]
+    if "DeepSpeed ZeRO 1" in names:
+        pairs += [row(ours, "DeepSpeed ZeRO 1", 1.0) for ours in OURS[1:]]
     return [*pairs, row("zero 3", "FSDP2", 1.0)]
 
 

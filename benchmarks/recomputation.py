@@ -43,6 +43,8 @@ from benchmarks.harness import (
 from lightning_megatron import MegatronStrategy, MemoryConfig
 from lightning_megatron._torch import TorchDispatchMode, tree_flatten
 from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.parallel.blocks import transform_blocks
+from lightning_megatron.parallel.memory import blocks_to_recompute
 from lightning_megatron.parallel.wrapping import outermost
 from lightning_megatron.testing import WorkerPool
 
@@ -175,14 +177,17 @@ def count(
 def stepper(
     config: TransformerConfig, memory: MemoryConfig, length: int, accelerator: str = "cpu"
 ) -> Callable[[], None]:
-    """Forward and backward of a model whose blocks the strategy has changed, as often as called."""
+    """Forward and backward of a model whose blocks recompute, as often as called."""
     module = Model(config)
     fit(module, MegatronStrategy(memory=memory), 1, 1, length, accelerator=accelerator)
+    device = torch.device("cuda" if accelerator == "gpu" else "cpu")
+    # After a run blocks are as they were before it.
+    transform_blocks(module, blocks_to_recompute(module, memory), memory, device)
     return step_of(module, length, accelerator)
 
 
 def step_of(module: Model, length: int, accelerator: str = "cpu") -> Callable[[], None]:
-    """Forward and backward of a model that has been trained; its blocks stay as they were then."""
+    """Forward and backward of a model, as often as called."""
     device = "cuda" if accelerator == "gpu" else "cpu"
     module.to(device)  # Lightning takes it off a GPU in the end
     tokens = torch.randint(256, (1, length + 1), device=device)

@@ -209,7 +209,8 @@ def _spread(
         _avoid_empty_stage(plan.trunk)
     _distribute(module if new is None else new, topology)
     transform_blocks(module, forgetful, transforms.memory, topology.device, topology.tp)
-    _warn_of_hosts(transforms.sharding, topology)
+    if topology.rank == 0:
+        _warn_of_idle_options(transforms, topology.device)
     if transforms.zero == 3 and (topology.batch.size > 1 or transforms.sharding.offload_parameters):
         data, step, roles = _shard(module, plan, topology, transforms, tied_groups, ready)
     else:
@@ -227,12 +228,22 @@ def _spread(
     )
 
 
-def _warn_of_hosts(sharding: ShardingConfig, topology: Topology) -> None:
+def _warn_of_idle_options(transforms: Transforms, device: torch.device) -> None:
+    """Say which options of sharding have no effect in this run."""
+    sharding, plain = transforms.sharding, ShardingConfig()
     for option in ("offload_optimizer", "offload_parameters"):
-        if getattr(sharding, option) and topology.device.type == "cpu" and topology.rank == 0:
+        if getattr(sharding, option) and device.type == "cpu":
             warnings.warn(
                 f"sharding.{option}=True: this run is on CPUs, in whose memory everything is "
                 "anyway; it saves nothing",
+                stacklevel=2,
+            )
+    for option in ("wrap", "min_numel"):
+        given = getattr(sharding, option)
+        if transforms.zero < 3 and given != getattr(plain, option):
+            warnings.warn(
+                f"sharding.{option}={given!r}, zero={transforms.zero}: only zero=3 has units, so "
+                "it changes nothing",
                 stacklevel=2,
             )
 

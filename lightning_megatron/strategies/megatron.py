@@ -405,7 +405,8 @@ class MegatronStrategy(
         module = self._module()
         failed = module.trainer.state.status == TrainerStatus.INTERRUPTED
         parallel.data.release(collective=not failed)
-        self.forget_groups()
+        if not failed:  # else other ranks may be using them still
+            self.forget_groups()
         if not is_whole(parallel):
             layout = self.options.lasting(self.world_size, self._precision())
             refuse_calls(parallel, layout)
@@ -416,7 +417,9 @@ class MegatronStrategy(
         module._device_mesh = None
         parallel.gradients.forget_pieces()
         self._precision().use(parallel.gradients)
-        parallel.topology.close()
+        if not failed:
+            parallel.data.forget_groups()
+            parallel.topology.close()
 
     @override
     def teardown(self) -> None:

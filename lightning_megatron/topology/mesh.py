@@ -5,11 +5,13 @@ part that communicates: there is no "current mesh", so two Trainers in one proce
 other. A group of one rank is None, and code that finds ``axis.size == 1`` communicates nothing.
 """
 
+import gc
+import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from weakref import WeakValueDictionary
 
 import torch
@@ -79,8 +81,20 @@ def close_outlived() -> None:
         _outlived.pop().close()
 
 
+@cache
+def leave_garbage_to_parents() -> None:
+    """Have processes that are forked from this one collect nothing that was there before.
+
+    Whatever knows a process group that was destroyed, a Trainer that is garbage, say, ends the
+    group's threads when it is collected. In a fork, such as a DataLoader's worker, these threads do
+    not exist, and to end them ends the process.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
 def destroy_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     """Destroy process groups of this process, but for the default one; not collective."""
+    leave_garbage_to_parents()
     for group in {id(g): g for g in groups if g is not None and g is not dist.group.WORLD}.values():
         if is_known(group):
             dist.destroy_process_group(group)

@@ -90,3 +90,17 @@ def test_units_stay_where_they_are_when_the_rest_comes_to_the_device(pool: Worke
     assert {found.pop("unit.weight"), found.pop("unit.bias")} == {"cpu"}
     assert len(found) == 6
     assert set(found.values()) == {"meta"}
+
+
+def idle_job() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sharding = ShardingConfig(wrap=["Sequential"], min_numel=7)
+        make_trainer({"zero": 1, "sharding": sharding}, 1).fit(Small(), loader())
+    return [str(w.message) for w in caught if "sharding." in str(w.message)]
+
+
+def test_options_of_units_without_units_are_told(pool: WorkerPool) -> None:
+    [[wrap, size]] = pool.run(1, idle_job)
+    assert wrap.startswith("sharding.wrap=['Sequential'], zero=1: only zero=3 has units")
+    assert size.startswith("sharding.min_numel=7, zero=1")

@@ -29,8 +29,6 @@ class Layout:
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     num_microbatches: int = 1
-    small_units: bool = False
-    """Whether every item is a unit of ZeRO; otherwise a small model is one unit below stage 3."""
     architecture: Architecture = "llama"
 
     @property
@@ -50,17 +48,14 @@ class Layout:
         """Arguments of the strategy."""
         given = asdict(self)
         del given["dp"], given["architecture"]
-        smallest = 1 if given.pop("small_units") else 10**6
         copies = given.pop("dp_replicate")
-        return {**given, "sharding": ShardingConfig(min_numel=smallest, dp_replicate=copies)}
+        return {**given, "sharding": ShardingConfig(dp_replicate=copies)}
 
     def pairs(self) -> set[frozenset[tuple[str, Any]]]:
         """The pairs of values that this layout puts to the test."""
         idle = {"schedule"} if self.pp == 1 else set()
         if self.dp == 1:
-            idle |= {"zero", "dp_replicate", "small_units"}
-        if self.zero in (0, 3):
-            idle.add("small_units")
+            idle |= {"zero", "dp_replicate"}
         values = [(name, value) for name, value in asdict(self).items() if name not in idle]
         return {frozenset(pair) for pair in itertools.combinations(values, 2)}
 
@@ -82,7 +77,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "sequence_parallel": (False, True),
     "schedule": ("1f1b", "gpipe"),
     "num_microbatches": (1, 2, 4),
-    "small_units": (False, True),
     "architecture": ("llama", "gpt"),
 }
 
@@ -98,7 +92,7 @@ LAYOUTS = (
     Layout(),
     Layout(num_microbatches=2, architecture="gpt"),
     Layout(dp=4, dp_replicate=2, architecture="gpt"),
-    Layout(pp=2, dp=2, zero=2, dp_replicate=2, num_microbatches=4, small_units=True),
+    Layout(pp=2, dp=2, zero=2, dp_replicate=2, num_microbatches=4),
     Layout(tp=2, dp=2, zero=0, sequence_parallel=True, num_microbatches=4),
     Layout(pp=3, dp=2, zero=0, schedule="gpipe", num_microbatches=2),
     Layout(pp=3, dp=2, dp_replicate=2),
@@ -108,7 +102,6 @@ LAYOUTS = (
         zero=2,
         schedule="gpipe",
         num_microbatches=4,
-        small_units=True,
         architecture="gpt",
     ),
     Layout(pp=3, dp=2, zero=3, dp_replicate=2, num_microbatches=2, architecture="gpt"),
@@ -124,11 +117,10 @@ LAYOUTS = (
         dp_replicate=2,
         schedule="gpipe",
         num_microbatches=2,
-        small_units=True,
         architecture="gpt",
     ),
     Layout(pp=4, dp=2, zero=3, num_microbatches=4, architecture="gpt"),
-    Layout(tp=2, dp=4, zero=2, sequence_parallel=True, small_units=True),
+    Layout(tp=2, dp=4, zero=2, sequence_parallel=True),
     Layout(tp=2, dp=4, zero=3, dp_replicate=2, num_microbatches=2, architecture="gpt"),
     Layout(
         tp=2,
@@ -141,7 +133,7 @@ LAYOUTS = (
     ),
     Layout(tp=2, pp=4, sequence_parallel=True, schedule="gpipe"),
     Layout(tp=4, dp=2, zero=0, sequence_parallel=True, num_microbatches=4, architecture="gpt"),
-    Layout(tp=4, dp=2, dp_replicate=2, sequence_parallel=True, small_units=True),
+    Layout(tp=4, dp=2, dp_replicate=2, sequence_parallel=True),
     Layout(
         tp=4,
         dp=2,
