@@ -162,10 +162,10 @@ def main() -> None:
     """Run and report."""
     given = options()
     rows = []
-    with WorkerPool(WORLD, timeout=1800) as pool:
-        for size in given.sizes:
+    for size in given.sizes:
+        with WorkerPool(WORLD, timeout=1800) as pool:
             rows += compare(size, pool.run(WORLD, job, size, given.rounds))
-            report("data_parallel", f"Step time with dp={WORLD}", rows, given.output)
+        report("data_parallel", f"Step time with dp={WORLD}", rows, given.output)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,18 @@ on CPUs every rank sends each other rank its piece and adds up what arrives (`co
 
 Ranks must gather and reduce the same units in the same order. A module that runs a unit on some
 ranks only would leave gloo with messages of other sizes than it expects, which ends the process, or
-waiting for ever; on CPUs the ranks compare first what they are about to do (`RollCall`). On GPUs
-that would make the host wait for the device at every unit: there NCCL waits until its timeout.
+waiting for ever. On the CPUs of one machine each rank looks first what the others do (`RollCall`).
+On GPUs, and between machines, nothing tells in time: there the ranks wait until the timeout.
 
 Where parameters are replicated FSDP2 sums by itself; a hook behind it counts. On a GPU gathers and
 reductions run on streams of FSDP2's own, and how long the computing stream waits for them is not
 measured here.
 """
 
+import mmap
+import os
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,17 +52,23 @@ _DEEDS = (GATHER, REDUCE, END_FORWARD, END_BACKWARD)
 
 
 class RollCall:
-    """Compares, on CPUs, what the ranks of a group are about to do.
+    """Compares, on the CPUs of one machine, what the ranks of a group do.
+
+    Every rank writes down what it is about to do, in memory that all of them see, and looks at what
+    those have written that came there first. The last to come sees everybody, so that one of two
+    ranks that do different things always knows before both do them. Nobody waits for it.
 
     Args:
         group: the ranks that read different samples, also where each shard has several copies and
-            they gather among fewer; None if there is but one.
+            they gather among fewer; None if there is but one. Construction is collective over them.
         on_host: whether they compute on CPUs. Nothing is compared if not.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, on_host: bool) -> None:
-        self._group = group if on_host else None
+        self._group = group
         self._names: list[str] = []
+        self._count = 0
+        self._board = _shared_board(group) if on_host and group is not None else None
 
     def enter(self, name: str) -> int:
         """Make a unit known, in the same order on all ranks; returns its number."""
@@ -66,7 +76,7 @@ class RollCall:
         return len(self._names) - 1
 
     def compare(self, deed: Deed, unit: int, numel: int = 0) -> None:
-        """Say what this rank is about to do; collective.
+        """Say what this rank is about to do.
 
         Args:
             deed: what.
@@ -74,48 +84,68 @@ class RollCall:
             numel: with how many elements of it.
 
         Raises:
-            ConfigError: another rank is about to do something else; on every rank.
+            ConfigError: a rank that came here before is doing something else.
         """
-        if self._group is None:
+        board, group = self._board, self._group
+        if board is None or group is None:
             return
-        said = _say(torch.tensor([_DEEDS.index(deed), unit, numel]), self._group)
-        if all(other == said[0] for other in said):
-            return
-        ranks = dist.get_process_group_ranks(self._group)
-        by_deed: dict[tuple[int, ...], list[int]] = {}
-        for rank, other in zip(ranks, said, strict=True):
-            by_deed.setdefault(other, []).append(rank)
-        sizes_differ = len({deed[:2] for deed in by_deed}) == 1
+        self._count += 1
+        here, place = group.rank() * _LINE, 1 + self._count % _KEPT
+        board[here + place] = own = (numel * 1024 + unit) * len(_DEEDS) + _DEEDS.index(deed)
+        board[here] = self._count
+        lines = range(0, group.size() * _LINE, _LINE)
+        said = {
+            rank: board[line + place]
+            for rank, line in enumerate(lines)
+            if board[line] >= self._count
+        }
+        if any(other != own for other in said.values()):
+            self._refuse(said, dist.get_process_group_ranks(group))
+
+    def _refuse(self, said: dict[int, int], ranks: Sequence[int]) -> None:
+        by_deed: dict[int, list[int]] = {}
+        for rank, other in said.items():
+            by_deed.setdefault(other, []).append(ranks[rank])
+        sizes_differ = len({other % (1024 * len(_DEEDS)) for other in by_deed}) == 1
         parts = [self._in_words(deed, ranks, sizes_differ) for deed, ranks in by_deed.items()]
         raise ConfigError(
             f"{', '.join(parts)}: under ZeRO 3 all ranks must run the same units in the same order "
             "and train the same parameters of each; nearest valid: zero=2"
         )
 
-    def _in_words(self, said: tuple[int, ...], ranks: Sequence[int], with_size: bool) -> str:
-        deed, name = _DEEDS[said[0]], self._names[said[1]]
+    def _in_words(self, said: int, ranks: Sequence[int], with_size: bool) -> str:
+        rest, deed = divmod(said, len(_DEEDS))
+        numel, unit = divmod(rest, 1024)
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        size = f" ({said[2]} elements)" if with_size else ""
-        return f"{who} {deed.one if len(ranks) == 1 else deed.many} {name}{size}"
+        what = _DEEDS[deed].one if len(ranks) == 1 else _DEEDS[deed].many
+        return f"{who} {what} {self._names[unit]}{f' ({numel} elements)' if with_size else ''}"
 
 
-def _say(own: Tensor, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
-    """What every rank of the group says, in their order.
+_KEPT = 63
+"""Deeds of each rank that are kept: nobody is so far behind another."""
+_LINE = 1 + _KEPT
+"""Numbers of a rank on the board: how many deeds it has said, and the latest."""
 
-    By messages, which for three numbers among few ranks are no slower than gloo's all-gather.
-    """
-    heard = [torch.empty_like(own) for _ in range(group.size())]
-    here = group.rank()
-    heard[here] = own
-    works = []
-    for rank in range(group.size()):
-        if rank != here:
-            works.append(dist.isend(own, group=group, group_dst=rank))
-            works.append(dist.irecv(heard[rank], group=group, group_src=rank))
-    for work in works:
-        assert work is not None
-        work.wait()
-    return [tuple(other.tolist()) for other in heard]
+
+def _shared_board(group: dist.ProcessGroup) -> "memoryview[int] | None":
+    """Zeros that all ranks of a group see; None if they are on several machines. Collective."""
+    names: list[Any] = [None] * group.size()
+    dist.all_gather_object(names, socket.gethostname(), group=group)
+    if len(set(names)) > 1:
+        return None
+    size, path = 8 * _LINE * group.size(), ""
+    if group.rank() == 0:
+        handle, path = tempfile.mkstemp(prefix="roll-call-")
+        os.write(handle, bytes(size))
+        os.close(handle)
+    box = [path]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    with open(box[0], "r+b") as file:
+        memory = mmap.mmap(file.fileno(), size)
+    dist.barrier(group=group)
+    if group.rank() == 0:
+        os.unlink(box[0])  # it lives for as long as it is mapped
+    return memoryview(memory).cast("q")
 
 
 class _Memory:

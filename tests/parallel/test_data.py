@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.row_gather import RowGather
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.strategies.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
@@ -40,15 +41,12 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.paused = False
-        self.broadcasts = 0
         self.counts = dict.fromkeys(KINDS, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and not self.paused:
-            # On CPUs a reduce-scatter is an exchange of the pieces, added up locally, and rows are
-            # gathered by broadcasts, one from each of two ranks.
+            # On CPUs a reduce-scatter is an exchange of the pieces, added up locally.
             name = func.name().replace("_", "").replace("alltoall", "reducescatter")
-            self.broadcasts += "broadcast" in name
             for kind in KINDS:
                 self.counts[kind] += kind in name
         return func(*args, **(kwargs or {}))
@@ -71,11 +69,17 @@ class Counter(L.Callback):
             mode.paused = False
 
         agreement.settle = settle
+        rows = getattr(trainer.strategy.parallel.data, "_gather", None)
+        if rows is not None:  # by broadcasts on CPUs
+            rows._start = lambda bucket: self._gather(rows, bucket)
         self._mode.__enter__()
+
+    def _gather(self, rows: RowGather, bucket: Any) -> None:
+        self._mode.counts["allgather"] += 1
+        RowGather._start(rows, bucket)
 
     def on_train_batch_end(self, trainer: Any, module: nn.Module, *args: Any) -> None:
         self._mode.__exit__(None, None, None)
-        self._mode.counts["allgather"] += self._mode.broadcasts // 2
         self.batches.append(tuple(self._mode.counts.values()))
         self.held.append(sum(local_numel(p) for p in module.parameters()))
 
