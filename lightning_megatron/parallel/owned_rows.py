@@ -119,9 +119,9 @@ class OwnedRows:
         Rows that an optimizer has stepped on are newer than the parameter until it is told
         (`write_back`, `row_gather.RowGather`); they are returned as they are.
         """
-        if not self.is_copy:
+        if self._wide is None and self._device is None:  # it counts beside a fused step
             address = self.parameter.data_ptr()
-            if self._values is None or address != self._address:
+            if address != self._address or self._values is None:
                 self._values, self._address = self.part_of(self.parameter.detach()), address
             return self._values
         if self._values is None:
@@ -163,9 +163,15 @@ class OwnedRows:
 
     def lend_gradient(self) -> None:
         """Give the rows their gradient, in their format and place; a step on them follows."""
-        self._ahead = self.is_copy
-        gradient, values = self.mean_gradient(), self.values
-        values.grad = None if gradient is None else gradient.to(values.device, values.dtype)
+        gradient, values = self.gradient, self._values
+        if gradient is None or values is None:
+            gradient, values = self.mean_gradient(), self.values
+        if self._wide is not None or self._device is not None:
+            self._ahead = True
+            gradient = None if gradient is None else gradient.to(values.device, values.dtype)
+        elif gradient is not None and gradient.dtype is not values.dtype:
+            gradient = gradient.to(values.dtype)
+        values.grad = gradient
 
     def write_back(self) -> None:
         """Write rows that are a copy into the parameter; other ranks' rows are not touched."""
