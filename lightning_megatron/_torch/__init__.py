@@ -13,6 +13,7 @@ from lightning_megatron._torch.collectives import reduce_scatter_now as reduce_s
 from lightning_megatron._torch.collectives import start_all_gather as start_all_gather
 from lightning_megatron._torch.collectives import start_reduce_scatter as start_reduce_scatter
 from lightning_megatron._torch.collectives import watch_waits as watch_waits
+from lightning_megatron._torch.dtensor import copy_hooks as copy_hooks
 from lightning_megatron._torch.dtensor import forget_meshes as forget_meshes
 from lightning_megatron._torch.dtensor import has_hooks as has_hooks
 from lightning_megatron._torch.dtensor import lend_gradients as lend_gradients

@@ -37,6 +37,14 @@ def stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     ]
 
 
+def copy_hooks(source: Tensor, target: Tensor) -> None:
+    """Register with ``target`` what is called with gradients of ``source`` (2.11-2.13)."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Whether ``tensor.register_hook`` was called and its handle not removed (2.11-2.13)."""
     return bool(tensor._backward_hooks)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron._torch import copy_hooks
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.topology.rng import derive_seed
@@ -213,7 +214,9 @@ def _slice(full: Tensor, shard: TensorShard, local: Tensor) -> Tensor:
 def _like(old: Tensor, values: Tensor) -> Tensor:
     """``values`` as what ``old`` is: a parameter or a buffer."""
     if isinstance(old, nn.Parameter):
-        return nn.Parameter(values.detach(), requires_grad=old.requires_grad)
+        made = nn.Parameter(values.detach(), requires_grad=old.requires_grad)
+        copy_hooks(old, made)
+        return made
     return values.detach()
 
 

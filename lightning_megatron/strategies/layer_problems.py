@@ -8,18 +8,30 @@ gradients cannot be added up over ranks; or nobody knows yet how large they are.
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from lightning_megatron._torch import has_hooks
+from lightning_megatron.layers.base import ParallelLayer
+
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def layer_problems(module: nn.Module, *, alone: bool) -> list[str]:
+def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1) -> list[str]:
     """Sentences about the layers inside ``module``.
 
     Args:
         module: the whole network.
         alone: whether each parameter is on one data-parallel rank, and used as it is.
+        tp: ranks that share parallel layers.
     """
     problems = []
     for name, layer in module.named_modules():
+        if tp > 1 and isinstance(layer, ParallelLayer):
+            own = dict(layer.named_parameters(recurse=False))
+            problems += [
+                f"{name}.{leaf}: Tensor.register_hook on a parameter that tp={tp} slices, of whose "
+                "gradient each rank has a part; nearest valid: tp=1, or a layer of torch.nn"
+                for leaf in layer.shard_dims()
+                if leaf in own and has_hooks(own[leaf])
+            ]
         if has_unknown_sizes(layer):
             problems.append(
                 f"{name or type(layer).__name__}: parameters of unknown size (a lazy layer that "

@@ -237,7 +237,8 @@ def examine(
             built = True
             types = getattr(trainer.precision_plugin, "types", ComputeTypes())
             alone = degrees is not None and degrees.dp == 1 and types.parameters is None
-            problems += layer_problems(module, alone=alone)
+            tp = 1 if degrees is None else degrees.tp
+            problems += layer_problems(module, alone=alone, tp=tp)
             if any(has_unknown_sizes(child) for child in module.modules()):
                 degrees = None  # what follows asks for sizes
             real_because = uninitialisable(module)

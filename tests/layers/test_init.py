@@ -150,3 +150,15 @@ def test_dtype_and_frozenness_survive():
     materialize(layer, seed=0, device="cpu")
     assert layer.weight.dtype == torch.bfloat16
     assert not layer.weight.requires_grad
+
+
+def test_hooks_on_parameters_without_values_stay() -> None:
+    with torch.device("meta"):
+        layer = nn.Linear(3, 2)
+    layer.weight.register_hook(lambda gradient: gradient * 0.5)
+    seen: list[torch.Tensor] = []
+    layer.bias.register_post_accumulate_grad_hook(seen.append)
+    materialize(layer, seed=1, device="cpu")
+    layer(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((2, 3), 0.5))
+    assert len(seen) == 1

@@ -63,6 +63,15 @@ class Manual(Small):
         self.automatic_optimization = False
 
 
+class Hooked(Small):
+    """Has a hook on a weight of which each rank would have a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = ColumnParallelLinear(4, 4)
+        self.wide.weight.register_hook(lambda gradient: gradient)
+
+
 class Unfit(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -326,6 +335,9 @@ CASES = {
     ),
     "pipeline without a trunk": Case(
         layout={"pp": 2}, module=NoTrunk, says=("pp=2", "PipelineSequential", "pp=1")
+    ),
+    "hooks on what tp slices": Case(
+        layout={"tp": 2}, module=Hooked, devices=2, says=("wide.weight: Tensor.register_hook",)
     ),
     "two trunks": Case(layout={"pp": 2}, module=TwoTrunks, says=("pp=2", "net, other", "one")),
     "parameter shared with the outside": Case(
