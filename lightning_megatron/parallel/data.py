@@ -165,10 +165,6 @@ class DataParallel(Protocol):
         """
         ...
 
-    def forget_groups(self) -> None:
-        """Let go of the process groups; there will be no further run."""
-        ...
-
     def resume(self) -> None:
         """Another run begins."""
         ...

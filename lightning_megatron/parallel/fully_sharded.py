@@ -286,10 +286,6 @@ class FullySharded(DataParallel):
         self.come_to_rest()
 
     @override
-    def forget_groups(self) -> None:
-        """Nothing: FSDP2 knows them for as long as its units exist."""
-
-    @override
     def resume(self) -> None:
         self.come_to_rest()
 

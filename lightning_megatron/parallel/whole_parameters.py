@@ -249,10 +249,6 @@ class WholeParameters(DataParallel):
         for buckets in self._buckets:
             buckets.close()
 
-    @override
-    def forget_groups(self) -> None:
-        self._buckets, self._gather = [], None
-
     def _stepped_by(self, optimizer: Optimizer) -> list[OwnedRows]:
         """The rows of the trained parameters of an optimizer, in its order."""
         trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]

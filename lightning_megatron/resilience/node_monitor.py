@@ -124,7 +124,7 @@ class NodeMonitor:
         self._looked = time.monotonic()
         self._orders = 0
         self._told: dict[int, tuple[int, int]] = {}
-        """Progress of the ranks that stood still in the latest report."""
+        """Progress of the culprits of the latest report."""
         self._pause_until = 0.0
         self._tries = 0
 
@@ -185,7 +185,9 @@ class NodeMonitor:
         if found is None:
             self._pause_until = time.monotonic() + 4 * self._config.check_s
             return
-        self._told = {v.rank: v.beat.progress for v in views if v.late}
+        # Not those that wait for them: they may stand where they are through the next hang.
+        here = [r for r in found.ranks if r in by_rank] or [v.rank for v in views if v.late]
+        self._told = {r: by_rank[r] for r in here}
         report = describe(found, views, evidence.collectives, evidence.missing, evidence.frames)
         path = self._write(report, evidence.texts)
         rows = summary(report)

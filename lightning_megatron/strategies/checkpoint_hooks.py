@@ -56,7 +56,7 @@ from lightning_megatron.strategies.joint_ending import all_ranks_end
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.topology.degrees import AXES
-from lightning_megatron.topology.mesh import destroy_groups
+from lightning_megatron.topology.mesh import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -335,9 +335,11 @@ class CheckpointHooks:
     def _optimized_names(self) -> dict[torch.Tensor, str]:
         return parameter_names(self.parallel.module, self.parallel.canonical)
 
-    def forget_groups(self) -> None:
-        """Destroy the groups that were made to save; not collective."""
-        destroy_groups((self._background_group, self._checkpoint_group))
+    def leave_groups_to(self, topology: Topology) -> None:
+        """Have the groups that were made to save destroyed with others."""
+        for group in (self._background_group, self._checkpoint_group):
+            if group is not None:
+                topology.keep(group)
         self._background_group = self._checkpoint_group = None
 
     @property

@@ -68,7 +68,7 @@ from lightning_megatron.strategies.sharded_errors import explain, warn_of_shards
 from lightning_megatron.strategies.step_recovery import StepRecovery
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.strategies.stopping import StopHooks
-from lightning_megatron.topology.mesh import Topology, close_outlived, close_with
+from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 from lightning_megatron.topology.rng import derive_seed
 
 
@@ -397,7 +397,7 @@ class MegatronStrategy(
         super().on_exception(exception)
 
     def _give_module_back(self) -> None:
-        """Leave the module as a user finds it after a run, and destroy the run's groups."""
+        """Leave the module as a user finds it after a run; the next run destroys the groups."""
         parallel = self._parallel
         if parallel is None or self._gave_back is parallel:
             return
@@ -405,8 +405,7 @@ class MegatronStrategy(
         module = self._module()
         failed = module.trainer.state.status == TrainerStatus.INTERRUPTED
         parallel.data.release(collective=not failed)
-        if not failed:  # else other ranks may be using them still
-            self.forget_groups()
+        self.leave_groups_to(parallel.topology)
         if not is_whole(parallel):
             layout = self.options.lasting(self.world_size, self._precision())
             refuse_calls(parallel, layout)
@@ -417,9 +416,9 @@ class MegatronStrategy(
         module._device_mesh = None
         parallel.gradients.forget_pieces()
         self._precision().use(parallel.gradients)
-        if not failed:
-            parallel.data.forget_groups()
-            parallel.topology.close()
+        # At once, a rank that has fewer batches than others would cut these off in the midst of a
+        # collective, where a hang names it.
+        close_later(parallel.topology)
 
     @override
     def teardown(self) -> None:

@@ -26,6 +26,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_megatron._torch import abandon_process_groups, forget_meshes
 from lightning_megatron.testing.failures import Failure
+from lightning_megatron.topology.mesh import close_outlived
 
 STARTED = b"started"
 """What a worker sends when it calls the function; the pickled answer follows."""
@@ -165,6 +166,7 @@ def _reset(rank: int) -> None:
 
 def _leave_process_group() -> None:
     """Destroy the process groups that a job left, so that its peers see it go."""
+    close_outlived()
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()

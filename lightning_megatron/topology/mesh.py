@@ -72,6 +72,11 @@ def close_with(topology: "Topology", owner: object) -> None:
     weakref.finalize(owner, _outlived.append, topology).atexit = False
 
 
+def close_later(topology: "Topology") -> None:
+    """Let `close_outlived` close a topology that nobody needs."""
+    _outlived.append(topology)
+
+
 def close_outlived() -> None:
     """Close every topology that nobody needs any more.
 
