@@ -424,8 +424,8 @@ class MegatronStrategy(
     def teardown(self) -> None:
         """Release what Lightning gave us, and give the user's module back.
 
-        After a failure nothing here is collective. The default process group stays: another run of
-        this process uses it, and Lightning destroys it at exit.
+        After a failure nothing here is collective. Process groups stay: the next run of this
+        process destroys those of this one, and Lightning the default one at exit.
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
