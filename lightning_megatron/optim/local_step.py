@@ -61,7 +61,7 @@ def steps_on_shards(optimizer: Optimizer) -> bool:
 
 
 class LentRows(Protocol):
-    """What an optimizer steps on in place of a plain parameter."""
+    """Rows that an optimizer steps on in place of a plain parameter."""
 
     def refresh(self) -> Tensor:
         """A plain tensor with the newest values; the same object as long as nothing was moved."""

@@ -89,7 +89,7 @@ class WholeStep:
                 group["params"] = members
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """What this rank owns of a parameter, as it is now."""
+        """The rows that this rank owns of a parameter, as they are now."""
         rows = self._rows.get(parameter)
         return _local(parameter).detach() if rows is None else rows.refresh()
 

@@ -471,7 +471,7 @@ def _roles(
     between: Collection[nn.Parameter],
     data: DataParallel,
 ) -> list[ParameterRole]:
-    """What happens to the gradient of every parameter.
+    """The treatment of the gradient of every parameter.
 
     Args:
         module: on its layout.

@@ -92,7 +92,7 @@ def has_no_rows(parameter: nn.Parameter) -> bool:
 
 
 class DataParallel(Protocol):
-    """What surrounds the work on this rank's stages: gathers, reductions, and their end.
+    """The communication around the work on this rank's stages: gathers, reductions, and their end.
 
     It is also the `Reduction` that the runner of a pipeline tells of every forward and backward.
 

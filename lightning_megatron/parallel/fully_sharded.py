@@ -166,7 +166,7 @@ class FullySharded(DataParallel):
 
     @property
     def units(self) -> Sequence[FSDPModule]:
-        """What is gathered and freed as one."""
+        """The units, each gathered and freed as one."""
         return self._units
 
     @property
@@ -373,7 +373,7 @@ class HostShard:
 
 
 class _Stage:
-    """What of one stage data parallelism steers."""
+    """The part of one stage that data parallelism steers."""
 
     def __init__(self) -> None:
         self.roots: list[FSDPModule] = []

@@ -51,9 +51,9 @@ class ReductionGroups:
     batch: dist.ProcessGroup
     """All data-parallel ranks."""
     shard: dist.ProcessGroup | None = None
-    """Those that divide the rows of parameters; None where none are divided."""
+    """The ranks that divide the rows of parameters; None where none are divided."""
     replicate: dist.ProcessGroup | None = None
-    """Those that own the same rows; None where there are no others."""
+    """The ranks that own the same rows; None where there are no others."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _Bucket:
     """Positions among the members for which this rank has had a gradient in this batch."""
     work: dist.Work | None = None
     sent: Tensor | None = None
-    """What was given to the collective; stays until it has ended."""
+    """The tensor given to the collective; it stays until it has ended."""
     received: Tensor | None = None
     total: Tensor | None = None
     """This rank's part with its flags, summed over the microbatches of a batch."""
@@ -438,7 +438,7 @@ class _Arrival:
 
     buckets: "weakref.ref[GradientBuckets]"
     number: int
-    """Of the bucket."""
+    """The index of the bucket."""
     position: int
 
     def __call__(self, parameter: Tensor) -> None:
