@@ -114,7 +114,7 @@ class Pipeline(Executor):
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
-        self._group, self._device = topology.pp.group, topology.device
+        self._pp, self._device = topology.pp, topology.device
         self._clock: Clock | None = None
         self._measures = False
         self._profile: ItemTimes | None = None
@@ -169,9 +169,7 @@ class Pipeline(Executor):
         """Idle time of the latest step, None if it was not measured; collective over the ranks."""
         if self._clock is None or self._measured is None or not self._measures:
             return None
-        times: list[Any] = [None] * self._measured.num_ranks
-        dist.all_gather_object(times, self._clock.read(), group=self._group)
-        return bubble(self._measured, times)
+        return bubble(self._measured, self._pp.all_gather_object(self._clock.read()))
 
     @override
     def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -36,7 +37,8 @@ class Axis:
     ranks: tuple[int, ...]
     """Global ranks of the group, in axis order."""
     group: dist.ProcessGroup | None
-    """None when the axis has size 1."""
+    """None when the axis has size 1. Ranks are numbered in it by their global ranks, not in axis
+    order."""
     meter: Meter = field(default_factory=Meter, compare=False, repr=False)
     """What this rank sends over it."""
     key: str = field(init=False, compare=False, repr=False)
@@ -50,6 +52,14 @@ class Axis:
     def size(self) -> int:
         """Degree of the axis."""
         return len(self.ranks)
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        """What every rank of the axis gives, in axis order; collective over the axis."""
+        if self.group is None:
+            return [mine]
+        by_group_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(by_group_rank, mine, group=self.group)
+        return [by_group_rank[dist.get_group_rank(self.group, rank)] for rank in self.ranks]
 
     def forget_group(self) -> None:
         """Let go of a group that was destroyed: its threads live as long as it is known."""
@@ -105,6 +115,17 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
             dist.destroy_process_group(group)
 
 
+def _device_mesh(device_type: str, degrees: Degrees, axes: tuple[str, ...]) -> DeviceMesh:
+    sizes = tuple(getattr(degrees, axis) for axis in axes)
+    if degrees.origin == 0:
+        return init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+    ranks = torch.empty(sizes, dtype=torch.int)
+    for rank in range(degrees.world_size):
+        position = coordinates_of(rank, degrees)
+        ranks[tuple(position[axis] for axis in axes)] = rank
+    return DeviceMesh(device_type, ranks, mesh_dim_names=axes)
+
+
 class Topology:
     """Where this process stands in the layout, and whom it talks to.
 
@@ -150,11 +171,7 @@ class Topology:
         mend_operation_keys()
         forget_meshes()
         present = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]
-        self.mesh: DeviceMesh = init_device_mesh(
-            device.type,
-            tuple(getattr(degrees, axis) for axis in present),
-            mesh_dim_names=tuple(present),
-        )
+        self.mesh = _device_mesh(device.type, degrees, tuple(present))
         # Now, as a mesh finds its groups by names, which in another world may be those of others.
         self._made += self.mesh.get_all_groups()
         self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
