@@ -14,6 +14,7 @@ here.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,8 +58,16 @@ class StageBoundary(BaseException):
 class _Port:
     """One passage of one microbatch through one stage of the trunk."""
 
-    def __init__(self, position: int, *, first: bool, last: bool, received: Any) -> None:
-        self.position = position
+    def __init__(
+        self,
+        position: int,
+        random: Callable[[], AbstractContextManager[None]],
+        *,
+        first: bool,
+        last: bool,
+        received: Any,
+    ) -> None:
+        self.position, self.random = position, random
         self._first, self._last, self._received = first, last, received
         self.calls = 0
 
@@ -115,6 +124,7 @@ class Pipeline(Executor):
         self._position = {stage: position for position, stage in enumerate(mine)}
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
         self._pp, self._device = topology.pp, topology.device
+        self._random = topology.rng.trunk
         self._clock: Clock | None = None
         self._measures = False
         self._profile: ItemTimes | None = None
@@ -263,7 +273,7 @@ class Pipeline(Executor):
         entering = as_results(received)
         if self._works_in_place[position]:
             entering = tree_map(_copied, entering)
-        port = _Port(position, first=first, last=last, received=entering)
+        port = _Port(position, self._random, first=first, last=last, received=entering)
         self._trunk.connect(port)
         try:
             output = self._counted(step, action.microbatch, last, stage)

@@ -3,16 +3,20 @@
 Ranks are laid out in C order: the last axis (tp) varies fastest. The outermost axis, pp, need not
 begin at 0: global rank 0 holds the last stage of a pipeline, so that what is computed at the end of
 a step or an epoch is true where loggers and file names are decided, and further ranks hold the
-stages before it. Neighbouring stages stay neighbouring blocks of ranks. Two derived axes are made of
-neighbouring mesh axes: *batch* (dp_replicate x dp_shard: who reads which samples) and *loss*
-(batch x cp: whose token losses are averaged).
+stages before it. Neighbouring stages stay neighbouring blocks of ranks. Derived axes are made of
+several mesh axes: *batch* (dp_replicate x dp_shard: who reads which samples), *loss* (batch x cp:
+whose token losses are averaged) and *model* (pp x cp x tp: who works on the same samples).
 """
 
 from collections.abc import Iterable
 
 from lightning_megatron.topology.degrees import AXES, Degrees
 
-DERIVED_AXES = {"batch": ("dp_replicate", "dp_shard"), "loss": ("dp_replicate", "dp_shard", "cp")}
+DERIVED_AXES = {
+    "batch": ("dp_replicate", "dp_shard"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "model": ("pp", "cp", "tp"),
+}
 """Axes made of several mesh axes."""
 
 

@@ -23,7 +23,7 @@ from lightning_megatron._torch import forget_meshes, is_known, mend_operation_ke
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
 from lightning_megatron.topology.meter import Meter
-from lightning_megatron.topology.rng import RandomStreams
+from lightning_megatron.topology.rng import RandomStreams, StepSeeds
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,7 @@ class Topology:
         loss: batch x cp; the mean loss is taken over these ranks.
         mesh: device mesh with the axes of size > 1, and always ``dp_shard`` and ``dp_replicate``.
         rng: the random streams of this process.
+        step_seeds: of what the user's step draws.
         is_closed: whether `close` was called; nothing communicates any more.
         meters: what this rank sends, by ``tp``, ``pp``, ``cp`` and ``dp``.
     """
@@ -180,6 +181,7 @@ class Topology:
         self.batch = self._derived_axis("batch")
         self.loss = self._derived_axis("loss")
         self.rng = RandomStreams(seed, self.tp.rank, (self.loss.rank, self.pp.rank), device)
+        self.step_seeds = self._step_seeds()
 
     @cached_property
     def position(self) -> dict[str, int]:
@@ -205,6 +207,16 @@ class Topology:
         else:
             group = self.new_group(name)
         return Axis(name, ranks.index(self.rank), ranks, group, self._meter(name))
+
+    def _step_seeds(self) -> StepSeeds:
+        model = self._ranks("model")
+        wide = [axis for axis in DERIVED_AXES["model"] if getattr(self.degrees, axis) > 1]
+        group = None
+        if len(wide) == 1 and self.device.type == "cpu":
+            group = self.mesh.get_group(wide[0])
+        elif wide:
+            group = self.new_group("model", backend="gloo")
+        return StepSeeds(self.batch.rank, self.device, min(model), group)
 
     def _meter(self, axis: str) -> Meter:
         """One for everything that data-parallel ranks exchange."""
