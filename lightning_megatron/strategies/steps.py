@@ -52,6 +52,7 @@ class StepEngine:
         host_group: gloo group along pp, where the device's own backend is another.
 
     Attributes:
+        last_rank: rank on pp of the last stage.
         auto: chooses another schedule after the first steps; None where there is no choice.
         by_token: whether steps return sums over tokens; None until one has. It decides when
             gradients are reduced, so a resumed run must know it from the start.
@@ -75,7 +76,7 @@ class StepEngine:
             stage_ranks = parallel.transforms.stage_ranks or range(topology.pp.size)
             self.executor = Pipeline(topology, parallel.trunk, schedule, stage_ranks, host_group)
             last_rank = stage_ranks[-1]
-        self._source = topology.pp.ranks[last_rank]
+        self.last_rank, self._source = last_rank, topology.pp.ranks[last_rank]
         self.interleaved = topology.pp.size > 1 or not rule.single
         wide = any(p.dtype == torch.float64 for p in module.parameters())
         self._dtype = torch.float64 if wide else torch.float32
