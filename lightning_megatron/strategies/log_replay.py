@@ -22,6 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_megatron.pipeline.microbatch import weighted_mean
 from lightning_megatron.topology.mesh import Axis
 
 _SAME, _CHANGED = 0.0, 1.0
@@ -36,24 +37,34 @@ class LogCall:
     values: list[Any] = field(default_factory=list)
     """Value of each microbatch that logged the key."""
     weights: list[float] = field(default_factory=list)
+    """Share of the batch's samples in each of these microbatches."""
     batch_sizes: list[int] = field(default_factory=list)
+    """What the user gave as ``batch_size``."""
 
     @property
     def metric(self) -> Metric | None:
         """The logged metric object, if it is one."""
         return self.values[-1] if isinstance(self.values[-1], Metric) else None
 
-    def merged(self) -> float:
-        """The batch's value: the mean over microbatches, or what ``reduce_fx`` says."""
-        values = [_number(v) for v in self.values]
+    def merged(self) -> Tensor:
+        """The batch's value in float64: the mean over microbatches, or what ``reduce_fx`` says.
+
+        A microbatch counts in the mean with the ``batch_size`` that the user gave, else with its
+        samples. Nothing is read from a device.
+        """
+        values = [_wide(v) for v in self.values]
         reduce_fx = self.options.get("reduce_fx", "mean")
         if reduce_fx in ("sum", torch.sum, sum):
-            return sum(values)
+            return torch.stack(values).sum()
         if reduce_fx in ("max", torch.max, max):
-            return max(values)
+            return torch.stack(values).max()
         if reduce_fx in ("min", torch.min, min):
-            return min(values)
-        return sum(v * w for v, w in zip(values, self.weights, strict=True)) / sum(self.weights)
+            return torch.stack(values).min()
+        weights = self.weights
+        if len(self.batch_sizes) == len(values) and any(self.batch_sizes):
+            weights = [float(size) for size in self.batch_sizes]
+        total = sum(weights)
+        return weighted_mean(values, [weight / total for weight in weights])
 
     def all_options(self) -> dict[str, Any]:
         """Keyword arguments of ``LightningModule.log`` for the whole batch."""
@@ -104,6 +115,11 @@ class LogRecorder:
         options |= dict(zip(names, args, strict=False))
         options.pop("enable_graph", None)
         batch_size = options.pop("batch_size", None)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"self.log({name!r}, <tensor of shape {tuple(value.shape)}>): a logged tensor has "
+                f"a single element; nearest valid: self.log({name!r}, value.mean())"
+            )
         call = self.calls.setdefault(name, LogCall(name, options))
         if isinstance(value, Metric):
             self._keep_forward_value(name, value._forward_cache, self._weight)
@@ -188,7 +204,9 @@ class LogReplay:
         self._metrics: dict[str, StageMetric] = {}
         self._source, self._is_last = source, pp.rank == source
 
-    def share(self, hook: str, recorder: LogRecorder, extra: Sequence[float] = ()) -> list[float]:
+    def share(
+        self, hook: str, recorder: LogRecorder, extra: Sequence[float | Tensor] = ()
+    ) -> list[float | Tensor]:
         """Replay the calls of one step on this rank; collective over the pipeline.
 
         Args:
@@ -197,7 +215,7 @@ class LogReplay:
             extra: further numbers to carry, the same number of them in every step of ``hook``.
 
         Returns:
-            ``extra`` of the last stage.
+            ``extra`` of the last stage; there as it was given, so that no device is waited for.
         """
         schema = [
             Replay(
@@ -222,36 +240,55 @@ class LogReplay:
                 self._module.log(call.name, metric, **options)
         return list(extra)
 
-    def _scalar(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=self._dtype, device=self._device)
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=self._dtype, device=self._device)
 
-    def _packed(self, recorder: LogRecorder, call: LogCall) -> float:
+    def _packed(self, recorder: LogRecorder, call: LogCall) -> float | Tensor:
         if call.metric is None:
             return call.merged()
         forward = recorder.forward_value(call.name)
-        return float("nan") if forward is None else float(forward)
+        return float("nan") if forward is None else torch.as_tensor(forward)
 
     def _exchange(
-        self, hook: str, schema: list[Replay], values: list[float], extra: Sequence[float]
-    ) -> tuple[list[Replay], list[float], list[float]]:
+        self,
+        hook: str,
+        schema: list[Replay],
+        values: list[float | Tensor],
+        extra: Sequence[float | Tensor],
+    ) -> tuple[list[Replay], list[float | Tensor], list[float | Tensor]]:
         known = self._schemas.get(hook)
+        size = 1 + len(extra) + len(known or [])
         if self._is_last:
             changed = known is None or known != schema
             packed = [_CHANGED if changed else _SAME, *extra, *(values if not changed else [])]
-            size = 1 + len(extra) + len(known or [])
             packed += [0.0] * (size - len(packed))
-        else:
-            packed = [0.0] * (1 + len(extra) + len(known or []))
-        message = torch.tensor(packed, dtype=torch.float64, device=self._device)
-        dist.broadcast(message, self._pp.ranks[self._source], group=self._pp.group)
-        numbers = message.tolist()
-        extra, shared = numbers[1 : 1 + len(extra)], numbers[1 + len(extra) :]
+            self._broadcast(self._pack(packed))
+            if changed:
+                self._schemas[hook] = schema
+                self._tell(schema)
+                self._broadcast(self._pack(values))
+            return schema, values, list(extra)
+        numbers = self._broadcast(self._pack([0.0] * size)).tolist()
+        shared: list[float | Tensor] = numbers[1 + len(extra) :]
         if numbers[0] == _CHANGED:
-            box: list[Any] = [(schema, values)]
-            dist.broadcast_object_list(box, self._pp.ranks[self._source], group=self._pp.group)
-            schema, shared = box[0]
-            self._schemas[hook] = schema
-        return self._schemas[hook], shared, list(extra)
+            schema = self._schemas[hook] = self._tell(schema)
+            shared = self._broadcast(self._pack([0.0] * len(schema))).tolist()
+        return self._schemas[hook], shared, numbers[1 : 1 + len(extra)]
+
+    def _pack(self, numbers: Sequence[float | Tensor]) -> Tensor:
+        wide = [_wide(number).to(self._device) for number in numbers]
+        return torch.stack(wide) if wide else torch.empty(0, dtype=torch.float64)
+
+    def _broadcast(self, message: Tensor) -> Tensor:
+        if message.numel():
+            dist.broadcast(message, self._pp.ranks[self._source], group=self._pp.group)
+        return message
+
+    def _tell(self, schema: list[Replay]) -> list[Replay]:
+        box: list[Any] = [schema]
+        dist.broadcast_object_list(box, self._pp.ranks[self._source], group=self._pp.group)
+        told: list[Replay] = box[0]
+        return told
 
     def _attribute(self, call: LogCall) -> str | None:
         metric = call.metric
@@ -282,5 +319,5 @@ class LogReplay:
         return metric
 
 
-def _number(value: Any) -> float:
-    return value.item() if isinstance(value, Tensor) else float(value)
+def _wide(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).detach().squeeze()

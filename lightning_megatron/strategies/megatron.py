@@ -392,6 +392,14 @@ class MegatronStrategy(
         return super().training_step(*args, **kwargs)
 
     @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        if self._engine is not None:
+            self._engine.gathers_samples()
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self.before_update()

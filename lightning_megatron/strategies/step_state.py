@@ -18,6 +18,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -58,7 +59,7 @@ class _Value:
             return None
         return cls(
             stream.getvalue(),
-            tuple(t.detach().cpu() for t in pickler.tensors),
+            tuple(t.detach().to("cpu", copy=True) for t in pickler.tensors),
             tuple(t.device.type != "cpu" for t in pickler.tensors),
         )
 
@@ -194,6 +195,39 @@ class StepState(Callback):
                 if self._known.get(key) != digest:
                     self._known[key], found[key] = digest, value
         return found
+
+
+@contextmanager
+def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Afterwards attributes, buffers, metrics and frozen parameters are what they were before.
+
+    For a microbatch that runs for the sake of its collectives only, and is to count nowhere.
+
+    Args:
+        module: the user's.
+        device: of this process.
+    """
+    before = {
+        (path, name): value
+        for path, child in module.named_modules()
+        for name, content in _attributes(child)
+        if (value := _Value.of(content)) is not None
+    }
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    copies = [(p, p.detach().clone(), p._version) for p in frozen]
+    try:
+        yield
+    finally:
+        modules = dict(module.named_modules())
+        for path, child in modules.items():
+            for name, content in list(_attributes(child)):
+                value, now = before.get((path, name)), _Value.of(content)
+                if value is not None and (now is None or now.digest() != value.digest()):
+                    _set(child, name, value.unpacked(device))
+        with torch.no_grad():
+            for parameter, copy, version in copies:
+                if parameter._version != version:
+                    parameter.copy_(copy)
 
 
 def _beside_trunk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
