@@ -22,6 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.pipeline.microbatch import weighted_mean
 from lightning_megatron.topology.mesh import Axis
 
@@ -149,15 +150,23 @@ class StageMetric(Metric):
         pp: pipeline axis.
         source: rank of the last stage on that axis.
         device: of this process.
+        host_group: gloo group along pp, where the device's own backend is another.
     """
 
     full_state_update = False
 
-    def __init__(self, metric: Metric | None, pp: Axis, source: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        metric: Metric | None,
+        pp: Axis,
+        source: int,
+        device: torch.device,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
         # `compute` communicates by itself, every time it is called.
         super().__init__(sync_on_compute=False, compute_with_cache=False)
         self.__dict__["_source"] = metric
-        self._pp, self._from = pp, pp.ranks[source]
+        self._share = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
         self.to(device)
 
     @override
@@ -168,9 +177,7 @@ class StageMetric(Metric):
     def compute(self) -> Any:
         """Value over the epoch, from the last stage; collective over the pipeline."""
         source: Metric | None = self.__dict__["_source"]
-        value = [source.compute() if source is not None else None]
-        dist.broadcast_object_list(value, self._from, group=self._pp.group)
-        return value[0]
+        return self._share(None if source is None else source.compute())
 
     @override
     def reset(self) -> None:
@@ -189,6 +196,7 @@ class LogReplay:
         source: rank of the last stage on that axis.
         device: for the packed tensor.
         dtype: of the logged values.
+        host_group: gloo group along pp, where the device's own backend is another.
     """
 
     def __init__(
@@ -198,11 +206,14 @@ class LogReplay:
         source: int,
         device: torch.device,
         dtype: torch.dtype,
+        host_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._host_group = host_group
         self._module, self._pp, self._device, self._dtype = module, pp, device, dtype
         self._schemas: dict[str, list[Replay]] = {}
         self._metrics: dict[str, StageMetric] = {}
         self._source, self._is_last = source, pp.rank == source
+        self._tell = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
 
     def share(
         self, hook: str, recorder: LogRecorder, extra: Sequence[float | Tensor] = ()
@@ -271,7 +282,7 @@ class LogReplay:
         numbers = self._broadcast(self._pack([0.0] * size)).tolist()
         shared: list[float | Tensor] = numbers[1 + len(extra) :]
         if numbers[0] == _CHANGED:
-            schema = self._schemas[hook] = self._tell(schema)
+            schema = self._schemas[hook] = self._tell(None)
             shared = self._broadcast(self._pack([0.0] * len(schema))).tolist()
         return self._schemas[hook], shared, numbers[1 : 1 + len(extra)]
 
@@ -283,12 +294,6 @@ class LogReplay:
         if message.numel():
             dist.broadcast(message, self._pp.ranks[self._source], group=self._pp.group)
         return message
-
-    def _tell(self, schema: list[Replay]) -> list[Replay]:
-        box: list[Any] = [schema]
-        dist.broadcast_object_list(box, self._pp.ranks[self._source], group=self._pp.group)
-        told: list[Replay] = box[0]
-        return told
 
     def _attribute(self, call: LogCall) -> str | None:
         metric = call.metric
@@ -313,7 +318,7 @@ class LogReplay:
         metric = self._metrics.get(attribute)
         if metric is None:
             held = source if self._is_last else None
-            metric = StageMetric(held, self._pp, self._source, self._device)
+            metric = StageMetric(held, self._pp, self._source, self._device, self._host_group)
             self._metrics[attribute] = metric
         metric._update_count = max(metric._update_count, 1)
         return metric

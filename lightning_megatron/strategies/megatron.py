@@ -307,7 +307,7 @@ class MegatronStrategy(
         if self.topology.pp.size > 1:
             last = self._steps().last_rank
             self._step_state = StepState(
-                self._module(), self.topology.pp, last, self.topology.device
+                self._module(), self.topology.pp, last, self.topology.device, self._host_gloo
             )
             trainer.callbacks.insert(0, self._step_state)  # type: ignore[attr-defined]
 

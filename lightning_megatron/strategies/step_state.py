@@ -15,11 +15,8 @@ those that changed are broadcast along the pipeline.
 """
 
 import hashlib
-import io
-import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -31,6 +28,7 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from typing_extensions import override
 
+from lightning_megatron.comm.objects import ObjectBroadcast, dump, load
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.topology.mesh import Axis
 
@@ -39,78 +37,33 @@ _Key = tuple[str, str]
 _OF_A_PROCESS = (nn.Module, nn.Parameter, Optimizer, Trainer, Callback)
 
 
-@dataclass(frozen=True)
 class _Value:
-    """An attribute's value as bytes, beside the tensors in it."""
+    """An attribute's value, as it is now."""
 
-    pickled: bytes
-    tensors: tuple[Tensor, ...]
-    on_device: tuple[bool, ...]
-    """Which of the tensors, held on the host here, live on the device."""
-
-    @classmethod
-    def of(cls, value: Any) -> "_Value | None":
-        """None where the value cannot travel."""
-        stream = io.BytesIO()
-        pickler = _Pickler(stream)
-        try:
-            pickler.dump(value)
-        except Exception:  # whatever a class raises that is not meant to be pickled
-            return None
-        return cls(
-            stream.getvalue(),
-            tuple(t.detach().to("cpu", copy=True) for t in pickler.tensors),
-            tuple(t.device.type != "cpu" for t in pickler.tensors),
-        )
+    def __init__(self, value: Any, device: torch.device) -> None:
+        self._skeleton, leaves = dump(value, device.type, _OF_A_PROCESS)
+        self._leaves = [leaf.detach().clone() for leaf in leaves]
 
     def digest(self) -> bytes:
         """Equal for equal values."""
-        found = hashlib.blake2b(self.pickled, digest_size=16)
-        for tensor in self.tensors:
-            found.update(repr((tensor.dtype, tensor.shape)).encode())
-            found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found = hashlib.blake2b(self._skeleton, digest_size=16)
+        for leaf in self._leaves:
+            plain = leaf.cpu().contiguous().reshape(-1).view(torch.uint8)
+            found.update(plain.numpy().tobytes())
         return found.digest()
 
-    def unpacked(self, device: torch.device) -> Any:
-        """The value, on this process' device."""
-        pairs = zip(self.tensors, self.on_device, strict=True)
-        tensors = [t.to(device) if moved else t for t, moved in pairs]
-        return _Unpickler(io.BytesIO(self.pickled), tensors).load()
+    def restored(self) -> Any:
+        """The value once more."""
+        leaves = iter(self._leaves)
+        return load(self._skeleton, lambda *_: next(leaves))
 
 
-class _Pickler(pickle.Pickler):
-    """Puts tensors aside, and refuses what belongs to a process."""
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
-
-    @override
-    def persistent_id(self, obj: Any) -> int | None:
-        if isinstance(obj, _OF_A_PROCESS):
-            raise pickle.PicklingError
-        if not isinstance(obj, Tensor):
-            return None
-        if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_meta:
-            raise pickle.PicklingError
-        place = self._places.setdefault(id(obj), len(self.tensors))
-        if place == len(self.tensors):
-            self.tensors.append(obj)
-        return place
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts the tensors back."""
-
-    def __init__(self, stream: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(stream)
-        self._tensors = tensors
-
-    @override
-    def persistent_load(self, pid: Any) -> Tensor:
-        found: Tensor = self._tensors[pid]
-        return found
+def _value_of(content: Any, device: torch.device) -> _Value | None:
+    """None where the value cannot travel."""
+    try:
+        return _Value(content, device)
+    except Exception:  # whatever a class raises that is not meant to be pickled
+        return None
 
 
 class StepState(Callback):
@@ -121,13 +74,19 @@ class StepState(Callback):
         pp: pipeline axis.
         source: rank of the last stage on that axis.
         device: of this process.
+        host_group: gloo group over the axis, where the axis' own group is not gloo.
     """
 
     def __init__(
-        self, module: LightningModule, pp: Axis, source: int, device: torch.device
+        self,
+        module: LightningModule,
+        pp: Axis,
+        source: int,
+        device: torch.device,
+        host_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._module, self._pp, self._device = module, pp, device
-        self._source, self._gives = pp.ranks[source], pp.rank == source
+        self._module, self._device, self._gives = module, device, pp.rank == source
+        self._broadcast = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
         self._known: dict[_Key, bytes] = {}
         self._hooks_ran = True
 
@@ -172,28 +131,27 @@ class StepState(Callback):
     def share(self) -> None:
         """Bring what changed on the last stage to the others; collective over the pipeline."""
         self._hooks_ran = True
-        box: list[Any] = [self._changed() if self._gives else None]
-        dist.broadcast_object_list(box, self._source, group=self._pp.group)
+        changed = self._broadcast(self._changed() if self._gives else None)
         if not self._gives:
             modules = dict(_beside_trunk(self._module))
-            for (path, name), value in box[0].items():
-                _set(modules[path], name, value.unpacked(self._device))
+            for (path, name), value in changed.items():
+                _set(modules[path], name, value)
 
-    def _changed(self) -> dict[_Key, _Value]:
+    def _changed(self) -> dict[_Key, Any]:
         """What differs from the last time, of which it takes note."""
-        found: dict[_Key, _Value] = {}
+        found: dict[_Key, Any] = {}
         for _, module in _beside_trunk(self._module):
             if isinstance(module, MetricCollection):
                 # Only the first of several metrics with equal states is updated.
                 list(module.values(copy_state=False))
         for path, module in _beside_trunk(self._module):
             for name, content in _attributes(module):
-                value = _Value.of(content)
+                value = _value_of(content, self._device)
                 if value is None:
                     continue
                 key, digest = (path, name), value.digest()
                 if self._known.get(key) != digest:
-                    self._known[key], found[key] = digest, value
+                    self._known[key], found[key] = digest, content
         return found
 
 
@@ -211,7 +169,7 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
         (path, name): value
         for path, child in module.named_modules()
         for name, content in _attributes(child)
-        if (value := _Value.of(content)) is not None
+        if (value := _value_of(content, device)) is not None
     }
     frozen = [p for p in module.parameters() if not p.requires_grad]
     copies = [(p, p.detach().clone(), p._version) for p in frozen]
@@ -221,9 +179,9 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
         modules = dict(module.named_modules())
         for path, child in modules.items():
             for name, content in list(_attributes(child)):
-                value, now = before.get((path, name)), _Value.of(content)
+                value, now = before.get((path, name)), _value_of(content, device)
                 if value is not None and (now is None or now.digest() != value.digest()):
-                    _set(child, name, value.unpacked(device))
+                    _set(child, name, value.restored())
         with torch.no_grad():
             for parameter, copy, version in copies:
                 if parameter._version != version:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import HeldGradient
 from lightning_megatron.pipeline.executor import Executor, NoPipeline
@@ -80,11 +81,16 @@ class StepEngine:
             stage_ranks = parallel.transforms.stage_ranks or range(topology.pp.size)
             self.executor = Pipeline(topology, parallel.trunk, schedule, stage_ranks, host_group)
             last_rank = stage_ranks[-1]
-        self.last_rank, self._source = last_rank, topology.pp.ranks[last_rank]
+        self.last_rank = last_rank
+        self._share_output = ObjectBroadcast(
+            topology.pp, topology.pp.ranks[last_rank], topology.device, host_group
+        )
         self.interleaved = topology.pp.size > 1 or not rule.single
         wide = any(p.dtype == torch.float64 for p in module.parameters())
         self._dtype = torch.float64 if wide else torch.float32
-        self._replay = LogReplay(module, topology.pp, last_rank, topology.device, self._dtype)
+        self._replay = LogReplay(
+            module, topology.pp, last_rank, topology.device, self._dtype, host_group
+        )
         self.auto: AutoSchedule | None = None
         self.count = 1
         self.by_token: bool | None = None
@@ -197,7 +203,7 @@ class StepEngine:
             raise RuntimeError("self.log cannot be called in predict_step")
         else:
             kind = _OBJECT
-        return self._broadcast_output(output) if kind == _OBJECT else None
+        return self._share_output(output) if kind == _OBJECT else None
 
     def step_on_batch(self, name: str, args: Sequence[Any], context: Context) -> Any:
         """Run a step of the user's once, on the whole batch, in a process that has all stages."""
@@ -281,12 +287,6 @@ class StepEngine:
             return loss
         merged = merge(outputs, pieces.weights[: len(outputs)])
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
-
-    def _broadcast_output(self, output: Any) -> Any:
-        pp = self._topology.pp
-        box = [output]
-        dist.broadcast_object_list(box, self._source, group=pp.group)
-        return box[0]
 
 
 class SampleCoupling:
