@@ -57,6 +57,7 @@ from lightning_megatron.layers.loss import (
     reduced,
 )
 from lightning_megatron.layers.products import Products
+from lightning_megatron.layers.split_tensor import split_output
 from lightning_megatron.topology.mesh import Axis
 
 
@@ -129,16 +130,15 @@ class LinearCrossEntropy(ColumnParallelLinear):
 
     @override
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The loss, or without targets the logits of this rank's part of the vocabulary.
+        """The loss, or without targets the logits, of which tp ranks hold parts.
 
         Raises:
             IndexError: on CPU, a target lies outside the vocabulary.
         """
         padding = self._padding_starts()
         if targets is None:
-            logits: Tensor = super().forward(x)
-            return _without_padding(logits, padding)
-        topology = self.topology
+            return split_output(_without_padding(self.own_output(x), padding), self.topology)
+        topology, x = self.topology, self.entering(x)
         plan = _Plan(
             axis=topology.tp if topology is not None and topology.tp.size > 1 else None,
             sequence=topology is not None and topology.tp.size > 1 and topology.sequence_parallel,

@@ -24,6 +24,7 @@ from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rotary import RopeScaling, Rotary
+from lightning_megatron.layers.split_tensor import split_output
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.pipeline.sequential import PipelineSequential
 
@@ -123,18 +124,18 @@ class PaddedHead(ColumnParallelLinear):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """``[b, s, h]`` to the logits of this rank's columns."""
-        logits: Tensor = super().forward(x)
+        """``[b, s, h]`` to logits ``[b, s, vocab_size]``, of which tp ranks hold parts."""
+        logits = self.own_output(x)
         width = logits.shape[-1]
         first = 0 if self.topology is None else width * self.topology.tp.rank
-        if first + width <= self.num_tokens:
-            return logits
-        column = torch.arange(first, first + width, device=logits.device)
-        return logits.masked_fill(column >= self.num_tokens, torch.finfo(logits.dtype).min)
+        if first + width > self.num_tokens:
+            column = torch.arange(first, first + width, device=logits.device)
+            logits = logits.masked_fill(column >= self.num_tokens, torch.finfo(logits.dtype).min)
+        return split_output(logits, self.topology)
 
 
 class Transformer(nn.Module):
-    """A language model: tokens ``[b, s]`` to logits ``[b, s, vocab_size / tp]``.
+    """A language model: tokens ``[b, s]`` to logits ``[b, s, vocab_size]``, split over tp.
 
     Args:
         config: sizes of the model.
