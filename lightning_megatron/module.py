@@ -18,10 +18,10 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.export import load_from_checkpoint
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.checkpoint.transformer import stored_config
-from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.optim.choice import (
@@ -139,7 +139,7 @@ class LanguageModel(pl.LightningModule):
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits `[b, s, vocab_size / tp]` of the next token at every position."""
+        """Return the logits `[b, s, vocab_size]` of the next token at every position."""
         logits: Tensor = self.trunk(tokens)
         return logits
 
@@ -164,11 +164,8 @@ class LanguageModel(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the logits `[b, s, vocab_size]` of the whole vocabulary, padding included."""
         tokens = batch if isinstance(batch, Tensor) else _tokens_and_labels(batch)[0]
-        logits: Tensor = self(tokens)
-        topology = self.loss.topology
-        if topology is None or logits.shape[-1] == self.config.vocab_size:
-            return logits
-        return gather_from(logits, topology.tp, -1)
+        logits: Tensor = whole(self(tokens))
+        return logits
 
     @override
     def on_validation_epoch_end(self) -> None:

@@ -24,6 +24,7 @@ sequence parallelism, which always splits dim 1.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -172,9 +173,21 @@ class ColumnParallelLinear(_Linear):
     @override
     def forward(self, x: Tensor) -> Tensor:
         y = self.own_output(x)
-        if self.topology is None or not self.gather_output:
-            return y if self.units is not None else split_output(y, self.topology)
-        return gather_from(y, self.topology.tp, -1)
+        if self.topology is not None and self.gather_output:
+            return gather_from(y, self.topology.tp, -1)
+        return self.marked_output(y)
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run with hooks; those of the backward make a plain tensor of the output."""
+        return self.marked_output(super().__call__(*args, **kwargs))
+
+    def marked_output(self, y: Tensor) -> Tensor:
+        """The output of the layer, in which features that it leaves split are known to be."""
+        topology = self.topology
+        if topology is None or self.units is not None or y.shape[-1:] == (self.out_features,):
+            return y
+        return split_output(y, topology)
 
     def entering(self, x: Tensor) -> Tensor:
         """What the layer works on: an input that is itself split over tp has to be whole."""
@@ -277,10 +290,7 @@ def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     if not shared:
         return [layer(x) for layer in layers]
     parts = _column_parallel(shared[0].entering(x), shared)
-    return [
-        part if layer.units is not None else split_output(part, layer.topology)
-        for part, layer in zip(parts, shared, strict=True)
-    ]
+    return [layer.marked_output(part) for part, layer in zip(parts, shared, strict=True)]
 
 
 def column_parts(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:

@@ -57,7 +57,6 @@ from lightning_megatron.layers.loss import (
     reduced,
 )
 from lightning_megatron.layers.products import Products
-from lightning_megatron.layers.split_tensor import split_output
 from lightning_megatron.topology.mesh import Axis
 
 
@@ -137,7 +136,7 @@ class LinearCrossEntropy(ColumnParallelLinear):
         """
         padding = self._padding_starts()
         if targets is None:
-            return split_output(_without_padding(self.own_output(x), padding), self.topology)
+            return super().marked_output(_without_padding(self.own_output(x), padding))
         topology, x = self.topology, self.entering(x)
         plan = _Plan(
             axis=topology.tp if topology is not None and topology.tp.size > 1 else None,
@@ -154,6 +153,11 @@ class LinearCrossEntropy(ColumnParallelLinear):
         check_targets(targets_n, ignored_n, self.num_tokens)
         loss_n = _apply(x, self.weight, self.bias, targets_n, ignored_n, plan)
         return reduced(loss_n, targets, self.ignore_index, self.reduction)
+
+    @override
+    def marked_output(self, y: Tensor) -> Tensor:
+        """Of logits; a loss is whole."""
+        return super().marked_output(y) if y.dim() and self.reduction != "none" else y
 
     def _padding_starts(self) -> int | None:
         """The first of this rank's columns that stands for no token."""

@@ -191,6 +191,14 @@ def _local_shape(
     return None
 
 
+def shaped_as(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """``view_as`` and ``reshape_as`` of a tensor that is split alike (autograd views x as x)."""
+    x, other = (*args, None)[:2]
+    if split_of(x) is None or split_of(x) != split_of(other):
+        return on_whole(func, args, kwargs)
+    return _put(func(x, other), x, _split(x).dim)
+
+
 def flatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``flatten``."""
     x = args[0]
@@ -502,7 +510,7 @@ def product(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return on_whole(func, args, kwargs)
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
-    in_a, in_b = (None if split_of(t) is None else t.dim() - t._split.dim for t in (a, b))
+    in_a, in_b = (None if split_of(t) is None else t.dim() - _split(t).dim for t in (a, b))
     axis = _splits((a, b), {})[0].axis
     if in_a == 1 and in_b == 2:
         return reduce_from(func(a, b), axis)

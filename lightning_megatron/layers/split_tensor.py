@@ -262,6 +262,7 @@ def _table() -> Mapping[Callable[..., Any], Rule]:
     put(rules.drawn_like, "rand_like randn_like randint_like")
     put(rules.dropout, "dropout alpha_dropout feature_dropout", in_place=True)
     put(rules.reshape, "view reshape")
+    put(rules.shaped_as, "view_as reshape_as")
     put(rules.flatten, "flatten")
     put(rules.unflatten, "unflatten")
     put(

@@ -24,7 +24,6 @@ from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rotary import RopeScaling, Rotary
-from lightning_megatron.layers.split_tensor import split_output
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.pipeline.sequential import PipelineSequential
 
@@ -131,7 +130,7 @@ class PaddedHead(ColumnParallelLinear):
         if first + width > self.num_tokens:
             column = torch.arange(first, first + width, device=logits.device)
             logits = logits.masked_fill(column >= self.num_tokens, torch.finfo(logits.dtype).min)
-        return split_output(logits, self.topology)
+        return self.marked_output(logits)
 
 
 class Transformer(nn.Module):

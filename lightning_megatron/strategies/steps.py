@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import HeldGradient
 from lightning_megatron.pipeline.executor import Executor, NoPipeline
@@ -164,14 +165,15 @@ class StepEngine:
         """Forward of a whole batch; the merged output of the step, on every rank."""
         if not isinstance(self.executor, Pipeline):
             with context():
-                return self._parallel.step(name, *args)
+                return self._whole(self._parallel.step(name, *args))
         pieces = self._split(args[0], at_least=self._common_count(args[0]))
         recorder = LogRecorder(self._module)
         with recorder.recording(), self._random():
             outputs = self.executor.evaluate(
                 self._step(name, args, pieces, recorder, context), len(pieces), pieces.repeated
             )
-        output = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
+        merged = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
+        output = self._whole(merged)
         kind = [_NOTHING if output is None else _OBJECT]
         if name != "predict_step":
             kind = self._replay.share(name, recorder, kind)
@@ -180,6 +182,10 @@ class StepEngine:
         else:
             kind = [_OBJECT]
         return self._broadcast_output(output) if kind[0] == _OBJECT else None
+
+    def _whole(self, output: Any) -> Any:
+        """What an evaluation step returns may be pickled, or looked at by one rank alone."""
+        return whole(output) if self._topology.tp.size > 1 else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
         own = getattr(self._module, "split_batch", None)
