@@ -50,6 +50,8 @@ class SplitTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
+        if func is Tensor.backward:  # whose hooks are others' code
+            return _backward(*args, **(kwargs or {}))
         with DisableTorchFunctionSubclass():
             return _RULES.get(func, rules.on_whole)(func, args, kwargs or {})
 
@@ -119,27 +121,28 @@ def _hook(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
     def with_part(gradient: Tensor) -> Any:
         found = hook(marked(gradient.view_as(gradient), kind, split.topology, split.dim))
-        return None if found is None else _part_like(found, split, x_dim)
+        with DisableTorchFunctionSubclass():
+            return None if found is None else _part_like(found, split, shape)
 
-    x_dim = x.dim()
+    shape = x.shape
     return func(x, with_part)
 
 
-def _part_like(value: Tensor, split: Split, ndim: int) -> Tensor:
-    if split_of(value) is not None:
+def _part_like(value: Tensor, split: Split, shape: torch.Size) -> Tensor:
+    """The part of ``value``, the whole or already a part of ``shape``."""
+    if split_of(value) is not None or value.shape == shape:
         return own_part(value)
-    size = value.shape[split.dim] // split.axis.size
-    fitted: Tensor = beside(value, size, ndim - split.dim, split.axis)
+    fitted: Tensor = beside(value, shape[split.dim], len(shape) - split.dim, split.axis)
     return fitted
 
 
-def _backward(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+def _backward(x: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """From a gradient of the whole, or of the part."""
-    x, *rest = args
-    gradient = kwargs.pop("gradient", rest.pop(0) if rest else None)
-    if gradient is not None and gradient.shape != x.shape:
-        gradient = _part_like(gradient, x._split, x.dim())
-    func(x, gradient, *rest, **kwargs)
+    with DisableTorchFunctionSubclass():
+        part, split = own_part(x), split_of(x)
+        if gradient is not None and split is not None:
+            gradient = _part_like(gradient, split, part.shape)
+    part.backward(gradient, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _gradients(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -147,8 +150,9 @@ def _gradients(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     outputs, inputs = args
     given = kwargs.pop("grad_outputs", None)
     if given is not None:
+        given = (given,) if isinstance(given, Tensor) else given
         given = [
-            g if g is None or split_of(y) is None else _part_like(g, y._split, y.dim())
+            g if g is None or split_of(y) is None else _part_like(g, y._split, y.shape)
             for g, y in zip(given, outputs, strict=True)
         ]
     found = func(outputs, inputs, grad_outputs=given, **kwargs)
@@ -235,7 +239,6 @@ def _table() -> Mapping[Callable[..., Any], Rule]:
     put(_deep_copy, "__deepcopy__")
     put(_reduce, "__reduce_ex__ __reduce__")
     put(_hook, "register_hook")
-    put(_backward, "backward")
     put(
         rules.elementwise,
         """abs absolute add sub subtract mul multiply div divide true_divide floor_divide remainder

@@ -262,3 +262,83 @@ def test_every_function_gives_what_it_gives_of_the_whole(
 ) -> None:
     for failures in pool.run(tp, _run, tp, sequence_parallel):
         assert failures == {}
+
+
+ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "pickle": (lambda x: torch.save(x.detach(), io.BytesIO()), "pickle of a tensor .*whole"),
+    "cumsum_": (lambda x: x.clone().cumsum_(-1), "cumsum_: changes, in place, .*gather_output=True"),
+    "data": (lambda x: setattr(x.detach(), "data", torch.zeros(1)), "x.data = y: changes"),
+    "classes assigned": (
+        lambda x: _assigned(x, (..., slice(0, 2)), torch.zeros(B, S, 2)),
+        r"x\[\.\.\.\] = y: changes",
+    ),
+    "out": (lambda x: torch.cumsum(x, -1, out=x.detach()), "cumsum: changes"),
+    "class outside": (lambda x: x.gather(-1, Y[..., None] + 8), "out of bounds for dimension 2"),
+    "target outside": (lambda x: F.cross_entropy(x.mT, Y + 8), "Target .* is out of bounds for 16"),
+}
+
+
+def _others(tp: int) -> None:
+    topology = make_topology(tp)
+    module, x = _build(topology)
+    logits = module["head"](x)
+    for name, (function, message) in ERRORS.items():
+        with pytest.raises((ConfigError, IndexError), match=message):
+            print(name, function(logits))
+    assert f"shape=(2, 8, 16), part {topology.tp.rank} of 2 along dim 2" in repr(logits)
+    assert split_of(copy.deepcopy(logits.detach())) == split_of(logits)
+    _check_gradients(module, x)
+    _check_dropout(logits, topology)
+    _check_row(topology)
+    _check_hooks_of_modules(module, x)
+
+
+def _check_gradients(module: nn.ModuleDict, x: Tensor) -> None:
+    """Gradients of a split tensor are split, in hooks, attributes and results."""
+    upstream = torch.randn(B, S, V, dtype=torch.float64)
+    logits = module["head"](x)
+    seen: list[Tensor] = []
+    logits.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
+    logits.retain_grad()
+    logits.backward(upstream)
+    close("in the hook", whole(seen[0]), upstream)
+    close("kept", whole(logits.grad), 2 * upstream)
+    logits = module["head"](x)
+    (found,) = torch.autograd.grad((logits**2).sum(), logits)
+    close("of a sum", whole(found), whole(2 * logits))
+    (found,) = torch.autograd.grad(logits**2, logits, upstream)
+    close("of all", whole(found), whole(2 * logits) * upstream)
+
+
+def _check_dropout(logits: Tensor, topology: Topology) -> None:
+    torch.manual_seed(1)
+    dropped = F.dropout(torch.ones_like(logits))
+    one, *others = whole(dropped).chunk(topology.tp.size, -1)
+    assert not any(torch.equal(one, other) for other in others)
+    assert torch.equal(F.dropout(logits, training=False).detach(), logits.detach())
+
+
+def _check_row(topology: Topology) -> None:
+    """A row-parallel layer takes what is split, a part, and what is whole."""
+    torch.manual_seed(0)
+    up, down = ColumnParallelLinear(H, V).double(), RowParallelLinear(V, H).double()
+    x = torch.randn(B, S, H, dtype=torch.float64)
+    expected = down(up(x))
+    distribute(nn.ModuleList([up, down]), topology)
+    y = up(x)
+    for given in (y, own_part(y), whole(y), y.mT.contiguous().mT):
+        close("row", down(given), expected)
+    close("column of a split input", whole(up(up_to(y))), whole(up(whole(up_to(y)))))
+
+
+def up_to(y: Tensor) -> Tensor:
+    return torch.cat([y, -y])[:B].unflatten(-1, (H, 2)).mean(-1)
+
+
+def _check_hooks_of_modules(module: nn.ModuleDict, x: Tensor) -> None:
+    module["head"].register_full_backward_hook(lambda *_: None)
+    assert isinstance(module["head"](x), SplitTensor)
+
+
+def test_what_is_refused_and_what_is_split_too(pool: WorkerPool) -> None:
+    pool.run(2, _others, 2)
