@@ -38,7 +38,9 @@ class InputEmbedding(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         h, std = config.hidden_size, config.init_std
-        self.tokens = VocabParallelEmbedding(config.vocab_size, h, init_std=std)
+        self.tokens = VocabParallelEmbedding(
+            config.vocab_size, h, num_tokens=config.num_tokens, init_std=std
+        )
         self.positions: PositionEmbedding | None = None
         if config.positions == "learned":
             self.positions = PositionEmbedding(config.max_seq_len, h, init_std=std)

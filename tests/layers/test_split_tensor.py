@@ -266,7 +266,10 @@ def test_every_function_gives_what_it_gives_of_the_whole(
 
 ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "pickle": (lambda x: torch.save(x.detach(), io.BytesIO()), "pickle of a tensor .*whole"),
-    "cumsum_": (lambda x: x.clone().cumsum_(-1), "cumsum_: changes, in place, .*gather_output=True"),
+    "cumsum_": (
+        lambda x: x.clone().cumsum_(-1),
+        "cumsum_: changes, in place, .*gather_output=True",
+    ),
     "data": (lambda x: setattr(x.detach(), "data", torch.zeros(1)), "x.data = y: changes"),
     "classes assigned": (
         lambda x: _assigned(x, (..., slice(0, 2)), torch.zeros(B, S, 2)),
