@@ -36,7 +36,8 @@ class LogCall:
     values: list[Any] = field(default_factory=list)
     """Value of each microbatch that logged the key."""
     weights: list[float] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
+    batch_sizes: list[Any] = field(default_factory=list)
+    """Numbers, or tensors of one: to read these would wait for the device."""
 
     @property
     def metric(self) -> Metric | None:
@@ -53,13 +54,27 @@ class LogCall:
             return max(values)
         if reduce_fx in ("min", torch.min, min):
             return min(values)
-        return sum(v * w for v, w in zip(values, self.weights, strict=True)) / sum(self.weights)
+        weights = self._sizes()
+        weights = weights if sum(weights) else self.weights
+        return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
+
+    def _sizes(self) -> list[float]:
+        """What each microbatch weighs by the sizes that the user gave; nothing where he gave none.
+
+        Microbatches that only repeat another count nowhere.
+        """
+        if len(self.batch_sizes) < len(self.values):
+            return []
+        return [
+            float(size) * (weight > 0)
+            for size, weight in zip(self.batch_sizes, self.weights, strict=True)
+        ]
 
     def all_options(self) -> dict[str, Any]:
         """Keyword arguments of ``LightningModule.log`` for the whole batch."""
         if not self.batch_sizes:
             return self.options
-        return {**self.options, "batch_size": sum(self.batch_sizes)}
+        return {**self.options, "batch_size": int(sum(self.batch_sizes))}
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,7 @@ class LogRecorder:
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.weights.append(self._weight)
         if batch_size is not None:
-            call.batch_sizes.append(int(batch_size))
+            call.batch_sizes.append(batch_size)
 
     def forward_value(self, name: str) -> Any:
         """Mean over microbatches of a metric's value on its batch; None when it has none."""
