@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten, tree_map
 from lightning_megatron.layers.deferral import Piece, WeightGradients, add_gradients, attach
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.pipeline.executor import Executor, LossOf, Reduction, Step
 from lightning_megatron.pipeline.item_times import ItemTimes
@@ -83,7 +84,7 @@ class _Port:
     def leave(self, output: Any) -> Any:
         if self._last:
             return output
-        raise StageBoundary(output)
+        raise StageBoundary(whole(output))
 
 
 @dataclass

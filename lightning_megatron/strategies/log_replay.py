@@ -39,8 +39,8 @@ class LogCall:
     """Value of each microbatch that logged the key."""
     weights: list[float] = field(default_factory=list)
     """Share of the batch's samples in each of these microbatches."""
-    batch_sizes: list[int] = field(default_factory=list)
-    """What the user gave as ``batch_size``."""
+    batch_sizes: list[Any] = field(default_factory=list)
+    """What the user gave as ``batch_size``: numbers, or tensors of one."""
 
     @property
     def metric(self) -> Metric | None:
@@ -61,17 +61,22 @@ class LogCall:
             return torch.stack(values).max()
         if reduce_fx in ("min", torch.min, min):
             return torch.stack(values).min()
-        weights = self.weights
-        if len(self.batch_sizes) == len(values) and any(self.batch_sizes):
-            weights = [float(size) for size in self.batch_sizes]
-        total = sum(weights)
-        return weighted_mean(values, [weight / total for weight in weights])
+        if len(self.batch_sizes) < len(values):
+            total = sum(self.weights)
+            return weighted_mean(values, [weight / total for weight in self.weights])
+        parts = []
+        for value, size in zip(values, self.batch_sizes, strict=True):
+            wide = _wide(size).to(value.device)
+            # The mean over no token is not a number, and counts as little.
+            parts.append(torch.stack([torch.where(wide > 0, value * wide, 0.0), wide]))
+        sums = torch.stack(parts).sum(0)
+        return sums[0] / sums[1]
 
-    def all_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``LightningModule.log`` for the whole batch."""
+    def size(self) -> Tensor | None:
+        """The batch's ``batch_size``, where the user gave one."""
         if not self.batch_sizes:
-            return self.options
-        return {**self.options, "batch_size": sum(self.batch_sizes)}
+            return None
+        return torch.stack([_wide(size) for size in self.batch_sizes]).sum()
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class Replay:
     """Name of the logged metric object; None for a number."""
     has_forward: bool
     """Whether the metric has a value on the batch alone."""
+    sized: bool
+    """Whether the user gave a ``batch_size``."""
 
 
 class LogRecorder:
@@ -127,7 +134,7 @@ class LogRecorder:
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.weights.append(self._weight)
         if batch_size is not None:
-            call.batch_sizes.append(int(batch_size))
+            call.batch_sizes.append(batch_size)
 
     def forward_value(self, name: str) -> Any:
         """Mean over microbatches of a metric's value on its batch; None when it has none."""
@@ -231,34 +238,42 @@ class LogReplay:
         schema = [
             Replay(
                 name=call.name,
-                options=call.all_options(),
+                options=call.options,
                 attribute=self._attribute(call),
                 has_forward=recorder.forward_value(call.name) is not None,
+                sized=bool(call.batch_sizes),
             )
             for call in recorder.calls.values()
         ]
-        values = [self._packed(recorder, call) for call in recorder.calls.values()]
+        calls = recorder.calls.values()
+        values = [number for call in calls for number in self._packed(recorder, call)]
         if self._pp.group is not None:
             schema, values, extra = self._exchange(hook, schema, values, extra)
-        for call, value in zip(schema, values, strict=True):
+        for call, value, size in zip(schema, values[::2], values[1::2], strict=True):
+            options = dict(call.options)
+            if call.sized:  # Lightning counts with tensors as well
+                options["batch_size"] = torch.as_tensor(size, device=self._device).to(torch.int64)
             if call.attribute is None:
-                self._module.log(call.name, self._scalar(value), **call.options)
+                self._module.log(call.name, self._scalar(value), **options)
             else:
                 metric = self._stage_metric(recorder, call.name, call.attribute)
                 cache: Any = self._scalar(value) if call.has_forward else None
                 metric._forward_cache = cache
-                options = {**call.options, "metric_attribute": call.attribute}
+                options["metric_attribute"] = call.attribute
                 self._module.log(call.name, metric, **options)
         return list(extra)
 
     def _scalar(self, value: float | Tensor) -> Tensor:
         return torch.as_tensor(value, dtype=self._dtype, device=self._device)
 
-    def _packed(self, recorder: LogRecorder, call: LogCall) -> float | Tensor:
+    def _packed(self, recorder: LogRecorder, call: LogCall) -> list[float | Tensor]:
+        """Value and batch size."""
+        size = call.size()
+        rest: list[float | Tensor] = [float("nan") if size is None else size]
         if call.metric is None:
-            return call.merged()
+            return [call.merged(), *rest]
         forward = recorder.forward_value(call.name)
-        return float("nan") if forward is None else torch.as_tensor(forward)
+        return [float("nan") if forward is None else torch.as_tensor(forward), *rest]
 
     def _exchange(
         self,
@@ -268,7 +283,7 @@ class LogReplay:
         extra: Sequence[float | Tensor],
     ) -> tuple[list[Replay], list[float | Tensor], list[float | Tensor]]:
         known = self._schemas.get(hook)
-        size = 1 + len(extra) + len(known or [])
+        size = 1 + len(extra) + 2 * len(known or [])
         if self._is_last:
             changed = known is None or known != schema
             packed = [_CHANGED if changed else _SAME, *extra, *(values if not changed else [])]
@@ -283,7 +298,7 @@ class LogReplay:
         shared: list[float | Tensor] = numbers[1 + len(extra) :]
         if numbers[0] == _CHANGED:
             schema = self._schemas[hook] = self._tell(None)
-            shared = self._broadcast(self._pack([0.0] * len(schema))).tolist()
+            shared = self._broadcast(self._pack([0.0] * 2 * len(schema))).tolist()
         return self._schemas[hook], shared, numbers[1 : 1 + len(extra)]
 
     def _pack(self, numbers: Sequence[float | Tensor]) -> Tensor:

@@ -31,6 +31,8 @@ from lightning_megatron.strategies.steps import StepEngine, mean_over_tokens
 class StepHooks(ParallelStrategy):
     """Forward, backward and evaluation of one batch."""
 
+    counts_tokens = True
+    """Whether steps may return sums over tokens (`strategies.steps`)."""
     parallel: ParallelModule
     _data_position: DataPosition
     _random_state: RandomState

@@ -22,6 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import HeldGradient
 from lightning_megatron.pipeline.executor import Executor, NoPipeline
@@ -188,14 +189,15 @@ class StepEngine:
     def evaluate(self, name: str, args: Sequence[Any], context: Context) -> Any:
         """Forward of a whole batch; the merged output of the step, on every rank."""
         if not isinstance(self.executor, Pipeline):
-            return self.step_on_batch(name, args, context)
+            return self._whole(self.step_on_batch(name, args, context))
         pieces = self._split(args[0], at_least=self._common_count(args[0]))
         recorder = LogRecorder(self._module)
         with recorder.recording(), self._seeds.batch():
             outputs = self.executor.evaluate(
                 self._step(name, args, pieces, recorder, context), len(pieces), pieces.repeated
             )
-        output = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
+        merged = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
+        output = self._whole(merged)
         kind: float | Tensor = _NOTHING if output is None else _OBJECT
         if name != "predict_step":
             [kind] = self._replay.share(name, recorder, [kind])
@@ -210,6 +212,10 @@ class StepEngine:
         with self._seeds.batch(), context():
             self._seeds.microbatch(0)
             return self._parallel.step(name, *args)
+
+    def _whole(self, output: Any) -> Any:
+        """What an evaluation step returns may be pickled, or looked at by one rank alone."""
+        return whole(output) if self._topology.tp.size > 1 else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
         own = getattr(self._module, "split_batch", None)
