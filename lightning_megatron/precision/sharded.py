@@ -73,8 +73,8 @@ class ShardedPrecision(Precision):
                 return None
         result = closure()
         self._after_closure(model, optimizer)
-        self.step(optimizer, **kwargs)
-        return result
+        returned = self.step(optimizer, **kwargs)
+        return result if returned is None else returned
 
     @override
     def _wrap_closure(
@@ -142,10 +142,14 @@ class ShardedPrecision(Precision):
                 if gathers_through(parameter):
                     gather_through(parallel.data.units, cast(DTensor, parameter), None)
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step on this rank's part of the parameters, with the gradients that are there."""
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step on this rank's part of the parameters, with the gradients that are there.
+
+        Returns:
+            What the optimizer's own step returns.
+        """
         if self._leave_out():
-            return
+            return None
         if self._local_steps is None:
             self._local_steps = {}
         pieces = self._gradients().pieces
@@ -153,7 +157,7 @@ class ShardedPrecision(Precision):
             kind = WholeStep if steps_on_whole(optimizer, pieces) else LocalStep
             self._local_steps[optimizer] = kind(optimizer, pieces, self._gradients().lends)
         with self._local_steps[optimizer].lent(), self._around(optimizer):
-            optimizer.step(**kwargs)
+            return optimizer.step(**kwargs)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """What surrounds a step of an optimizer that has been lent its tensors."""
@@ -166,13 +170,13 @@ class ShardedPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the global norm over all shards, each parameter counted once."""
-        self._gradients().clip_norm(float(clip_val))
+        """Clip what the optimizer holds by its norm over all ranks, each element counted once."""
+        self._gradients().clip_norm(float(clip_val), optimizer)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clamp the elements of the gradients that this rank has."""
-        self._gradients().clip_value(float(clip_val))
+        """Clamp the elements of the optimizer's gradients that this rank has."""
+        self._gradients().clip_value(float(clip_val), optimizer)
 
     def use(self, gradients: GradientSet) -> None:
         """Clip these gradients from now on; what was prepared for earlier ones is forgotten."""

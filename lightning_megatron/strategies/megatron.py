@@ -48,6 +48,7 @@ from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.restore import allow_calls, is_whole, refuse_calls, restore
 from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
+from lightning_megatron.pipeline.sequential import RemoteItem
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.problems import instances
 from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
@@ -358,7 +359,12 @@ class MegatronStrategy(
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
+        remote = [m for m in self._module().modules() if isinstance(m, RemoteItem)]
+        for item in remote:
+            item.stands_in = True  # for `Optimizer(self.trunk.head.parameters())` on other stages
         super().setup_optimizers(trainer)
+        for item in remote:
+            item.stands_in = False
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
