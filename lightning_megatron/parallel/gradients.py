@@ -157,7 +157,7 @@ class GradientSet:
                 entry[1].append(role)
         self._with_rows = [r for r in self.roles if r.rows is not None]
         self._role_of: dict[Tensor, ParameterRole] = {r.parameter: r for r in self.roles}
-        self._counted = {id(r.parameter): self._counts(r) for r in self.roles}
+        self._counted = {id(r.parameter): counts(r, topology) for r in self.roles}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -184,6 +184,11 @@ class GradientSet:
     def device(self) -> torch.device:
         """Of this process."""
         return self._topology.device
+
+    @property
+    def topology(self) -> Topology:
+        """The layout."""
+        return self._topology
 
     @property
     def seed(self) -> int:
@@ -425,18 +430,25 @@ class GradientSet:
             found += [p.grad for p in self._strangers(optimizer.param_groups)]
         return [gradient for gradient in found if gradient is not None]
 
-    def _counts(self, role: ParameterRole) -> bool:
-        """Whether this rank adds the gradient to the global norm."""
-        topology = self._topology
-        whole_on_tp = role.shard is None or role.shard.dim is None
-        first = 0 if role.outside else min(role.tied_ranks, default=topology.pp.rank)
-        return (
-            (topology.tp.rank == 0 or not whole_on_tp)
-            and (topology.dp_shard.rank == 0 or role.is_divided)
-            and topology.dp_replicate.rank == 0
-            and topology.cp.rank == 0
-            and topology.pp.rank == first
-        )
+
+def counts(role: ParameterRole, topology: Topology, *, whole_rows: bool = False) -> bool:
+    """Whether this rank is the one to add a gradient to global sums.
+
+    Args:
+        role: of its parameter.
+        topology: the layout.
+        whole_rows: whether ``.grad`` is meant, and not the rows of it that are owned.
+    """
+    whole_on_tp = role.shard is None or role.shard.dim is None
+    first = 0 if role.outside else min(role.tied_ranks, default=topology.pp.rank)
+    divided = role.is_divided and not (whole_rows and role.rows is not None)
+    return (
+        (topology.tp.rank == 0 or not whole_on_tp)
+        and (topology.dp_shard.rank == 0 or divided)
+        and topology.dp_replicate.rank == 0
+        and topology.cp.rank == 0
+        and topology.pp.rank == first
+    )
 
 
 ParameterGroups = list[dict[str, Any]]

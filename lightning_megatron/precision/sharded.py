@@ -41,6 +41,7 @@ class ShardedPrecision(Precision):
         overflowed: whether the gradients of the step about to be taken are not finite because of
             the loss scale; such a step is left out in any case, and no fault.
         left_out: steps so far that a callback asked to leave out.
+        around_step: what surrounds each step on tensors that were lent.
     """
 
     skipped = False
@@ -48,6 +49,7 @@ class ShardedPrecision(Precision):
     left_out = 0
     _skip = False
     gradients: GradientSet | None = None
+    around_step: Callable[[], AbstractContextManager[None]] = nullcontext
     _local_steps: dict[Optimizer, LocalStep | WholeStep] | None = None
 
     @property
@@ -156,7 +158,8 @@ class ShardedPrecision(Precision):
         if optimizer not in self._local_steps:
             kind = WholeStep if steps_on_whole(optimizer, pieces) else LocalStep
             self._local_steps[optimizer] = kind(optimizer, pieces, self._gradients().lends)
-        with self._local_steps[optimizer].lent(), self._around(optimizer):
+        lent = self._local_steps[optimizer].lent()
+        with self.around_step(), lent, self._around(optimizer):
             return optimizer.step(**kwargs)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:

@@ -197,11 +197,29 @@ def penalty_job(zero: int, sync: bool) -> dict[str, Tensor]:
     return fit({"zero": zero}, 2, Penalty(sync), "64-true")
 
 
-def test_a_penalty_on_shards_is_refused(pool: WorkerPool) -> None:
-    pool.run(2, penalty_job, 1, True)
-    for sync, what in ((False, "the loss"), (True, "a value to reduce")):
-        with pytest.raises(Exception, match=f"{what}.* is a DTensor: .*nearest valid"):
-            pool.run(2, penalty_job, 3, sync)
+def test_a_penalty_on_shards_is_one_on_the_whole(pool: WorkerPool) -> None:
+    [expected, _] = pool.run(2, penalty_job, 1, True)
+    for found in pool.run(2, penalty_job, 3, True):
+        small.assert_same(found, expected)
+
+
+class Unseen(Penalty):
+    """Under ZeRO 3 adds something of weights that nobody can make whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch) + self.net[0][0].weight[0]
+        if self.sync:
+            self.log("loss", loss.mean(), sync_dist=True)
+        return loss
+
+
+def unseen_job(sync: bool) -> None:
+    fit({"zero": 3}, 2, Unseen(sync), "64-true")
+
+
+def test_a_loss_of_shards_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(Exception, match="the loss is a DTensor: .*nearest valid"):
+        pool.run(2, unseen_job, False)
 
 
 def mixture_job(zero: int) -> None:
