@@ -203,23 +203,24 @@ def test_a_penalty_on_shards_is_one_on_the_whole(pool: WorkerPool) -> None:
         small.assert_same(found, expected)
 
 
-class Unseen(Penalty):
-    """Under ZeRO 3 adds something of weights that nobody can make whole."""
+class FromRows(Penalty):
+    """Its loss is made of rows of a weight, which under ZeRO 3 are a part."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch) + self.net[0][0].weight[0]
+        loss: Tensor = self.loss(batch) + next(self.parameters())[0]
         if self.sync:
-            self.log("loss", loss.mean(), sync_dist=True)
+            self.log("loss", loss, sync_dist=True)
         return loss
 
 
-def unseen_job(sync: bool) -> None:
-    fit({"zero": 3}, 2, Unseen(sync), "64-true")
+def rows_job(sync: bool) -> None:
+    fit({"zero": 3}, 2, FromRows(sync), "64-true")
 
 
 def test_a_loss_of_shards_is_refused(pool: WorkerPool) -> None:
-    with pytest.raises(Exception, match="the loss is a DTensor: .*nearest valid"):
-        pool.run(2, unseen_job, False)
+    for sync, what in ((False, "the loss"), (True, "a value to reduce")):
+        with pytest.raises(Exception, match=f"{what}.* is a DTensor: .*nearest valid"):
+            pool.run(2, rows_job, sync)
 
 
 def mixture_job(zero: int) -> None:
