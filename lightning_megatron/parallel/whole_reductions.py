@@ -11,6 +11,7 @@ element, and makes them true:
   that have the other parts, also in a loss, where each part gets its gradient;
 * ``torch.nn.utils.get_total_norm``, and with it ``clip_grad_norm_``, gives the norm over the ranks
   of the whole model, each element counted once;
+* an assignment to ``.data`` of a DTensor, which torch would lose, writes to its shard;
 * what cannot be made true (another shape, numbers of several stages that are added up) is refused
   by a `ConfigError`.
 
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import get_total_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -213,9 +214,12 @@ class WholeReductions(TorchFunctionMode):
         parts: Sequence[tuple[Tensor, _Part]],
     ) -> Any:
         tensor, part = parts[0]
+        if name == "set_data" and tensor is args[0]:
+            return _assign(part.name, tensor, args[1], func)
         if name in _REDUCTIONS and (part.groups or part.copies > 1):
             result = self._reduce(name, tensor, part, args, kwargs)
-        elif name in _TO_PYTHON and isinstance(tensor, DTensor) and not part.cut_by_tp:
+        elif self._can_gather(name, tensor, part) and tensor is args[0]:
+            assert isinstance(tensor, DTensor)
             with self.lifted():
                 return func(tensor.full_tensor(), *args[1:], **kwargs)
         else:
@@ -237,6 +241,12 @@ class WholeReductions(TorchFunctionMode):
             for (_, of), each in zip(parts, result, strict=False):
                 self._number(each, {of.name})
         return result
+
+    @staticmethod
+    def _can_gather(name: str, tensor: Tensor, part: _Part) -> bool:
+        """Whether an operation gets a whole tensor: parts of other shapes are of no use."""
+        asked = name in _TO_PYTHON or name in _VIEWS
+        return asked and isinstance(tensor, DTensor) and not part.cut_by_tp
 
     def _reduce(
         self,
@@ -398,6 +408,23 @@ def _complete(name: str, local: Tensor, order: float, part: _Part) -> Tensor:
     return found.bool() if logical else found
 
 
+def _assign(name: str, tensor: Tensor, values: Tensor, func: Callable[..., Any]) -> Any:
+    """``tensor.data = values``."""
+    if tensor.shape != values.shape:
+        raise ConfigError(
+            f"{name}: .data was assigned {tuple(values.shape)}, and this parameter has "
+            f"{tuple(tensor.shape)} here; nearest valid: values of that shape"
+        )
+    if not isinstance(tensor, DTensor):
+        return func(tensor, values)
+    mesh = tensor.device_mesh
+    if not isinstance(values, DTensor):
+        values = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    with torch.no_grad():
+        tensor.copy_(values)
+    return None
+
+
 def _local_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
     if not local.numel():
         return local.new_zeros((), dtype=dtype)
@@ -425,8 +452,9 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 def _name(func: Any) -> str:
     """Of an operation, whether it is a function, a method, in place or a property."""
     name = str(getattr(func, "__name__", func))
-    if name == "__get__":
-        name = str(getattr(func.__self__, "__name__", ""))
+    if name in ("__get__", "__set__"):
+        of = str(getattr(func.__self__, "__name__", ""))
+        name = of if name == "__get__" else f"set_{of}"
     return name.strip("_").removeprefix("linalg_")
 
 

@@ -31,7 +31,7 @@ ZERO3 = {
     "Prunes": rf"ModelPruning\.on_train_epoch_end: .*{_KEPT}full_tensor",
     "Averages": r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2",
     "AveragesEvenly": r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2",
-    "Vectors": rf"Vectors\.on_train_batch_end: .*{_KEPT}full_tensor",
+    "AssignsElsewhere": r"net\.0\.weight, .*: \.data was assigned.*nearest valid: p\.data\.copy_",
     "GradientPenalty": rf"GradientPenalty: .*{_KEPT}differentiate once",
     "OtherMethods": rf"blocks\.0\.linear, used in OtherMethods\.training_step: .*{_KEPT}call",
 }
