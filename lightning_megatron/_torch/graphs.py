@@ -49,6 +49,12 @@ def compile_with_callers_only(function: Any) -> None:
     found.set_code_exec_strategy(function.__code__, types.FrameExecStrategy(skip, skip))
 
 
+def current_function_mode() -> Any:
+    """The innermost mode that sees functions of torch; None without any (2.11-2.13)."""
+    overrides: Any = torch.overrides
+    return overrides._get_current_function_mode()
+
+
 def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
     """Within the block autograd does not see that ``tensor`` is written (2.11-2.13).
 

@@ -1,7 +1,8 @@
 """The norm of the gradients: logged, watched, and clipped by rules that follow it.
 
-The norm is computed once a step, over all shards of all axes: whoever asks for it again, the
-clipping of ``gradient_clip_val`` included, gets the same number while no gradient changes.
+Gradients are those of the optimizer that is about to step. Their norm is computed once a step, over
+all shards of all axes: whoever asks for it again, the clipping of ``gradient_clip_val`` included,
+gets the same number while no gradient changes.
 """
 
 import math
@@ -82,7 +83,7 @@ class GradientMonitor(pl.Callback):
             return
         strategy: Any = trainer.strategy
         gradients = strategy.parallel_gradients
-        norm = gradients.norm()
+        norm = gradients.norm(optimizer)
         values: dict[str, Any] = {"optim/grad_norm": norm}
         watched = self.nonfinite != "keep" or isinstance(self._clip, PercentileClip | ZScoreClip)
         if strategy.precision_plugin.will_skip:
@@ -90,11 +91,11 @@ class GradientMonitor(pl.Callback):
         elif watched and not math.isfinite(float(norm)):
             self._meet_nonfinite(trainer, float(norm))
         elif isinstance(self._clip, UnitClip):
-            gradients.clip_units(self._clip)
+            gradients.clip_units(self._clip, optimizer)
         elif self._clip is not None:
             limit = self._clip.limit(float(norm))
             values["optim/grad_clip"] = min(limit, float(norm))
-            gradients.clip_norm(limit)
+            gradients.clip_norm(limit, optimizer)
         if self.nonfinite == "skip":
             values["optim/skipped_steps"] = float(strategy.precision_plugin.skipped_steps)
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)

@@ -99,7 +99,7 @@ def capture_optimizer(
         GroupOptions(
             index=index,
             options={k: v for k, v in group.items() if k not in _BOOKKEEPING},
-            parameters=tuple(_name_of(p, names, optimizer) for p in group["params"]),
+            parameters=tuple(_name_of(p, names, optimizer) for p in _members(group)),
         )
         for index, group in enumerate(optimizer.param_groups)
     ]
@@ -169,10 +169,10 @@ class OptimizerRestore:
         ]
         self._options: list[Mapping[str, Any]] = []
         for index, group in enumerate(optimizer.param_groups):
-            local = [_name_of(p, names, optimizer) for p in group["params"]]
+            local = [_name_of(p, names, optimizer) for p in _members(group)]
             stored = [stored_names.get(name, name) for name in local]
             self._options.append(_find_options(index, stored, groups, type(optimizer).__name__))
-            for parameter, name, stored_name in zip(group["params"], local, stored, strict=True):
+            for parameter, name, stored_name in zip(_members(group), local, stored, strict=True):
                 state = dict(saved["values"].get(stored_name, {}))
                 self._held_in[parameter] = chunks[name].tensor.dtype
                 model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
@@ -202,6 +202,11 @@ class OptimizerRestore:
                     group[key].copy_(torch.as_tensor(value))
                 else:
                     group[key] = value
+
+
+def _members(group: Mapping[str, Any]) -> list[Tensor]:
+    """The parameters of a group but for empty ones, which stand for those of other stages."""
+    return [parameter for parameter in group["params"] if parameter.shape != (0,)]
 
 
 def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimizer) -> str:

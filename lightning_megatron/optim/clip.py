@@ -20,35 +20,35 @@ EPSILON = 1e-6
 """Added to the norm before dividing, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
 
-def global_norm(
-    counted: Sequence[Tensor],
+def global_squares(
+    parts: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]],
     device: torch.device,
     group: dist.ProcessGroup | None,
-    copies: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Euclidean norm of the gradients of the whole model.
+    """Squares of the Euclidean norms of parts of the model's gradients, by one all-reduce.
 
     Args:
-        counted: local gradients that this rank contributes; any may be empty.
-        device: where the sum is made; gradients may lie elsewhere.
+        parts: of each, the local gradients that this rank contributes, of which any may be empty,
+            and those that another rank contributes.
+        device: where the sums are made; gradients may lie elsewhere.
         group: every rank that holds a part of the model; None when this rank holds all of it.
-        copies: local gradients that another rank contributes.
 
     Returns:
-        A scalar in float64, whatever gradients this rank has: rounded on some ranks only, the norm
+        A vector in float64, whatever gradients this rank has: rounded on some ranks only, a norm
         would scale copies of a gradient differently.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradients, weight in ((counted, 1.0), (copies, 0.0)):
-        full = [g for g in gradients if g.numel()]
-        wide = all(g.dtype == torch.float64 for g in full)
-        norms = foreach_norm(full, torch.float64 if wide else torch.float32)
-        if norms:
-            squares = torch.stack([n.to(device, torch.float64) for n in norms]).square()
-            total += weight * squares.sum()
+    total = torch.zeros(len(parts), dtype=torch.float64, device=device)
+    for index, (counted, copies) in enumerate(parts):
+        for gradients, weight in ((counted, 1.0), (copies, 0.0)):
+            full = [g for g in gradients if g.numel()]
+            wide = all(g.dtype == torch.float64 for g in full)
+            norms = foreach_norm(full, torch.float64 if wide else torch.float32)
+            if norms:
+                squares = torch.stack([n.to(device, torch.float64) for n in norms]).square()
+                total[index] += weight * squares.sum()
     if group is not None:
         dist.all_reduce(total, group=group)
-    return total.sqrt()
+    return total
 
 
 def finiteness(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -90,6 +90,7 @@ class FullySharded(DataParallel):
         self._stages: list[_Stage] = []
         self.copies: LowCopies | None = None
         self._names: Mapping[nn.Parameter, str] = {}
+        self._storages: dict[nn.Parameter, torch.UntypedStorage] = {}
         on_host = topology.device.type == "cpu"
         self._roll = RollCall(topology.batch.group, on_host=on_host)
         self._whole = self._roll.enter("")
@@ -218,6 +219,7 @@ class FullySharded(DataParallel):
     @override
     def finish(self) -> None:
         self._refuse_hooks()
+        self._refuse_assignments()
         self._roll.compare(END_BACKWARD, self._whole)
         self._drop_gradients_of_nobody()
         if self.copies is not None:
@@ -226,6 +228,20 @@ class FullySharded(DataParallel):
     def know(self, names: Mapping[nn.Parameter, str]) -> None:
         """Learn what errors are to call the parameters."""
         self._names = names
+        self._storages = {p: p.untyped_storage() for p in names if isinstance(p, DTensor)}
+
+    def _refuse_assignments(self) -> None:
+        """Refuse what was lost: ``p.data = values`` changes a DTensor, and not the shard in it."""
+        found = [
+            self._names[parameter]
+            for parameter, storage in self._storages.items()
+            if parameter.untyped_storage()._cdata != storage._cdata
+        ]
+        if found:
+            raise ConfigError(
+                f"{', '.join(found)}: .data was assigned, which under ZeRO 3 does not reach the "
+                "shard that is trained; nearest valid: p.data.copy_(values), or zero=2"
+            )
 
     def _refuse_hooks(self) -> None:
         refuse_hooks(

@@ -20,8 +20,8 @@ Each kind costs one coalesced all-reduce per group, and one for each gradient of
 elements, in float32 for narrower gradients.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -39,7 +39,7 @@ from lightning_megatron.optim.clip import (
     clip_coefficient,
     clip_value_,
     finiteness,
-    global_norm,
+    global_squares,
     scale_,
 )
 from lightning_megatron.optim.clip_rules import UnitClip
@@ -123,7 +123,7 @@ class GradientSet:
 
     Attributes:
         lends: see above.
-        last_norm: global norm as found the last time that it was computed, so before clipping.
+        last_norm: global norm as it was asked for the last time before clipping.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class GradientSet:
         self.lends: Mapping[Any, LentRows] = lends or {}
         self._topology = topology
         self.last_norm: Tensor | None = None
-        self._known: tuple[list[tuple[int, int]], Tensor] | None = None
+        self._known: _Squares | None = None
+        self._asked: ParameterGroups | None = None
         world = topology.world_size > 1
         self._world_group = dist.group.WORLD if world else None
         self._partial = [
@@ -160,7 +161,7 @@ class GradientSet:
                 entry[1].append(role)
         self._with_rows = [r for r in self.roles if r.rows is not None]
         self._role_of: dict[Tensor, ParameterRole] = {r.parameter: r for r in self.roles}
-        self._counted = {id(r.parameter): self._counts(r) for r in self.roles}
+        self._counted = {id(r.parameter): counts(r, topology) for r in self.roles}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -187,6 +188,11 @@ class GradientSet:
     def device(self) -> torch.device:
         """Of this process."""
         return self._topology.device
+
+    @property
+    def topology(self) -> Topology:
+        """The layout."""
+        return self._topology
 
     @property
     def seed(self) -> int:
@@ -263,17 +269,50 @@ class GradientSet:
                 known = role.rows.gradient
                 role.rows.gradient = part if known is None else known.add_(part)
 
-    def norm(self) -> Tensor:
-        """Global Euclidean norm of all gradients; the same on every rank.
+    def norm(self, optimizer: Optimizer | None = None) -> Tensor:
+        """Global Euclidean norm of the gradients as they are; the same on every rank.
 
         Computed once for all who ask (clipping, logging, checks) while no gradient changes.
+
+        Args:
+            optimizer: of whose parameters, over all ranks; None for all parameters.
         """
-        stamp = self._stamps()
-        if self._known is not None and self._known[0] == stamp:
-            return self._known[1]
-        self.last_norm = self.norm_of(self.counted(), self._copies())
-        self._known = stamp, self.last_norm
+        known = self._squares(optimizer)
+        square = known.total if optimizer is None else known.held
+        self.last_norm = square.sqrt()
         return self.last_norm
+
+    def _squares(self, optimizer: Optimizer | None) -> "_Squares":
+        """The squared norms there are, one of which is of ``optimizer``.
+
+        What is in it is split by the optimizer that was asked about last, so that no other sum is
+        needed for it: which ranks hold what may differ, so all compute at the same moments.
+        """
+        groups = None if optimizer is None else optimizer.param_groups
+        stamp, known = self._stamps(), self._known
+        fits = known is not None and (groups is None or groups is known.groups)
+        if known is None or not fits or known.stamp != stamp:
+            self._asked = self._asked if groups is None else groups
+            parts = self._split(self._asked)
+            held, others = global_squares(parts, self._topology.device, self._world_group)
+            known = self._known = _Squares(stamp, self._asked, held, others)
+        return known
+
+    def _split(self, groups: "ParameterGroups | None") -> list[tuple[list[Tensor], list[Tensor]]]:
+        """What this rank counts, and what others count, of some groups and of all other roles."""
+        members = _members(groups)
+        parts = []
+        for inside in (True, False):
+            roles = [role for role in self.roles if (id(role.parameter) in members) is inside]
+            parts.append((self._counted_of(roles), self._copies_of(roles)))
+        strangers = [p.grad for p in self._strangers(groups) if p.grad is not None]
+        parts[0][0 if self._topology.rank == 0 else 1].extend(strangers)
+        return parts
+
+    def _strangers(self, groups: "ParameterGroups | None") -> Iterator[Tensor]:
+        """Parameters of an optimizer that are not the module's."""
+        for group in groups or ():
+            yield from (p for p in group["params"] if p not in self._role_of)
 
     def by_name(self) -> list[tuple[str, Tensor]]:
         """The local gradients there are, with the names of their parameters."""
@@ -286,11 +325,10 @@ class GradientSet:
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to global sums: over all ranks, each element once."""
-        return self._own(lambda role: self._counted[id(role.parameter)])
+        return self._counted_of(self.roles)
 
-    def _own(self, chosen: Callable[[ParameterRole], bool]) -> list[Tensor]:
-        """This rank's part of the gradients that there are of some parameters."""
-        found = (role.gradient for role in self.roles if chosen(role))
+    def _counted_of(self, roles: Iterable[ParameterRole]) -> list[Tensor]:
+        found = (role.gradient for role in roles if self._counted[id(role.parameter)])
         return [gradient for gradient in found if gradient is not None]
 
     def parameter_norm(self) -> Tensor:
@@ -302,18 +340,19 @@ class GradientSet:
         )
         return self.norm_of(list(trained))
 
-    def _copies(self) -> list[Tensor]:
+    def _copies_of(self, roles: Iterable[ParameterRole]) -> list[Tensor]:
         """The gradients that another rank adds to them, wholly or in part."""
         return [
             gradient
-            for role in self.roles
+            for role in roles
             if (gradient := role.held_gradient) is not None
             and (not self._counted[id(role.parameter)] or role.holds_more_than_it_owns)
         ]
 
-    def norm_of(self, counted: Sequence[Tensor], copies: Sequence[Tensor] = ()) -> Tensor:
+    def norm_of(self, counted: Sequence[Tensor]) -> Tensor:
         """Global Euclidean norm of tensors that lie like those of `counted`; collective."""
-        return global_norm(counted, self._topology.device, self._world_group, copies)
+        squares = global_squares([(counted, ())], self._topology.device, self._world_group)
+        return squares[0].sqrt()
 
     def _stamps(self) -> list[tuple[int, int]]:
         # Not their local tensors, which are made anew for every look.
@@ -321,23 +360,39 @@ class GradientSet:
         found = (*rows, *(p.grad for p in self.parameters))
         return stamps([gradient for gradient in found if gradient is not None])
 
-    def clip_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients to a global norm of at most ``max_norm``; returns the norm."""
-        norm = self.norm()
+    def clip_norm(self, max_norm: float, optimizer: Optimizer | None = None) -> Tensor:
+        """Scale gradients to a global norm of at most ``max_norm``.
+
+        Args:
+            max_norm: see above.
+            optimizer: whose parameters are meant, on all ranks; None for all.
+
+        Returns:
+            Their norm before.
+        """
+        norm = self.norm(optimizer)
         factor = clip_coefficient(norm, max_norm)
-        scale_(self.local_gradients(), factor)
-        self._known = self._stamps(), norm * factor
+        scale_(self.local_gradients(optimizer), factor)
+        known = self._known
+        assert known is not None
+        others = known.others if optimizer is not None else known.others * factor.square()
+        held = known.held * factor.square()
+        self._known = replace(known, stamp=self._stamps(), held=held, others=others)
         return norm
 
-    def clip_units(self, rule: UnitClip) -> None:
+    def clip_units(self, rule: UnitClip, optimizer: Optimizer | None = None) -> None:
         """Scale down the gradient of every output unit that is large beside its weights.
 
         A unit is what one index of dimension 0 belongs to; of a vector all of it. Norms run over
         whole units: two all-reduces for each axis along which any is cut.
+
+        Args:
+            rule: how much is large.
+            optimizer: whose parameters are meant; None for all.
         """
         members = [
             self._as_held(role, gradient)
-            for role in self.roles
+            for role in self._roles_of(optimizer)
             if (gradient := role.held_gradient) is not None
             and not any(fnmatchcase(role.name, pattern) for pattern in rule.exclude)
         ]
@@ -358,36 +413,69 @@ class GradientSet:
             return role.values, gradient, self.pieces[role.parameter]
         return role.parameter.detach(), gradient, _piece(role, self._topology, divided=False)
 
-    def clip_value(self, value: float) -> None:
-        """Clamp every gradient element to ``[-value, value]``."""
-        clip_value_(self.local_gradients(), value)
+    def clip_value(self, value: float, optimizer: Optimizer | None = None) -> None:
+        """Clamp every gradient element to ``[-value, value]``; of an optimizer's, or of all."""
+        clip_value_(self.local_gradients(optimizer), value)
+
+    def _roles_of(self, optimizer: Optimizer | None) -> Sequence[ParameterRole]:
+        if optimizer is None:
+            return self.roles
+        members = _members(optimizer.param_groups)
+        return [role for role in self.roles if id(role.parameter) in members]
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by a scalar."""
         scale_(self.local_gradients(), factor)
 
-    def local_gradients(self) -> list[Tensor]:
-        """All that this rank has of every gradient that exists."""
-        found = (role.held_gradient for role in self.roles)
+    def local_gradients(self, optimizer: Optimizer | None = None) -> list[Tensor]:
+        """All that this rank has of the gradients of an optimizer's parameters, or of all."""
+        found = [role.held_gradient for role in self._roles_of(optimizer)]
+        if optimizer is not None:
+            found += [p.grad for p in self._strangers(optimizer.param_groups)]
         return [gradient for gradient in found if gradient is not None]
 
-    def of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """The same of some parameters."""
-        found = (self._role_of[p].held_gradient for p in parameters if p in self._role_of)
-        return [gradient for gradient in found if gradient is not None]
 
-    def _counts(self, role: ParameterRole) -> bool:
-        """Whether this rank adds the gradient to the global norm."""
-        topology = self._topology
-        whole_on_tp = role.shard is None or role.shard.dim is None
-        first = 0 if role.outside else min(role.tied_ranks, default=topology.pp.rank)
-        return (
-            (topology.tp.rank == 0 or not whole_on_tp)
-            and (topology.dp_shard.rank == 0 or role.is_divided)
-            and topology.dp_replicate.rank == 0
-            and topology.cp.rank == 0
-            and topology.pp.rank == first
-        )
+def counts(role: ParameterRole, topology: Topology, *, whole_rows: bool = False) -> bool:
+    """Whether this rank is the one to add a gradient to global sums.
+
+    Args:
+        role: of its parameter.
+        topology: the layout.
+        whole_rows: whether ``.grad`` is meant, and not the rows of it that are owned.
+    """
+    whole_on_tp = role.shard is None or role.shard.dim is None
+    first = 0 if role.outside else min(role.tied_ranks, default=topology.pp.rank)
+    divided = role.is_divided and not (whole_rows and role.rows is not None)
+    return (
+        (topology.tp.rank == 0 or not whole_on_tp)
+        and (topology.dp_shard.rank == 0 or divided)
+        and topology.dp_replicate.rank == 0
+        and topology.cp.rank == 0
+        and topology.pp.rank == first
+    )
+
+
+ParameterGroups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Squared norms of the gradients of some parameters, and of all others."""
+
+    stamp: list[tuple[int, int]]
+    """Of the gradients."""
+    groups: ParameterGroups | None
+    """Which parameters, by the groups of an optimizer; None for none."""
+    held: Tensor
+    others: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.held + self.others
+
+
+def _members(groups: ParameterGroups | None) -> set[int]:
+    return {id(parameter) for group in groups or () for parameter in group["params"]}
 
 
 def _piece(role: ParameterRole, topology: Topology, *, divided: bool = True) -> Piece:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -51,12 +52,33 @@ class RemoteItem(nn.Module):
     Args:
         name: the item's name in the trunk.
         stage: the stage that holds it.
+
+    Attributes:
+        stands_in: whether it has a parameter, of no elements, for whoever asks.
     """
+
+    stands_in = False
 
     def __init__(self, name: str, stage: int) -> None:
         super().__init__()
         self.name = name
         self.stage = stage
+
+    @override
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """An empty parameter while optimizers are made, which fail on an empty list."""
+        if self.stands_in and not self._parameters:
+            self.placeholder = nn.Parameter(torch.empty(0))
+        return super().parameters(recurse)
+
+    @override
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing: such a parameter is no part of the model."""
+        return kwargs.get("destination", {})
+
+    @override
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing, likewise."""
 
     @override
     def extra_repr(self) -> str:

@@ -5,7 +5,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -52,6 +54,8 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         self.loss_scale = LossScale(
             initial_scale, growth_factor, backoff_factor, growth_interval, min_scale
         )
+        self._finite: dict[Optimizer, bool] = {}
+        """By optimizers from whose gradients the scale was taken: whether all were finite."""
 
     @property
     @override
@@ -65,7 +69,22 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
 
     @override
     def scale_loss(self, loss: Tensor) -> Tensor:
+        """Scale it, and gradients from which the scale was taken: a backward adds to them."""
+        for optimizer in self._finite:
+            for gradient in self._gradients().local_gradients(optimizer):
+                gradient.mul_(self.loss_scale.value)
+        self._finite.clear()
         return loss * self.loss_scale.value
+
+    def _unscale(self, optimizer: Optimizer) -> bool:
+        """Take the scale out of an optimizer's gradients; whether they are finite on all ranks."""
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if optimizer not in self._finite:
+            gradients = self._gradients()
+            local = gradients.local_gradients(optimizer)
+            self._finite[optimizer] = self.loss_scale.unscale(local, gradients.device)
+        return self._finite[optimizer]
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -85,17 +104,18 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         if result is None and model.automatic_optimization:
             self._after_closure(model, optimizer)
             return result  # training_step gave no loss, so there was no backward
-        device = self._gradients().device
-        finite = self.loss_scale.unscale(self._to_unscale(optimizer, model), device)
+        finite = self._unscale(optimizer)
         self.overflowed = not finite
         try:
             self._after_closure(model, optimizer)
         finally:
             self.overflowed = False
+            self._finite.pop(optimizer, None)
         self.skipped = not finite
         asked = self._skip
         if asked or finite:
-            self.step(optimizer, **kwargs)
+            returned = self.step(optimizer, **kwargs)
+            result = result if returned is None else returned
         if not asked:  # for a reason that says nothing about the scale
             self.loss_scale.update(finite=finite)
         values = {
@@ -110,12 +130,20 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
     def skipped_steps(self) -> int:
         return self.left_out + self.loss_scale.skipped
 
-    def _to_unscale(self, optimizer: Optimizer, model: LightningModule) -> list[Tensor]:
-        """Gradients of the latest backward: under manual optimization those of the optimizer."""
-        if model.automatic_optimization:
-            return self._gradients().local_gradients()
-        members = {p: None for group in optimizer.param_groups for p in group["params"]}
-        return self._gradients().of(members)
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip true gradients: under manual optimization they still have the scale in them.
+
+        (Lightning's own plugin clips the scaled ones.)
+        """
+        if clip_val > 0:
+            self._unscale(optimizer)
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class ShardedPrecision(Precision):
         overflowed: whether the gradients of the step about to be taken are not finite because of
             the loss scale; such a step is left out in any case, and no fault.
         left_out: steps so far that a callback asked to leave out.
+        around_step: what surrounds each step on tensors that were lent.
     """
 
     skipped = False
@@ -48,6 +49,7 @@ class ShardedPrecision(Precision):
     left_out = 0
     _skip = False
     gradients: GradientSet | None = None
+    around_step: Callable[[], AbstractContextManager[None]] = nullcontext
     _local_steps: dict[Optimizer, LocalStep | WholeStep] | None = None
 
     @property
@@ -73,8 +75,8 @@ class ShardedPrecision(Precision):
                 return None
         result = closure()
         self._after_closure(model, optimizer)
-        self.step(optimizer, **kwargs)
-        return result
+        returned = self.step(optimizer, **kwargs)
+        return result if returned is None else returned
 
     @override
     def _wrap_closure(
@@ -142,18 +144,23 @@ class ShardedPrecision(Precision):
                 if gathers_through(parameter):
                     gather_through(parallel.data.units, cast(DTensor, parameter), None)
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Step on this rank's part of the parameters, with the gradients that are there."""
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step on this rank's part of the parameters, with the gradients that are there.
+
+        Returns:
+            What the optimizer's own step returns.
+        """
         if self._leave_out():
-            return
+            return None
         if self._local_steps is None:
             self._local_steps = {}
         pieces = self._gradients().pieces
         if optimizer not in self._local_steps:
             kind = WholeStep if steps_on_whole(optimizer, pieces) else LocalStep
             self._local_steps[optimizer] = kind(optimizer, pieces, self._gradients().lends)
-        with self._local_steps[optimizer].lent(), self._around(optimizer):
-            optimizer.step(**kwargs)
+        lent = self._local_steps[optimizer].lent()
+        with self.around_step(), lent, self._around(optimizer):
+            return optimizer.step(**kwargs)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """What surrounds a step of an optimizer that has been lent its tensors."""
@@ -166,13 +173,13 @@ class ShardedPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the global norm over all shards, each parameter counted once."""
-        self._gradients().clip_norm(float(clip_val))
+        """Clip what the optimizer holds by its norm over all ranks, each element counted once."""
+        self._gradients().clip_norm(float(clip_val), optimizer)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clamp the elements of the gradients that this rank has."""
-        self._gradients().clip_value(float(clip_val))
+        """Clamp the elements of the optimizer's gradients that this rank has."""
+        self._gradients().clip_value(float(clip_val), optimizer)
 
     def use(self, gradients: GradientSet) -> None:
         """Clip these gradients from now on; what was prepared for earlier ones is forgotten."""

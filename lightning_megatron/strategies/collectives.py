@@ -46,6 +46,31 @@ class TopologyCollectives:
         dist.broadcast_object_list(box, src)
         return box[0]
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that read different samples: what `all_gather` stacks."""
+        return 1 if self._topology is None else self._topology.batch.size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of them this is: the index of this rank's tensor in what `all_gather` returns.
+
+        Under tp and pp several processes have the same one, so ``self.global_rank`` is no index.
+
+        Example:
+            A contrastive loss whose negatives are those of all ranks; ``queries`` and ``keys`` are
+            ``[batch, features]``::
+
+                keys = self.all_gather(keys, sync_grads=True).flatten(0, 1)
+                labels = torch.arange(len(queries), device=self.device)
+                labels += len(queries) * self.trainer.strategy.data_parallel_rank
+                loss = F.cross_entropy(queries @ keys.T, labels)
+
+            Each rank's loss then has the gradient of its own queries through all keys; their mean
+            over the ranks is that of one process with the whole batch.
+        """
+        return 0 if self._topology is None else self._topology.batch.rank
+
     def share_metrics(self, module: nn.Module) -> None:
         """Have metrics synchronised over the ranks that saw different samples."""
         assert self._topology is not None
@@ -156,7 +181,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total = gradient.contiguous()
+        # Not autograd's own tensor, which other branches may receive too.
+        total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total[dist.get_rank(ctx.group)], None, None
 

@@ -1,4 +1,4 @@
-"""Whether anybody but the optimizers may look at gradients.
+"""Whether anybody but the optimizers may look at gradients, or at weights in parts.
 
 ZeRO 1 and 2 bring each gradient to the rank that owns it, and ``.grad`` is None everywhere. Users
 may look at ``.grad`` all the same, to clip, log or change it, and must see then what they would see
@@ -10,6 +10,9 @@ reduce-scatter, so it is done only where somebody may look:
   when gradients are cleared (`HOOKS`);
 * where code of the module or of a callback, or a function that it calls by a global name, mentions
   gradients.
+
+Weights and gradients of which ranks hold parts (tp, ZeRO 3, stages of a pipeline) are looked after
+by `parallel.whole_reductions` where such code exists, or such that mentions parameters.
 
 Callbacks of Lightning and of this package do not count: the former look at no gradient, the latter
 know where gradients are.
@@ -56,10 +59,49 @@ def looks_at_gradients(trainer: Trainer, module: LightningModule) -> bool:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     seen: set[FunctionType] = set()
     return not module.automatic_optimization or any(
-        name in HOOKS or _mentions_gradients(function, seen)
+        name in HOOKS or _mentions(function, seen)
         for observer in (module, *callbacks)
         for name, function in _own_functions(observer)
     )
+
+
+_WEIGHTS = frozenset(
+    (
+        *("parameters", "named_parameters", "get_parameter", "parameters_to_vector"),
+        *("vector_to_parameters", "state_dict", "weight", "bias", "data"),
+    )
+)
+_BUILDERS = frozenset(("__init__", "configure_model", "configure_optimizers", "reset_parameters"))
+"""Functions that run before there are parts, or hand parameters to an optimizer."""
+
+
+def looks_at_weights(trainer: Trainer, module: LightningModule) -> tuple[bool, bool]:
+    """Whether somebody may compute with weights or gradients; and whether steps of training may.
+
+    Steps may call any function of the module that is no hook, and of its submodules any but
+    ``forward``, which knows what it holds.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    in_step = any(
+        _mentions(function, set(), _WEIGHTS)
+        for part in module.modules()
+        for name, function in _own_functions(part)
+        if name not in (*_BUILDERS, *HOOKS, *_NO_STEPS)
+        and not name.startswith("on_")
+        and not name.endswith("dataloader")
+        and (part is module or name != "forward")
+    )
+    somewhere = any(
+        name in HOOKS or _mentions(function, set(), _WEIGHTS)
+        for observer in (module, *callbacks)
+        for name, function in _own_functions(observer)
+        if name not in _BUILDERS
+    )
+    by_hand = not module.automatic_optimization and looks_at_gradients(trainer, module)
+    return somewhere or in_step or by_hand, in_step or by_hand
+
+
+_NO_STEPS = ("setup", "teardown", "validation_step", "test_step", "predict_step")
 
 
 def _own_functions(observer: object) -> Iterator[tuple[str, FunctionType]]:
@@ -78,17 +120,26 @@ def _is_of_library(function: FunctionType) -> bool:
     return f"{function.__module__}.".startswith(_LIBRARIES)
 
 
-def _mentions_gradients(function: FunctionType, seen: set[FunctionType]) -> bool:
-    """Whether a function, or one that it calls by a global name, has a word for gradients."""
+def _mentions(
+    function: FunctionType, seen: set[FunctionType], words: frozenset[str] = frozenset()
+) -> bool:
+    """Whether a function, or one that it calls by a global name, has a word for gradients.
+
+    Args:
+        function: see above.
+        seen: functions that have been looked at.
+        words: further words that count.
+    """
     if function in seen:
         return False
     seen.add(function)
     names = set(_names_in(function.__code__))
     called = (function.__globals__.get(name) for name in names)
-    return any("grad" in name and name not in _HARMLESS for name in names) or any(
+    mentioned = (name in words or ("grad" in name and name not in _HARMLESS) for name in names)
+    return any(mentioned) or any(
         isinstance(other, FunctionType)
         and not _is_of_library(other)
-        and _mentions_gradients(other, seen)
+        and _mentions(other, seen, words)
         for other in called
     )
 

@@ -48,6 +48,7 @@ from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.restore import allow_calls, is_whole, refuse_calls, restore
 from lightning_megatron.parallel.spare import spare_items
 from lightning_megatron.pipeline.runner import Pipeline
+from lightning_megatron.pipeline.sequential import RemoteItem
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.problems import instances
 from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
@@ -58,13 +59,13 @@ from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.deferred_build import on_meta
-from lightning_megatron.strategies.gradient_observers import looks_at_gradients
+from lightning_megatron.strategies.gradient_observers import looks_at_gradients, looks_at_weights
 from lightning_megatron.strategies.loader_hooks import LoaderHooks
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.section_hooks import SectionHooks
-from lightning_megatron.strategies.sharded_errors import explain, warn_of_shards
+from lightning_megatron.strategies.sharded_errors import explain
 from lightning_megatron.strategies.step_recovery import StepRecovery
 from lightning_megatron.strategies.step_state import StepState
 from lightning_megatron.strategies.steps import StepEngine
@@ -293,8 +294,7 @@ class MegatronStrategy(
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
             self.parallel.data.show_gradients(looks)
-            if looks and self.options.zero == 3 and self.topology.batch.size > 1:
-                warn_of_shards(module)
+            self._watch_parts(trainer, module)
             if self.parallel.spare is not None:
                 self.measured_partition = MeasuredPartition(self)
         self.start_agreement(trainer, self._host_world())
@@ -311,6 +311,16 @@ class MegatronStrategy(
             )
             trainer.callbacks.insert(0, self._step_state)  # type: ignore[attr-defined]
 
+    def _watch_parts(self, trainer: Trainer, module: LightningModule) -> None:
+        """Have parts of weights seen by user's code made whole, where there are parts and users."""
+        degrees = self.topology.degrees
+        in_parts = self.options.zero == 3 and self.topology.batch.size > 1
+        if in_parts or degrees.tp > 1 or degrees.pp > 1:
+            somewhere, in_step = looks_at_weights(trainer, module)
+            in_step = self.reduce_boolean_decision(in_step, all=False)
+            if self.reduce_boolean_decision(somewhere, all=False) or in_step:
+                self.watch_weights(step=in_step)
+
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
         module, precision = self._module(), self._precision()
@@ -318,6 +328,8 @@ class MegatronStrategy(
         remember_layout(module, parallel)
         precision.use(parallel.gradients)
         precision.prepare(parallel)
+        if self._reductions is not None:
+            self._reductions.follow(parallel.gradients)
         rule = self.options.microbatches()
         make = self.options.make_schedule
         self._engine = StepEngine(module, parallel, rule, make, self._host_gloo)
@@ -374,7 +386,12 @@ class MegatronStrategy(
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
+        remote = [m for m in self._module().modules() if isinstance(m, RemoteItem)]
+        for item in remote:
+            item.stands_in = True  # for `Optimizer(self.trunk.head.parameters())` on other stages
         super().setup_optimizers(trainer)
+        for item in remote:
+            item.stands_in = False
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
@@ -414,6 +431,7 @@ class MegatronStrategy(
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self.unwatch_weights()
         if self.options.zero == 3:
             explain(exception, self._module())
         self.note_ending(exception)
@@ -457,6 +475,7 @@ class MegatronStrategy(
         if self._step_state in callbacks:
             callbacks.remove(self._step_state)
         self.end_watch()
+        self.unwatch_weights()
         self.stop_saver()
         self._give_module_back()
         self.cluster_environment.teardown()

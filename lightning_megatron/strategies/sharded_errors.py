@@ -2,8 +2,8 @@
 
 Under ZeRO 3 parameters and gradients are DTensors, of which a rank holds a part; weights are whole
 only while the forward of the module runs that owns them. torch says so in words that name neither
-the module nor a way out: `explain` replaces them. Where nothing fails, `warn_of_shards` speaks up
-before.
+the module nor a way out: `explain` replaces them. What would not fail is made true by
+`parallel.whole_reductions`.
 """
 
 import re
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import FrameType
 
 from lightning.pytorch import LightningModule
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
@@ -128,14 +127,4 @@ def _is_library(frame: FrameType) -> bool:
     globals_: Mapping[str, object] = frame.f_globals
     return str(globals_.get("__name__", "")).split(".")[0] in (
         *("torch", "lightning", "pytorch_lightning", "lightning_megatron"),
-    )
-
-
-def warn_of_shards(module: LightningModule) -> None:
-    """Say what becomes of code that looks at gradients, before it does."""
-    rank_zero_warn(
-        f"{type(module).__name__} or a callback may look at gradients, and under zero=3 .grad is a "
-        "DTensor of which each rank holds a part: float() or .item() of a sum, norm or other "
-        "reduction of it gives this rank's part only. Make it whole before by .full_tensor(), or "
-        "use zero=2, under which .grad is whole"
     )

@@ -4,7 +4,7 @@ How a batch is run is the business of `strategies.steps`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
+from lightning_megatron.parallel.whole_reductions import WholeReductions
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.strategies.adaptive_memory import AdaptiveMemory
 from lightning_megatron.strategies.data_position import DataPosition
@@ -40,6 +41,10 @@ class StepHooks(ParallelStrategy):
     measured_partition: MeasuredPartition | None = None
     adaptive_memory: AdaptiveMemory | None = None
     """What ``partition="measured"`` found out in the current run; None without it."""
+    _reductions: WholeReductions | None = None
+    """Sees what hooks do with weights in parts, where any may look at them."""
+    _watches_step = False
+    """Whether steps are seen, too."""
     _blocked = False
     """Whether the batch is one of several before the optimizer step, and not their last."""
 
@@ -94,18 +99,19 @@ class StepHooks(ParallelStrategy):
         engine, trainer = self._steps(), self._module().trainer
         args = (*args, *kwargs.values())
         context = self.precision_plugin.train_step_context
-        if not engine.interleaved:
-            output = engine.step_on_batch("training_step", args, context)
-            return mean_over_tokens(output, self.parallel.topology)
-        divisor = trainer.accumulate_grad_batches
-        return engine.train(
-            args,
-            context,
-            fresh=self._fresh(),
-            blocked=self._blocked,
-            divisor=divisor,
-            scaled=self._precision().scale_loss,
-        )
+        with nullcontext() if self._watches_step else self._unseen():
+            if not engine.interleaved:
+                output = engine.step_on_batch("training_step", args, context)
+                return mean_over_tokens(output, self.parallel.topology)
+            divisor = trainer.accumulate_grad_batches
+            return engine.train(
+                args,
+                context,
+                fresh=self._fresh(),
+                blocked=self._blocked,
+                divisor=divisor,
+                scaled=self._precision().scale_loss,
+            )
 
     @override
     def backward(
@@ -115,6 +121,13 @@ class StepHooks(ParallelStrategy):
         self.pre_backward(closure_loss)
         module = self._module()
         loss = self.precision_plugin.pre_backward(closure_loss, module)
+        with self._unseen():
+            self._backward(loss, module, optimizer, *args, **kwargs)
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def _backward(self, loss: Tensor, module: LightningModule, *args: Any, **kwargs: Any) -> None:
         if self._steps().interleaved:
             self._steps().release_gradients()
         else:
@@ -122,13 +135,27 @@ class StepHooks(ParallelStrategy):
             self.parallel.data.begin(blocked=self._blocked)
             self.parallel.data.before_backward()
             scaled = self._precision().scale_loss(loss)
-            self.precision_plugin.backward(scaled, module, optimizer, *args, **kwargs)
+            self.precision_plugin.backward(scaled, module, *args, **kwargs)
             self.parallel.data.finish()
         if not self._blocked:
             self.parallel.gradients.finish()
-        loss = self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
+
+    def watch_weights(self, *, step: bool) -> None:
+        """From now on, have what hooks (and steps) find out of weights in parts made true."""
+        self._reductions = WholeReductions(self.parallel.gradients, self._module())
+        self._watches_step = step
+        self._precision().around_step = self._reductions.lifted
+        self._reductions.__enter__()  # type: ignore[no-untyped-call]
+
+    def unwatch_weights(self) -> None:
+        """Undo `watch_weights`."""
+        if self._reductions is not None:
+            self._reductions.end()
+            self._reductions, self._precision().around_step = None, nullcontext
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        """What runs within is the network, which knows its weights."""
+        return nullcontext() if self._reductions is None else self._reductions.lifted()
 
     @override
     def optimizer_step(
@@ -179,7 +206,8 @@ class StepHooks(ParallelStrategy):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        return self._steps().evaluate(name, (*args, *kwargs.values()), context)
+        with self._unseen():
+            return self._steps().evaluate(name, (*args, *kwargs.values()), context)
 
     @override
     def on_validation_start(self) -> None:

@@ -317,6 +317,28 @@ class Vectors(Habit):
         vector_to_parameters(vector * 0.99, self.net.parameters())
 
 
+class Assigns(Habit):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for index, p in enumerate(self.parameters()):
+            p.data = p.data * 0.9 if index % 2 else p.data.clamp(-0.3, 0.3)
+        self.probe()
+
+
+class AssignsElsewhere(Habit):
+    """By a function that nobody knows of who looks at the code of modules and callbacks."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        HIDDEN[0](self)
+
+
+def shrink(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.data = p.data * 0.9
+
+
+HIDDEN = [shrink]
+
+
 class GradientPenalty(Habit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -479,6 +501,7 @@ HABITS: dict[str, Any] = _by_name(
         *(ForwardBetween, CallsInHooks, Generates, HookEarly, HookLate, ClipsByHand),
         *(ClipsValuesByHand, LogsGradients, LooksAtBatchEnd, AddsNoise, LoadsInSetup),
         *(LoadsAtFitStart, Copies, Prunes, Averages, AveragesEvenly, Vectors, GradientPenalty),
+        *(Assigns, AssignsElsewhere),
         *(OtherMethods, Branches, Lists, Twice, CallsWhileFitting, BranchesInside, Experts),
         *(NestedLists,),
     )

@@ -197,11 +197,27 @@ def penalty_job(zero: int, sync: bool) -> dict[str, Tensor]:
     return fit({"zero": zero}, 2, Penalty(sync), "64-true")
 
 
-def test_a_penalty_on_shards_is_refused(pool: WorkerPool) -> None:
-    pool.run(2, penalty_job, 1, True)
-    for sync, what in ((False, "the loss"), (True, "a value to reduce")):
-        with pytest.raises(Exception, match=f"{what}.* is a DTensor: .*nearest valid"):
-            pool.run(2, penalty_job, 3, sync)
+def test_a_penalty_on_shards_is_one_on_the_whole(pool: WorkerPool) -> None:
+    [expected, _] = pool.run(2, penalty_job, 1, True)
+    for found in pool.run(2, penalty_job, 3, True):
+        small.assert_same(found, expected)
+
+
+class FromRows(Penalty):
+    """Its loss is made of rows of a weight, which under ZeRO 3 are a part."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(batch) + next(self.parameters())[0]
+        return loss
+
+
+def rows_job() -> None:
+    fit({"zero": 3}, 2, FromRows(False), "64-true")
+
+
+def test_a_loss_of_shards_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(Exception, match="the loss is a DTensor: .*nearest valid"):
+        pool.run(2, rows_job)
 
 
 def mixture_job(zero: int) -> None:

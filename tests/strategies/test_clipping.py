@@ -1,6 +1,7 @@
 """``gradient_clip_val`` sees the gradients of the whole model, each parameter once."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_megatron import PipelineSequential
+from lightning_megatron import PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import (
     WIDTH,
@@ -140,3 +142,105 @@ def test_copies_are_clipped_alike_in_narrow_formats(pool: WorkerPool) -> None:
     (norms, found), (other_norms, other) = pool.run(2, narrow_job)
     assert norms == other_norms
     assert all(torch.equal(other[name], weight) for name, weight in found.items())
+
+
+class HeadOnly(Small):
+    """An optimizer for the last part; gradients of the others are never cleared, and grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        block = nn.Sequential(ColumnParallelLinear(WIDTH, 8), nn.Tanh(), RowParallelLinear(8, 4))
+        head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.net = PipelineSequential(first=nn.Linear(WIDTH, WIDTH), block=block, head=head)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.head.parameters(), lr=0.5)
+
+
+class Pair(HeadOnly):
+    """Two optimizers by hand; each is clipped by what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc, union-attr]
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(first, 0.05, "norm")
+        self.clip_gradients(second, 0.01, "value" if batch_idx % 2 else "norm")
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parts = [self.net.block, self.net.head]
+        return [torch.optim.SGD(part.parameters(), lr=0.5) for part in parts]
+
+
+def clip_parts(
+    layout: Mapping[str, Any] | None, devices: int, by_hand: bool, precision: str = "64-true"
+) -> dict[str, Tensor]:
+    """Weights of both modules under one layout."""
+    found = {}
+    options: dict[str, Any] = {"precision": precision}
+    if precision == "fp16":
+        options = {"precision": None, "plugins": [Fp16Precision(2.0**6)]}
+    for kind in (HeadOnly, Pair) if by_hand else (HeadOnly,):
+        module = kind()
+        clip = {} if kind is Pair else {"gradient_clip_val": 0.05}
+        trainer = make_trainer(layout, devices, max_epochs=2, **clip, **options)
+        data = samples()
+        if precision != "64-true":
+            module, data = module.float(), TensorDataset(*(t.float() for t in data.tensors))
+        trainer.fit(module, loader(data, dp=dp_of(devices, layout or {})))
+        whole = gather(module)
+        found.update({f"{kind.__name__}.{name}": whole[name].double() for name in whole})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    [
+        *((1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "zero": 3})),
+        *((2, {"zero": zero}) for zero in range(4)),
+    ],
+    ids=str,
+)
+def test_each_optimizer_is_clipped_by_what_it_holds(
+    pool: WorkerPool, devices: int, layout: dict[str, Any]
+) -> None:
+    by_hand = "pp" not in layout
+    [plain] = pool.run(1, clip_parts, None, 1, by_hand)
+    for found in pool.run(devices, clip_parts, layout, devices, by_hand):
+        assert_same(found, plain)
+
+
+def test_gradients_are_clipped_without_their_scale(pool: WorkerPool) -> None:
+    [plain] = pool.run(1, clip_parts, None, 1, True)
+    for precision in ("fp16", "bf16-mixed"):
+        for found in pool.run(2, clip_parts, {"tp": 2}, 2, True, precision):
+            for name, weight in plain.items():
+                torch.testing.assert_close(found[name], weight, rtol=0, atol=2e-3)
+
+
+def go_on(layout: Mapping[str, Any], devices: int, path: str, epochs: int) -> dict[str, Tensor]:
+    """Train from the checkpoint at ``path``, or write it."""
+    module = HeadOnly()
+    trainer = make_trainer(layout, devices, max_epochs=epochs)
+    trainer.fit(module, loader(dp=1), ckpt_path=path if epochs > 1 else None)
+    if epochs == 1:
+        trainer.save_checkpoint(path)
+    return gather(module)
+
+
+def test_stages_without_parameters_of_an_optimizer_leave_no_trace(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    pool.run(1, go_on, {}, 1, one, 1)
+    pool.run(2, go_on, {"pp": 2}, 2, two, 1)
+    [alone] = pool.run(1, go_on, {}, 1, two, 2)
+    for found in pool.run(2, go_on, {"pp": 2}, 2, one, 2):
+        assert_same(found, alone)

@@ -6,10 +6,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from lightning_megatron import gather
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
-from tests.strategies.small import Small, loader, make_trainer
+from tests.strategies.small import WIDTH, Small, assert_same, dp_of, loader, make_trainer
 
 
 class Asking(pl.Callback):
@@ -113,3 +116,39 @@ def test_all_gather_inside_a_step_concerns_the_batch_ranks(pool: WorkerPool) -> 
     assert all(shapes == [[2, 2, 4]] * 4 for shapes, _ in results)
     results = pool.run(4, gather_in_step, {"tp": 2}, 4)
     assert all(shapes == [[2, 4, 4]] * 2 for shapes, _ in results)
+
+
+class Contrastive(Small):
+    """Negatives of all ranks, and a branch beside the gathered one that gets the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (ColumnParallelLinear(WIDTH, 8), nn.Tanh(), RowParallelLinear(8, WIDTH))
+        self.queries, self.beside = nn.Sequential(*layers), nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        rank = getattr(strategy, "data_parallel_rank", 0)
+        size = getattr(strategy, "data_parallel_size", 1)
+        queries, keys = self.queries(batch[0]), self.net(batch[1])
+        gathered = self.all_gather(keys, sync_grads=True).view(-1, WIDTH)
+        assert len(gathered) == size * len(keys)
+        labels = torch.arange(len(queries)) + rank * len(queries)
+        loss = F.cross_entropy(queries @ gathered.T, labels)
+        own = self.beside(batch[0])
+        # Autograd hands one tensor to both sides of a sum, first to what was computed last.
+        both = torch.stack([own] * size)
+        both = both + self.all_gather(own, sync_grads=True).view(size, -1, WIDTH)
+        return loss + both[rank].square().mean()
+
+
+def contrast(layout: Mapping[str, Any] | None, devices: int) -> dict[str, Tensor]:
+    module = Contrastive()
+    make_trainer(layout, devices).fit(module, loader(dp=dp_of(devices, layout or {})))
+    return gather(module)
+
+
+def test_negatives_of_all_ranks_make_the_loss_of_one_process(pool: WorkerPool) -> None:
+    [alone] = pool.run(1, contrast, None, 1)
+    for found in pool.run(4, contrast, {"tp": 2}, 4):
+        assert_same(found, alone)

@@ -1,0 +1,479 @@
+"""What code of the user's finds out about weights and gradients that this rank has in part.
+
+Under tensor parallelism a parameter of a parallel layer, and its gradient, is this rank's slice: a
+plain tensor whose ``norm()`` is a part of the norm, without anybody noticing. Under ZeRO 3 it is a
+DTensor, of which ``float(p.sum())`` is this rank's part too; under a pipeline ``self.parameters()``
+are those of the rank's stages. `WholeReductions` is a mode of torch that sees the operations which
+user's code applies to parameters and gradients, and to what was computed from them element by
+element, and makes them true:
+
+* a reduction to one number (``sum``, ``mean``, ``norm``, ``max``, ...) is completed over the ranks
+  that have the other parts, also in a loss, where each part gets its gradient;
+* ``torch.nn.utils.get_total_norm``, and with it ``clip_grad_norm_``, gives the norm over the ranks
+  of the whole model, each element counted once;
+* an assignment to ``.data`` of a DTensor, which torch would lose, writes to its shard;
+* what cannot be made true (another shape, numbers of several stages that are added up) is refused
+  by a `ConfigError`.
+
+Completed numbers are collective: all ranks must ask. Code of this package, of optimizers and of
+``torch.nn`` and ``torch.distributed`` knows what it holds, and is left alone. An operation costs
+about 2 us of the host's more within the mode, so it is entered only where somebody may look
+(`strategies.gradient_observers`), and lifted where the network runs.
+"""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils import get_total_norm
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
+
+from lightning_megatron._torch import current_function_mode
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.parallel.gradients import GradientSet, ParameterRole, counts
+
+_REMEDY = (
+    "nearest valid: gradient_clip_val or self.clip_gradients(optimizer, ...) to clip, "
+    "trainer.strategy.parallel_gradients.norm() for the norm of all gradients, weight_decay of the "
+    "optimizer for a penalty, lightning_megatron.gather(module) for whole weights"
+)
+_TOTAL_NORM: CodeType = inspect.unwrap(get_total_norm).__code__
+_OWN = ("torch.distributed", "torch.optim", "torch.nn.modules", "torch._dynamo", "torch._inductor")
+"""Libraries that are given parts on purpose."""
+_SAME_SHAPE = frozenset(
+    (
+        *("abs", "add", "addcdiv", "addcmul", "bfloat16", "bool", "clamp", "clamp_max"),
+        *("clamp_min", "clone", "contiguous", "copy", "cos", "cpu", "cuda", "data", "deepcopy"),
+        *("detach", "div", "divide", "double", "empty_like", "eq", "exp", "fill", "float"),
+        *("floor", "full_like", "ge", "grad", "gt", "half", "iadd", "idiv", "imul", "ipow"),
+        *("isfinite", "isinf", "isnan", "isub", "itruediv", "le", "lerp", "log", "logical_not"),
+        *("lt", "maximum", "minimum", "mul", "multiply", "nan_to_num", "ne", "neg", "negative"),
+        *("ones_like", "pow", "radd", "rdiv", "reciprocal", "relu", "requires_grad", "rmul"),
+        *("round", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sign", "sin", "sqrt"),
+        *("square", "sub", "subtract", "tanh", "to", "true_divide", "truediv", "type", "where"),
+        *("zero", "zeros_like"),
+    )
+)
+"""Operations that treat each element by itself."""
+_REDUCTIONS = frozenset(
+    ("sum", "mean", "norm", "vector_norm", "max", "min", "amax", "amin", "any", "all")
+)
+_VIEWS = frozenset(("view", "reshape", "flatten", "ravel", "unsqueeze", "squeeze"))
+_TO_PYTHON = frozenset(
+    ("item", "tolist", "numpy", "array", "bool", "float", "int", "index", "complex")
+)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a tensor is a part of."""
+
+    name: str
+    cut_by_tp: bool = False
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    """Whose ranks have the other parts."""
+    numel: int = 0
+    """Elements of the whole."""
+    copies: int = 1
+    """Ranks over which gradients of this whole parameter are summed."""
+
+
+class WholeReductions(TorchFunctionMode):
+    """Makes reductions of parameters and gradients true, or refuses them.
+
+    Args:
+        gradients: of the module on its layout.
+        module: the user's.
+    """
+
+    def __init__(self, gradients: GradientSet, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+        self._gradients, self._topology = gradients, gradients.topology
+        self._lifted = 0
+        self._derived: Any = WeakIdKeyDictionary()
+        """Parts that were computed from parameters and gradients."""
+        self._numbers: Any = WeakIdKeyDictionary()
+        """Under a pipeline, of which parameters numbers were computed."""
+
+    def follow(self, gradients: GradientSet) -> None:
+        """Know the parameters of another partition."""
+        self._gradients = gradients
+        self.__dict__.pop("_by_parameter", None)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Let everything be within the block."""
+        on_top = current_function_mode() is self and not self._lifted
+        self._lifted += 1
+        if on_top:  # compiled code would trace the mode otherwise
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self._lifted -= 1
+            if on_top:
+                super().__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Leave the mode, whatever has been entered since."""
+        self._lifted += 1
+        if current_function_mode() is self:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._lifted:
+            return func(*args, **kwargs)
+        tensors = list(_tensors((*args, *kwargs.values())))
+        parts = [(t, part) for t in tensors if (part := self._part_of(t)) is not None]
+        numbers = {n for t in tensors for n in self._numbers.get(t, ())} if self._numbers else set()
+        ends_norm = not parts and func in (torch.linalg.vector_norm, torch.tensor)
+        if not (parts or numbers or ends_norm):
+            return func(*args, **kwargs)
+        frame, known = _caller()
+        if frame is not None and frame.f_code is _TOTAL_NORM:
+            return self._within_total_norm(func, args, kwargs, frame, begins=bool(parts))
+        name = _name(func)
+        if known or not (parts or numbers):
+            result = func(*args, **kwargs)
+            if parts and known == "torch" and name in _SAME_SHAPE:
+                self._derive(result, parts[0][1])
+            return result
+        if self._topology.pp.size > 1 and not self._is_inside(frame):
+            self._refuse_sums(name, {part.name for _, part in parts}, numbers)
+        if not parts:
+            result = func(*args, **kwargs)
+            self._number(result, numbers)
+            return result
+        return self._apply(func, name, args, kwargs, parts)
+
+    # What is known -----------------------------------------------------------------------------
+
+    @cached_property
+    def _by_parameter(self) -> dict[int, _Part]:
+        return {id(r.parameter): self._describe(r) for r in self._gradients.roles if not r.outside}
+
+    def _describe(self, role: ParameterRole) -> _Part:
+        shard, tp = role.shard, self._topology.tp
+        cut = shard is not None and shard.dim is not None and tp.group is not None
+        groups = [tp.group] if cut and tp.group is not None else []
+        if isinstance(role.parameter, DTensor):
+            groups += _groups_of(role.parameter)
+        full = role.parameter.shape if shard is None else torch.Size(shard.full_shape)
+        return _Part(
+            name=role.name,
+            cut_by_tp=cut,
+            groups=tuple(groups),
+            numel=torch.Size(full).numel(),
+            copies=tp.size if shard is not None and shard.sum_gradients else 1,
+        )
+
+    def _part_of(self, tensor: Tensor) -> _Part | None:
+        found: _Part | None = self._by_parameter.get(id(tensor)) or self._derived.get(tensor)
+        if found is None and isinstance(tensor, DTensor):  # of a state_dict, for example
+            found = _Part("", groups=tuple(_groups_of(tensor)), numel=tensor.numel())
+        return found
+
+    def _derive(self, result: Any, part: _Part) -> None:
+        if isinstance(result, Tensor):
+            self._derived[result] = part
+
+    def _number(self, result: Any, names: set[str]) -> None:
+        if isinstance(result, Tensor) and self._topology.pp.size > 1:
+            self._numbers[result] = frozenset(names)
+
+    # Operations --------------------------------------------------------------------------------
+
+    def _apply(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        parts: Sequence[tuple[Tensor, _Part]],
+    ) -> Any:
+        tensor, part = parts[0]
+        if name == "set_data" and tensor is args[0]:
+            return _assign(part.name, tensor, args[1], func)
+        if name in _REDUCTIONS and (part.groups or part.copies > 1):
+            result = self._reduce(name, tensor, part, args, kwargs)
+        elif self._can_gather(name, tensor, part) and tensor is args[0]:
+            assert isinstance(tensor, DTensor)
+            with self.lifted():
+                return func(tensor.full_tensor(), *args[1:], **kwargs)
+        else:
+            result = func(*args, **kwargs)
+            in_place = name.startswith("foreach") and name != "foreach_norm"
+            same = name in _SAME_SHAPE or in_place
+            given = isinstance(result, Tensor | list) or name in _TO_PYTHON
+            if part.cut_by_tp and given and not same:
+                raise ConfigError(
+                    f"{part.name}: {name} was called on a parameter or gradient of which each of "
+                    f"tp={self._topology.tp.size} ranks holds a part, and would give a part of "
+                    f"the result; {_REMEDY}"
+                )
+            if same:
+                self._derive(result, part)
+        if name in _REDUCTIONS or name in _VIEWS:
+            self._number(result, {part.name})
+        elif name == "foreach_norm":
+            for (_, of), each in zip(parts, result, strict=False):
+                self._number(each, {of.name})
+        return result
+
+    @staticmethod
+    def _can_gather(name: str, tensor: Tensor, part: _Part) -> bool:
+        """Whether an operation gets a whole tensor: parts of other shapes are of no use."""
+        asked = name in _TO_PYTHON or name in _VIEWS
+        return asked and isinstance(tensor, DTensor) and not part.cut_by_tp
+
+    def _reduce(
+        self,
+        name: str,
+        tensor: Tensor,
+        part: _Part,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Tensor:
+        options = dict(kwargs)
+        order = options.pop("p", options.pop("ord", 2.0))
+        rest = list(args[1:])
+        if name in ("norm", "vector_norm") and rest:
+            order = rest.pop(0)
+        options.pop("input", None)
+        options.pop("x", None)
+        options.pop("dtype", None)
+        if any(value is not None and value is not False for value in (*rest, *options.values())):
+            raise ConfigError(
+                f"{part.name}: {name} along dimensions was called on a parameter or gradient of "
+                f"which this rank holds a part; {_REMEDY}"
+            )
+        with self.lifted():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            order = 2.0 if order in (None, "fro") else float(order)
+            found = _complete(name, local, order, part)
+            if name == "mean":
+                found = found / part.numel
+            return _one_of(found, part.copies)
+
+    def _is_inside(self, frame: FrameType | None) -> bool:
+        """Whether a submodule computes with weights of its own, all of which are here."""
+        owner = None if frame is None else frame.f_locals.get("self")
+        return isinstance(owner, nn.Module) and owner is not self._module
+
+    def _refuse_sums(self, name: str, parts: set[str], numbers: set[str]) -> None:
+        """Refuse what unites several parameters, where each rank has those of its stages."""
+        united = len(numbers) > 1 or (
+            name in ("cat", "stack", "concat", "concatenate", "hstack") and len(parts) > 1
+        )
+        if united:
+            raise ConfigError(
+                f"{name} unites values of several parameters ({', '.join(sorted(numbers or parts))}"
+                f"), and with pp={self._topology.pp.size} each rank has those of its own stages; "
+                f"{_REMEDY}"
+            )
+
+    # torch.nn.utils.get_total_norm ---------------------------------------------------------------
+
+    def _within_total_norm(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        frame: FrameType,
+        *,
+        begins: bool,
+    ) -> Any:
+        """Put the norm over all ranks in the place of the last number that torch computes."""
+        name = _name(func)
+        if not begins and (name == "vector_norm" or func is torch.tensor):
+            with self.lifted():
+                known = frame.f_locals
+                order = float(known["norm_type"])
+                return self._total_norm(list(known["tensors"]), order)
+        if name in ("foreach_norm", "vector_norm"):  # of no use: parts count once only
+            first = args[0]
+            with self.lifted():
+                zeros = torch.zeros((), device=self._topology.device)
+            return [zeros] * len(first) if name == "foreach_norm" else zeros
+        with self.lifted():
+            return func(*args, **kwargs)
+
+    def _total_norm(self, tensors: Sequence[Tensor], order: float) -> Tensor:
+        if order <= 0:
+            raise ConfigError(
+                f"norm_type={order}: norms over several ranks are of a positive order, or inf; "
+                "nearest valid: norm_type=2.0"
+            )
+        topology = self._topology
+        held = {id(r.parameter): r for r in self._gradients.roles}
+        held |= {id(r.parameter.grad): r for r in self._gradients.roles}
+        total = torch.zeros((), dtype=torch.float64, device=topology.device)
+        for tensor in tensors:
+            role = held.get(id(tensor))
+            if topology.rank == 0 if role is None else counts(role, topology, whole_rows=True):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                wide = torch.promote_types(local.dtype, torch.float32)
+                norm = _local_norm(local, order, wide).to(total)
+                total = torch.maximum(total, norm) if math.isinf(order) else total + norm**order
+        if topology.world_size > 1:
+            op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
+            dist.all_reduce(total, op=op)
+        total = total if math.isinf(order) else total ** (1 / order)
+        held_in = (*tensors, *self._gradients.parameters, total)
+        return total.to(held_in[0].dtype)
+
+
+class _Complete(torch.autograd.Function):
+    """Sum over ranks that have parts of one whole; each part's gradient is the sum's."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+        total = value.clone()
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _OneOf(torch.autograd.Function):
+    """The same value, whose gradient is shared among the ranks that will sum it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
+def _one_of(value: Tensor, ranks: int) -> Tensor:
+    shared: Tensor = value if ranks == 1 else _OneOf.apply(value, ranks)  # type: ignore[no-untyped-call]
+    return shared
+
+
+def _complete(name: str, local: Tensor, order: float, part: _Part) -> Tensor:
+    """The reduction of the whole; the sum in place of the mean."""
+    if name in ("sum", "mean"):
+        found: Tensor = _Complete.apply(local.sum(), part.groups)  # type: ignore[no-untyped-call]
+        return found
+    if name in ("norm", "vector_norm") and not math.isinf(order):
+        wide = local.to(torch.promote_types(local.dtype, torch.float32))
+        powers = wide.square() if order == 2 else wide.abs() ** order
+        sums: Tensor = _Complete.apply(powers.sum(), part.groups)  # type: ignore[no-untyped-call]
+        return (sums.sqrt() if order == 2 else sums ** (1 / order)).to(local.dtype)
+    if local.requires_grad and torch.is_grad_enabled():
+        raise ConfigError(
+            f"{part.name}: {name} of a parameter of which this rank holds a part cannot be "
+            f"differentiated; {_REMEDY}"
+        )
+    logical = name in ("any", "all")
+    largest = name in ("max", "amax", "any", "norm", "vector_norm")
+    values = local.bool().to(torch.int32) if logical else local
+    values = values.abs() if name in ("norm", "vector_norm") else values
+    if values.numel():
+        found = values.amax() if largest else values.amin()
+    else:
+        limits: Any = torch.finfo if values.is_floating_point() else torch.iinfo
+        bound = limits(values.dtype)
+        found = values.new_tensor(bound.min if largest else bound.max)
+    for group in part.groups:
+        dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=group)
+    return found.bool() if logical else found
+
+
+def _assign(name: str, tensor: Tensor, values: Tensor, func: Callable[..., Any]) -> Any:
+    """``tensor.data = values``."""
+    if tensor.shape != values.shape:
+        raise ConfigError(
+            f"{name}: .data was assigned {tuple(values.shape)}, and this parameter has "
+            f"{tuple(tensor.shape)} here; nearest valid: values of that shape"
+        )
+    if not isinstance(tensor, DTensor):
+        return func(tensor, values)
+    mesh = tensor.device_mesh
+    if not isinstance(values, DTensor):
+        values = DTensor.from_local(values, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    with torch.no_grad():
+        tensor.copy_(values)
+    return None
+
+
+def _local_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
+    if not local.numel():
+        return local.new_zeros((), dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(local.detach(), order, dtype=dtype)
+    return norm
+
+
+def _groups_of(tensor: DTensor) -> list[dist.ProcessGroup]:
+    mesh = tensor.device_mesh
+    return [
+        mesh.get_group(index)
+        for index, placement in enumerate(tensor.placements)
+        if isinstance(placement, Shard) and mesh.size(index) > 1
+    ]
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (each for each in value if isinstance(each, Tensor))
+
+
+def _name(func: Any) -> str:
+    """Of an operation, whether it is a function, a method, in place or a property."""
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        of = str(getattr(func.__self__, "__name__", ""))
+        name = of if name == "__get__" else f"set_{of}"
+    return name.strip("_").removeprefix("linalg_")
+
+
+def _caller() -> tuple[FrameType | None, str]:
+    """Who has called an operation, and which library knows what it does: none, if a user."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _TOTAL_NORM:
+            return frame, ""
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith(_OWN):
+            return frame, "torch"
+        if not module.startswith("torch."):
+            own = module.startswith("lightning_megatron.")
+            return frame, "own" if own or _is_layer(frame) else ""
+        frame = frame.f_back
+    return None, ""
+
+
+def _is_layer(frame: FrameType) -> bool:
+    """Whether a layer of the user's own computes with its part."""
+    return isinstance(frame.f_locals.get("self"), ParallelLayer)

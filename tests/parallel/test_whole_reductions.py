@@ -1,0 +1,182 @@
+"""What hooks and steps find out about weights in parts is that of one process, or an error."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
+
+from lightning_megatron import PipelineSequential, gather
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.strategies.small import WIDTH, Small, dp_of, loader, make_trainer
+
+
+class Looking(Small):
+    """Layers that are cut, and notes of what was seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        block = nn.Sequential(
+            ColumnParallelLinear(WIDTH, 8), nn.Tanh(), RowParallelLinear(8, WIDTH)
+        )
+        self.net = PipelineSequential(
+            first=nn.Linear(WIDTH, WIDTH), block=block, head=nn.Linear(WIDTH, WIDTH)
+        )
+        self.seen: list[float] = []
+
+    def note(self, value: Any) -> None:
+        self.seen.append(float(value))
+
+
+class Clips(Looking):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.note(clip_grad_norm_(self.parameters(), 0.1))
+
+
+class ClipsInStep(Looking):
+    def optimizer_step(self, epoch: Any, index: Any, optimizer: Any, closure: Any) -> None:
+        def clipped() -> Any:
+            loss = closure()
+            self.note(clip_grad_norm_(self.parameters(), 0.1, norm_type=3.0))
+            return loss
+
+        optimizer.step(clipped)
+
+
+class ClipsPart(Looking):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note(clip_grad_norm_(self.net.head.parameters(), 0.05, norm_type="inf"))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+
+
+class ClipsByHand(Looking):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.note(clip_grad_norm_(self.parameters(), 0.1))
+        optimizer.step()
+
+
+class LogsNorms(Looking):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = grad_norm(self, norm_type=2)
+        self.log_dict(norms)
+        self.seen += [float(value) for value in norms.values()]
+
+
+class SumsNorms(Looking):
+    def on_after_backward(self) -> None:
+        self.note(sum(p.grad.detach().norm() ** 2 for p in self.parameters()) ** 0.5)
+
+
+class LooksAtEnd(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += [float(p.grad.abs().max()) for p in self.parameters()]
+        self.seen += [float(value.sum()) for value in self.state_dict().values()]
+        self.seen += [float(p.isfinite().all()) + float(p.data.mean()) for p in self.parameters()]
+
+
+class Penalty(Looking):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        squares = sum(p.pow(2).sum() for p in self.parameters())
+        loss = self.loss(batch) + 0.1 * squares + 0.01 * sum(map(torch.norm, self.parameters()))
+        self.note(loss)
+        return loss
+
+
+class Vectors(Looking):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(parameters_to_vector(self.parameters()).norm())
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Clips, ClipsInStep, ClipsPart, ClipsByHand, LogsNorms, SumsNorms, LooksAtEnd),
+        *(Penalty, Vectors),
+    )
+}
+_TP = "view was called on .* tp=2 .*nearest valid"
+_PP = "pp=2 each rank has those of its own stages; nearest valid"
+REFUSED: dict[str, dict[str, str]] = {
+    "tp": {"Vectors": _TP},
+    "pp": {
+        "ClipsByHand": "manual_backward",
+        **dict.fromkeys(("LogsNorms", "SumsNorms", "Vectors"), _PP),
+    },
+    "dp": {},
+}
+Found = dict[str, tuple[dict[str, Any], list[float]] | str]
+
+
+def look(layout: Mapping[str, Any] | None, devices: int, without: str = "") -> Found:
+    found: Found = {}
+    for name, kind in KINDS.items():
+        if name == without:
+            continue
+        module = kind()
+        trainer = make_trainer(layout, devices)
+        try:
+            trainer.fit(module, loader(dp=dp_of(devices, layout or {})))
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            continue
+        found[name] = gather(module), module.seen
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> Found:
+    return pool.run(1, look, None, 1)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout", "refused"),
+    [
+        (2, {"tp": 2}, "tp"),
+        (2, {"pp": 2}, "pp"),
+        (2, {"zero": 3}, "dp"),
+        (4, {"tp": 2, "zero": 3}, "tp"),
+    ],
+    ids=str,
+)
+def test_what_modules_see_of_their_weights(
+    pool: WorkerPool, alone: Found, devices: int, layout: dict[str, Any], refused: str
+) -> None:
+    without = "Penalty" if refused == "pp" else ""
+    for found in pool.run(devices, look, layout, devices, without):
+        for name, outcome in found.items():
+            pattern = REFUSED[refused].get(name)
+            if pattern is not None or isinstance(outcome, str):
+                assert pattern, outcome
+                assert isinstance(outcome, str), f"{name} runs"
+                assert re.search(pattern, outcome), f"{name}: {outcome}"
+                continue
+            (weights, seen), (ours, ours_seen) = alone[name], outcome
+            for key, value in weights.items():
+                torch.testing.assert_close(ours[key], value, rtol=1e-10, atol=1e-10)
+            # A loss is that of the rank's samples, and stages know their own parameters.
+            if name != ("LooksAtEnd" if refused == "pp" else "Penalty") or layout == {"tp": 2}:
+                assert ours_seen == pytest.approx(seen, rel=1e-10), name
+
+
+def penalise(layout: Mapping[str, Any]) -> None:
+    make_trainer(layout, 2).fit(Penalty(), loader())
+
+
+def test_a_penalty_on_the_weights_of_one_stage_is_refused(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="pp=2 each rank has those of its own stages"):
+        pool.run(2, penalise, {"pp": 2})
