@@ -23,6 +23,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -33,6 +34,7 @@ from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
+from lightning_megatron.layers.init_tape import WrittenValues
 from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import (
     ParallelModule,
@@ -57,7 +59,7 @@ from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
-from lightning_megatron.strategies.deferred_build import on_meta
+from lightning_megatron.strategies.deferred_build import Attempt
 from lightning_megatron.strategies.gradient_observers import looks_at_gradients
 from lightning_megatron.strategies.loader_hooks import LoaderHooks
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
@@ -69,7 +71,7 @@ from lightning_megatron.strategies.step_recovery import StepRecovery
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.strategies.stopping import StopHooks
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
-from lightning_megatron.topology.rng import derive_seed
+from lightning_megatron.topology.rng import HostRandomness, derive_seed
 
 
 class MegatronStrategy(
@@ -156,6 +158,7 @@ class MegatronStrategy(
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
         self._defer_init = False
+        self._written: WrittenValues | None = None
         self._host_gloo: dist.ProcessGroup | None = None
         self._seed = 0
         self._gave_back: ParallelModule | None = None
@@ -198,18 +201,15 @@ class MegatronStrategy(
         host = self._sharding.offload_parameters
         problems = (*self._connection.problems(host), *self._checkpoint.problems())
         raise_if_any([*problems, *findings.problems])
-        self._defer_init = findings.defer_init
-        if findings.real_because:
-            rank_zero_warn(
-                "configure_model builds real weights on every rank, because these modules own "
-                f"parameters, buffers or other tensors but have no reset_parameters(): "
-                f"{', '.join(findings.real_because)}"
-            )
+        self._defer_init = findings.real_because is None
+        if findings.real_because is not None:
+            _warn_of_real_weights(findings.real_because)
         settings = (self.options, self._sharding, self.memory, self._checkpoint, env.global_seed())
         self.find_peers(self._connection, settings, from_host=host)
         self._topology = self._make_topology(module)
         module._device_mesh = self.topology.mesh
-        self._seed_process()
+        if self.world_size > 1:
+            self.broadcast(HostRandomness.capture()).restore()
 
     def _make_topology(self, module: LightningModule) -> Topology:
         """A new topology, or the one that an earlier run put the module on."""
@@ -239,7 +239,11 @@ class MegatronStrategy(
         return topology
 
     def _seed_process(self) -> None:
-        """Equal default random streams on ranks that read the same samples, others elsewhere."""
+        """Equal default random streams on ranks that read the same samples, others elsewhere.
+
+        Up to here, so in ``prepare_data``, ``setup`` and ``configure_model``, all ranks draw alike:
+        what one process would, as a random split of the data has to be the same on all.
+        """
         if self.world_size > 1:
             seed = derive_seed(self.topology.seed, "default", self.topology.batch.rank)
             torch.manual_seed(seed)
@@ -261,15 +265,39 @@ class MegatronStrategy(
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build on the meta device where every module can be initialised afterwards."""
-        device = on_meta() if self._defer_init else torch.device("cpu")
-        with device, self.precision_plugin.tensor_init_context():
+        """Build on the meta device what can be given its values afterwards.
+
+        If ``configure_model`` turns out to need real tensors, it is called again with them.
+        """
+        self._written, precision = None, self.precision_plugin
+        deferred, self._defer_init = self._defer_init, False
+        if not self.reduce_boolean_decision(deferred):
+            with torch.device("cpu"), precision.tensor_init_context():
+                yield
+            return
+        module = self._module()
+        attempt = Attempt(module)
+        with attempt.running(), precision.tensor_init_context():
             yield
+        self._written = attempt.written()
+        if self._is_written_alike():
+            return
+        reason, self._written = attempt.reason, None
+        attempt.undo()
+        with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
+            _call_lightning_module_hook(module.trainer, "configure_model")
+        _warn_of_real_weights(reason)
+
+    def _is_written_alike(self) -> bool:
+        """Whether ``configure_model`` gave the same values everywhere, as far as it is noted."""
+        mine = None if self._written is None else self._written.signature()
+        return self.reduce_boolean_decision(mine is not None and mine == self.broadcast(mine))
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._seed_process()
         module = self._module()
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # inference tensors cannot take part in later training
@@ -346,10 +374,11 @@ class MegatronStrategy(
             manual_optimization=not module.automatic_optimization,
         )
         converted = precision.convert_module(module)
+        written, self._written = self._written, None
         if self.topology.pp.size == 1 or self.options.pipeline.partition != MEASURED:
-            return parallelize(converted, self.topology, transforms)
+            return parallelize(converted, self.topology, transforms, written)
         spare = spare_items(converted)
-        return replace(parallelize(converted, self.topology, transforms), spare=spare)
+        return replace(parallelize(converted, self.topology, transforms, written), spare=spare)
 
     def _host_group(self) -> dist.ProcessGroup | None:
         if self.topology.pp.group is None or dist.get_backend(self.topology.pp.group) == "gloo":
@@ -436,6 +465,10 @@ class MegatronStrategy(
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _warn_of_real_weights(reason: str) -> None:
+    rank_zero_warn(f"configure_model builds real weights on every rank, because {reason}")
 
 
 # As Lightning's own strategies do when they are imported; `lightning_megatron` registers the name
