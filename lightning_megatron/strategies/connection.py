@@ -15,7 +15,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from typing_extensions import override
@@ -101,7 +100,6 @@ def connect(
         ConfigError: ranks were given different settings; on all of them.
         ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
-    reset_seed()
     backend = _get_default_process_group_backend_for_device(device)
     if from_host and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"

@@ -80,7 +80,6 @@ class _Construction(TorchFunctionMode):
                 return _from_data(func, args, options)
         return func(*args, **options)
 
-
     def _is_meta(self, tensor: Tensor, asker: FrameType) -> bool:
         """Answer ``is_meta``, on which torch leaves out writes, or warns of them.
 

@@ -177,7 +177,7 @@ def copied(net: Any) -> None:
 
 def narrowed(net: Any) -> None:
     nn.init.constant_(net.start.weight, 1 / 3)
-    net.to(torch.bfloat16)
+    net.to(torch.bfloat16).requires_grad_(False)
 
 
 WAYS: dict[str, tuple[Callable[[Any], None], str]] = {
