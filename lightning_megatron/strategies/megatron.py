@@ -299,9 +299,11 @@ class MegatronStrategy(
         self.accelerator.setup(trainer)
         self._seed_process()
         module = self._module()
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # inference tensors cannot take part in later training
+        # What is gathered as an inference tensor cannot take part in later training.
         trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
+        if self.world_size > 1:
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False
         self.take_over_samplers(trainer)
         self._data_position, self._random_state = DataPosition(), RandomState(self.topology)
         self._host_gloo = self._host_group()
@@ -459,6 +461,7 @@ class MegatronStrategy(
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.end_watch()
+        self.forget_interface()
         self.stop_saver()
         self._give_module_back()
         self.cluster_environment.teardown()
