@@ -63,6 +63,11 @@ from lightning_megatron.strategies.deferred_build import Attempt
 from lightning_megatron.strategies.gradient_observers import looks_at_gradients
 from lightning_megatron.strategies.loader_hooks import LoaderHooks
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
+from lightning_megatron.strategies.model_summary import (
+    leave_summaries,
+    remember_whole,
+    summarise_layout,
+)
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.section_hooks import SectionHooks
@@ -201,7 +206,7 @@ class MegatronStrategy(
         host = self._sharding.offload_parameters
         problems = (*self._connection.problems(host), *self._checkpoint.problems())
         raise_if_any([*problems, *findings.problems])
-        self._defer_init = findings.real_because is None
+        self._defer_init = findings.real_because is None and layout_of(module) is None
         if findings.real_because is not None:
             _warn_of_real_weights(findings.real_because)
         settings = (self.options, self._sharding, self.memory, self._checkpoint, env.global_seed())
@@ -270,12 +275,13 @@ class MegatronStrategy(
         If ``configure_model`` turns out to need real tensors, it is called again with them.
         """
         self._written, precision = None, self.precision_plugin
+        module = self.lightning_module
         deferred, self._defer_init = self._defer_init, False
         if not self.reduce_boolean_decision(deferred):
-            with torch.device("cpu"), precision.tensor_init_context():
+            with _built_once(module), torch.device("cpu"), precision.tensor_init_context():
                 yield
             return
-        module = self._module()
+        assert module is not None
         attempt = Attempt(module)
         with attempt.running(), precision.tensor_init_context():
             yield
@@ -307,8 +313,11 @@ class MegatronStrategy(
         self.take_over_samplers(trainer)
         self._data_position, self._random_state = DataPosition(), RandomState(self.topology)
         self._host_gloo = self._host_group()
+        if layout_of(module) is None:
+            remember_whole(module)
         self.adopt(self._parallelize(module))
         self.model = module
+        summarise_layout(trainer, module, spread=not is_whole(self.parallel))
         self.barrier()
         self.measured_partition = None
         if trainer.state.fn == TrainerFn.FITTING:
@@ -436,6 +445,7 @@ class MegatronStrategy(
         module = self._module()
         failed = module.trainer.state.status == TrainerStatus.INTERRUPTED
         parallel.data.release(collective=not failed)
+        leave_summaries(module.trainer, module, spread=not is_whole(parallel))
         self.leave_groups_to(parallel.topology)
         if not is_whole(parallel):
             layout = self.options.lasting(self.world_size, self._precision())
@@ -468,6 +478,22 @@ class MegatronStrategy(
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+@contextmanager
+def _built_once(module: LightningModule | None) -> Iterator[None]:
+    """Refuse to build anew what an earlier run has put on a layout."""
+    earlier = None if module is None or layout_of(module) is None else list(module.parameters())
+    yield
+    if module is None or earlier is None:
+        return
+    if list(map(id, module.parameters())) != list(map(id, earlier)):
+        raise ConfigError(
+            f"{type(module).__name__}.configure_model builds layers anew for a module that an "
+            "earlier Trainer has put on its layout, and would lose what was trained; nearest "
+            "valid: return at once where the layers are there, as in `if hasattr(self, 'net'): "
+            "return`"
+        )
 
 
 def _warn_of_real_weights(reason: str) -> None:

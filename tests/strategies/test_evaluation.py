@@ -184,7 +184,7 @@ def test_sync_batchnorm_takes_the_statistics_of_the_global_batch(
 def test_one_process_keeps_the_inference_mode_that_it_was_given() -> None:
     trainer = make_trainer({})
     trainer.validate_loop.inference_mode = False
-    for run in (trainer.validate, trainer.test):
-        run(Evaluated(), loader(), verbose=False)
+    for evaluation in (trainer.validate, trainer.test):
+        evaluation(Evaluated(), loader(), verbose=False)
     assert not trainer.validate_loop.inference_mode
     assert trainer.test_loop.inference_mode
