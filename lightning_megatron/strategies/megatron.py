@@ -188,7 +188,11 @@ class MegatronStrategy(
     def parallel(self) -> ParallelModule:  # type: ignore[override]
         """The module on its layout; exists once the strategy has set it up."""
         if self._parallel is None:
-            raise RuntimeError("the module is put on its layout in Strategy.setup")
+            raise ConfigError(
+                "no Trainer has put the module on its layout yet, so there is nothing of this "
+                "strategy's to save; nearest valid: trainer.save_checkpoint after fit, validate, "
+                "test or predict, or torch.save(module.state_dict(), path)"
+            )
         return self._parallel
 
     @override
