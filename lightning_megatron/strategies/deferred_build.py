@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.init import uninitialisable
 from lightning_megatron.layers.init_tape import InitTape, WrittenValues
 from lightning_megatron.topology.rng import HostRandomness
@@ -47,6 +49,37 @@ _CONSTRUCTORS = _FROM_DATA | {
 """What makes a tensor from no other."""
 _ASKS_FOR_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SETS_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+OTHER_AXES = ("tensor_parallel", "data_parallel")
+"""What ``ModelParallelStrategy`` calls the axes of its mesh."""
+
+
+def axis_problem(name: object) -> str:
+    """What to say to a module that asks for an axis of ``ModelParallelStrategy``."""
+    return (
+        f"device_mesh[{name!r}]: that is an axis of ModelParallelStrategy; MegatronStrategy splits "
+        "layers itself, and its axes are 'pp', 'dp_replicate', 'dp_shard' and 'tp'; nearest valid: "
+        "layers of lightning_megatron.layers, which tp=2 splits, and zero=3, which shards all "
+        "others"
+    )
+
+
+def refuse_spread(module: nn.Module) -> None:
+    """Refuse a module that its ``configure_model`` has spread over processes itself.
+
+    Raises:
+        ConfigError: parameters are spread by ``parallelize_module`` or ``fully_shard``.
+    """
+    spread = [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    if spread:
+        shown = ", ".join(spread[:3]) + (", ..." if len(spread) > 3 else "")
+        raise ConfigError(
+            f"{shown}: spread over processes by parallelize_module, fully_shard or "
+            "distribute_tensor in configure_model, where MegatronStrategy spreads whole "
+            "parameters itself; nearest valid: no such calls, but layers of "
+            "lightning_megatron.layers, which tp=2 splits, and zero=3, which shards all others"
+        )
 
 
 class _Construction(TorchFunctionMode):

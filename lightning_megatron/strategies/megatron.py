@@ -59,7 +59,7 @@ from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
-from lightning_megatron.strategies.deferred_build import Attempt
+from lightning_megatron.strategies.deferred_build import Attempt, refuse_spread
 from lightning_megatron.strategies.gradient_observers import looks_at_gradients
 from lightning_megatron.strategies.loader_hooks import LoaderHooks
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
@@ -289,6 +289,8 @@ class MegatronStrategy(
         attempt = Attempt(module)
         with attempt.running(), precision.tensor_init_context():
             yield
+        if attempt.error is None:
+            refuse_spread(module)
         self._written = attempt.written()
         if self._is_written_alike():
             return
@@ -296,6 +298,7 @@ class MegatronStrategy(
         attempt.undo()
         with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
             _call_lightning_module_hook(module.trainer, "configure_model")
+        refuse_spread(module)
         _warn_of_real_weights(reason)
 
     def _is_written_alike(self) -> bool:
@@ -489,6 +492,8 @@ def _built_once(module: LightningModule | None) -> Iterator[None]:
     """Refuse to build anew what an earlier run has put on a layout."""
     earlier = None if module is None or layout_of(module) is None else list(module.parameters())
     yield
+    if earlier is None and module is not None:
+        refuse_spread(module)
     if module is None or earlier is None:
         return
     if list(map(id, module.parameters())) != list(map(id, earlier)):

@@ -37,7 +37,7 @@ from lightning_megatron.pipeline.schedule import (
 from lightning_megatron.problems import switches
 from lightning_megatron.strategies.auto_schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.strategies.averaging import averaging_problems
-from lightning_megatron.strategies.deferred_build import Attempt
+from lightning_megatron.strategies.deferred_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategies.layer_problems import has_unknown_sizes, layer_problems
 from lightning_megatron.topology.degrees import (
     Degrees,
@@ -271,6 +271,7 @@ def _rehearsal(trainer: Trainer, module: LightningModule) -> Iterator[_Outcome]:
         yield outcome
         return
     attempt = Attempt(module)
+    module._device_mesh = _NoMeshYet()  # type: ignore[assignment]
     try:
         with _quiet(), attempt.running(), trainer.precision_plugin.module_init_context():
             module.configure_model()
@@ -280,6 +281,15 @@ def _rehearsal(trainer: Trainer, module: LightningModule) -> Iterator[_Outcome]:
         yield outcome
     finally:
         attempt.undo()
+
+
+class _NoMeshYet:
+    """In place of the device mesh, before there are processes."""
+
+    def __getitem__(self, name: object) -> Any:
+        if name in OTHER_AXES:
+            raise ConfigError(axis_problem(name))
+        raise RuntimeError("the device mesh exists once the processes are connected")
 
 
 @contextmanager

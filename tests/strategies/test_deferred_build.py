@@ -1,12 +1,17 @@
 """What ``configure_model`` makes besides parameters, and how often and when it is called."""
 
+import re
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_megatron import ConfigError
 from tests.strategies.small import Small, loader, make_trainer
 
 
@@ -133,3 +138,48 @@ def test_ranks_draw_alike_before_training_and_begin_with_the_weights_of_rank_zer
     assert [draw for draw, *_ in found] == [plain, plain]
     assert not any(was_meta for _, was_meta, _ in found)
     assert [weight for *_, weight in found] == 2 * [[[0.5] * 4] * 3]
+
+
+class ForModelParallel(Small):
+    """Spreads its layers itself, as ``ModelParallelStrategy`` has it."""
+
+    axis = "tensor_parallel"
+
+    def configure_model(self):
+        mesh = self.device_mesh[self.axis]
+        self.more = nn.Linear(4, 4)
+        if self.axis == "dp_shard":
+            fully_shard(self.more, mesh=mesh)
+        else:
+            parallelize_module(self.more, mesh, ColwiseParallel())
+
+
+class WithOurAxis(ForModelParallel):
+    axis = "tp"
+
+
+class WithOurShards(ForModelParallel):
+    axis = "dp_shard"
+
+
+FOREIGN = {
+    ForModelParallel: ({"tp": 2}, r"device_mesh\['tensor_parallel'\].*its axes are .*'tp'"),
+    WithOurAxis: ({"tp": 2}, "more.weight, more.bias: spread .* by parallelize_module"),
+    WithOurShards: ({"zero": 1}, "more.weight, more.bias: spread .* fully_shard"),
+}
+
+
+def _refusals():
+    found = []
+    for kind, (layout, _) in FOREIGN.items():
+        with pytest.raises(ConfigError) as raised:
+            make_trainer(layout, 2).fit(kind(), loader())
+        found.append(str(raised.value))
+    return found
+
+
+def test_modules_that_spread_themselves_are_refused_with_the_remedy(pool):
+    found = pool.run(2, _refusals)
+    assert found[0] == found[1]
+    for text, (_, pattern) in zip(found[0], FOREIGN.values(), strict=True):
+        assert re.search(pattern + ".*nearest valid: .*zero=3", text)
