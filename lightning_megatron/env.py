@@ -77,16 +77,31 @@ def torch_elastic() -> TorchElastic | None:
     )
 
 
-def use_interface(name: str, *, explicit: bool) -> None:
+def use_interface(name: str, *, explicit: bool) -> dict[str, str | None]:
     """Have gloo and NCCL listen on a network interface.
 
     Args:
         name: of the interface.
         explicit: whether the user chose it for this run; else variables that are set count more.
+
+    Returns:
+        The variables that were changed, with what they were before, for `restore`.
     """
+    before = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if explicit or not os.environ.get(variable):
+            before[variable] = os.environ.get(variable)
             os.environ[variable] = name
+    return before
+
+
+def restore(variables: dict[str, str | None]) -> None:
+    """Give variables the values that they had; None: they had none."""
+    for variable, value in variables.items():
+        if value is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = value
 
 
 def set_meeting_place(address: str, port: int) -> None:

@@ -185,7 +185,7 @@ def _target_problems(target: Path, overwrite: bool) -> list[str]:
     if not os.path.lexists(target):
         return []
     if not overwrite:
-        return [f"{target} exists; nearest valid: another path, or --overwrite"]
+        return [f"{target} exists; nearest valid: another path, or overwrite=True"]
     if not is_hugging_face(target):
         return [f"{target} exists and is no model directory: it is not overwritten"]
     return []

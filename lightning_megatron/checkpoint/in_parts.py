@@ -101,7 +101,7 @@ def target_problems(target: Path, overwrite: bool) -> list[str]:
     if not os.path.lexists(target):
         return []
     if not overwrite:
-        return [f"{target} exists; nearest valid: another path, or --overwrite"]
+        return [f"{target} exists; nearest valid: another path, or overwrite=True"]
     if not is_checkpoint(target):
         return [f"{target} exists and is no checkpoint: it is not overwritten"]
     return []

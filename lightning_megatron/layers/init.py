@@ -10,7 +10,8 @@ how much of a parameter this rank holds. Hence:
 * a plain module with direct parameters or buffers on meta is given memory and its
   ``reset_parameters`` (or ``_reset_parameters``) is called, with PyTorch's default generator seeded
   with (seed, name of the module), children before parents (as the constructors do it);
-* whatever is real already is left as it is, also by the ``reset_parameters`` of its module.
+* whatever is real already is left as it is, also by the ``reset_parameters`` of its module;
+* so is what ``configure_model`` itself has given a value (`layers.init_tape`).
 
 Names are those of the unpartitioned model. A tied parameter is drawn under its first ("canonical")
 name. The values depend on the kind of device they are drawn on.
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 from lightning_megatron._torch import copy_hooks
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron.layers.init_tape import RESETS, WrittenValues
 from lightning_megatron.topology.rng import derive_seed
 
-_RESETS = ("reset_parameters", "_reset_parameters")
 _REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -39,6 +40,7 @@ def materialize(
     seed: int,
     device: torch.device | str,
     canonical: Mapping[str, str] | None = None,
+    written: WrittenValues | None = None,
 ) -> None:
     """Give values, on ``device``, to every parameter and buffer of ``module`` that is on meta.
 
@@ -52,6 +54,7 @@ def materialize(
         device: where the values are made.
         canonical: for tied parameters whose first name lies outside of ``module``: first name by
             full name.
+        written: values that tensors got beside those that their modules draw.
 
     Raises:
         ConfigError: a module has no way to initialise itself (see `uninitialisable`), or leaves a
@@ -68,6 +71,8 @@ def materialize(
     made: dict[int, Tensor] = {}
     names = _first_names(module, prefix, canonical or {})
     for name, child in _children_first(module, prefix):
+        if written is not None:
+            _fill_written(child, name, made, written, seed, device)
         if not _direct_meta(child):
             continue
         if isinstance(child, ParallelLayer):
@@ -133,11 +138,32 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    for method in _RESETS:
+    for method in RESETS:
         reset = getattr(module, method, None)
         if callable(reset):
             return reset  # type: ignore[no-any-return]
     return None
+
+
+def _fill_written(
+    module: nn.Module,
+    name: str,
+    made: dict[int, Tensor],
+    written: WrittenValues,
+    seed: int,
+    device: torch.device,
+) -> None:
+    shards = module.tensor_shards if isinstance(module, ParallelLayer) else {}
+    for local in _direct_meta(module):
+        full_name = f"{name}.{local}" if name else local
+        if full_name not in written:
+            continue
+        old = getattr(module, local)
+        if id(old) not in made:
+            full = written.value(full_name, seed, device)
+            shard = shards.get(local) or TensorShard(full_shape=tuple(full.shape))
+            made[id(old)] = _like(old, _slice(full, shard, old).to(old.dtype))
+        _set(module, local, made[id(old)])
 
 
 def _fill_parallel(

@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_megatron._torch import has_hooks, move_outside_units
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init import materialize
+from lightning_megatron.layers.init_tape import WrittenValues
 from lightning_megatron.parallel.blocks import transform_blocks
 from lightning_megatron.parallel.data import (
     ComputeTypes,
@@ -129,8 +130,19 @@ def remember_layout(module: nn.Module, parallel: ParallelModule | None) -> None:
         module.__dict__[_LAYOUT] = parallel
 
 
-def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -> ParallelModule:
+def parallelize(
+    module: nn.Module,
+    topology: Topology,
+    transforms: Transforms,
+    written: WrittenValues | None = None,
+) -> ParallelModule:
     """Put ``module`` on the layout, in place; collective over all processes.
+
+    Args:
+        module: real, or on the meta device.
+        topology: the layout.
+        transforms: what to do beside it.
+        written: values that tensors on meta were given (`layers.init_tape`).
 
     Raises:
         ConfigError: the module does not fit the layout.
@@ -147,6 +159,7 @@ def parallelize(module: nn.Module, topology: Topology, transforms: Transforms) -
             seed=topology.seed,
             device=topology.device,
             canonical=plan.canonical,
+            written=written,
         )
         move_outside_units(part, topology.device)
 

@@ -15,7 +15,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from typing_extensions import override
@@ -101,12 +100,9 @@ def connect(
         ConfigError: ranks were given different settings; on all of them.
         ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
-    reset_seed()
     backend = _get_default_process_group_backend_for_device(device)
     if from_host and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
-    if single_machine or config.bind not in (None, interfaces.EVERY):
-        env.use_interface(config.bind or interfaces.loopback(), explicit=config.bind is not None)
     if dist.is_initialized():
         attempt = recall(default_store())
     else:
@@ -194,6 +190,7 @@ class Processes(EndingHooks):
     num_nodes = 1
     attempt: Attempt
     """Which start of the processes this is; exists once they are connected."""
+    _interface_before: dict[str, str | None] = {}
 
     @property
     @override
@@ -224,6 +221,9 @@ class Processes(EndingHooks):
         """Find the other ranks; see `connect`."""
         assert self.cluster_environment is not None
         watch = watch_parent()
+        if self.on_one_machine or config.bind not in (None, interfaces.EVERY):
+            name, explicit = config.bind or interfaces.loopback(), config.bind is not None
+            self._interface_before = env.use_interface(name, explicit=explicit)
         self.attempt = connect(
             config,
             self.cluster_environment,
@@ -236,6 +236,11 @@ class Processes(EndingHooks):
             watch.close()
         self.events.identify(run=self.attempt.run_id, attempt=self.attempt.number)
         self.begin_watch(self.attempt)
+
+    def forget_interface(self) -> None:
+        """Leave to the environment the choice of an interface that `find_peers` made."""
+        env.restore(self._interface_before)
+        self._interface_before = {}
 
     def batch_share(self, global_batch: int) -> int:
         """Batch size of this run's loaders for a batch that all ranks read together.

@@ -12,9 +12,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
+from lightning_megatron.errors import raise_if_any
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.data_sampling import share_of
 from lightning_megatron.strategies.data_seeding import seed_dataloader
+from lightning_megatron.strategies.preflight import LayoutOptions
+from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -22,6 +25,10 @@ class LoaderHooks:
     """Dividing and seeding what loaders read."""
 
     lightning_module: LightningModule | None
+    options: LayoutOptions
+    world_size: int
+    global_rank: int
+    _topology: Topology | None
     _data_position: DataPosition
     _splits_data = False
     """Whether the Trainer was told to divide the samples (``use_distributed_sampler``)."""
@@ -40,13 +47,22 @@ class LoaderHooks:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Who reads what share, for the samplers that Lightning makes itself."""
-        return {"num_replicas": self.topology.batch.size, "rank": self.topology.batch.rank}
+        """Who reads what share, for the samplers that Lightning makes itself.
+
+        Raises:
+            ConfigError: the layout does not fit the number of processes.
+        """
+        if self._topology is not None:
+            return {"num_replicas": self.topology.batch.size, "rank": self.topology.batch.rank}
+        raise_if_any(self.options.problems(self.world_size))
+        groups = groups_along("batch", self.options.degrees(self.world_size))
+        ranks = next(group for group in groups if self.global_rank in group)
+        return {"num_replicas": len(ranks), "rank": ranks.index(self.global_rank)}
 
     def process_dataloader(self, dataloader: object) -> object:
         """The loader with this rank's share of the samples, and its random streams."""
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
+        if not isinstance(dataloader, DataLoader) or self._topology is None:
+            return dataloader  # the second: a loop that is called by hand, before any run
         assert self.lightning_module is not None
         trainer, seed = self.lightning_module.trainer, env.global_seed() or 0
         fitting = trainer.state.fn == TrainerFn.FITTING

@@ -14,7 +14,6 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import numpy
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import (
@@ -23,6 +22,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -33,6 +33,7 @@ from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
+from lightning_megatron.layers.init_tape import WrittenValues
 from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import (
     ParallelModule,
@@ -58,10 +59,15 @@ from lightning_megatron.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategies.collectives import TopologyCollectives
 from lightning_megatron.strategies.connection import ConnectionConfig, Processes
 from lightning_megatron.strategies.data_position import DataPosition
-from lightning_megatron.strategies.deferred_build import on_meta
+from lightning_megatron.strategies.deferred_build import Attempt, refuse_spread
 from lightning_megatron.strategies.gradient_observers import looks_at_gradients, looks_at_weights
 from lightning_megatron.strategies.loader_hooks import LoaderHooks
 from lightning_megatron.strategies.measured_partition import MeasuredPartition
+from lightning_megatron.strategies.model_summary import (
+    leave_summaries,
+    remember_whole,
+    summarise_layout,
+)
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.section_hooks import SectionHooks
@@ -71,7 +77,7 @@ from lightning_megatron.strategies.step_state import StepState
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.strategies.stopping import StopHooks
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
-from lightning_megatron.topology.rng import derive_seed
+from lightning_megatron.topology.rng import HostRandomness
 
 
 class MegatronStrategy(
@@ -158,6 +164,7 @@ class MegatronStrategy(
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
         self._defer_init = False
+        self._written: WrittenValues | None = None
         self._host_gloo: dist.ProcessGroup | None = None
         self._seed = 0
         self._gave_back: ParallelModule | None = None
@@ -183,7 +190,11 @@ class MegatronStrategy(
     def parallel(self) -> ParallelModule:  # type: ignore[override]
         """The module on its layout; exists once the strategy has set it up."""
         if self._parallel is None:
-            raise RuntimeError("the module is put on its layout in Strategy.setup")
+            raise ConfigError(
+                "no Trainer has put the module on its layout yet, so there is nothing of this "
+                "strategy's to save; nearest valid: trainer.save_checkpoint after fit, validate, "
+                "test or predict, or torch.save(module.state_dict(), path)"
+            )
         return self._parallel
 
     @override
@@ -201,18 +212,17 @@ class MegatronStrategy(
         host = self._sharding.offload_parameters
         problems = (*self._connection.problems(host), *self._checkpoint.problems())
         raise_if_any([*problems, *findings.problems])
-        self._defer_init = findings.defer_init
-        if findings.real_because:
-            rank_zero_warn(
-                "configure_model builds real weights on every rank, because these modules own "
-                f"parameters, buffers or other tensors but have no reset_parameters(): "
-                f"{', '.join(findings.real_because)}"
-            )
+        self._defer_init = findings.real_because is None and layout_of(module) is None
+        if findings.real_because is not None:
+            _warn_of_real_weights(findings.real_because)
         settings = (self.options, self._sharding, self.memory, self._checkpoint, env.global_seed())
         self.find_peers(self._connection, settings, from_host=host)
         self._topology = self._make_topology(module)
         module._device_mesh = self.topology.mesh
-        self._seed_process()
+        if self.world_size > 1:
+            # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
+            # split of the data that ``setup`` draws is the same on all.
+            self.broadcast(HostRandomness.capture()).restore()
 
     def _make_topology(self, module: LightningModule) -> Topology:
         """A new topology, or the one that an earlier run put the module on."""
@@ -241,18 +251,6 @@ class MegatronStrategy(
         close_with(topology, module)
         return topology
 
-    def _seed_process(self) -> None:
-        """Equal generators on all ranks, as ``seed_everything`` leaves them.
-
-        So a split of the data that ``setup`` draws is the same everywhere; what steps draw differs
-        between ranks that read other samples, see `StepSeeds`.
-        """
-        if self.world_size > 1 and env.global_seed() is None:
-            seed = derive_seed(self.topology.seed, "default")
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
-
     # Module, optimizer, data ---------------------------------------------------------------------
 
     @property
@@ -267,24 +265,56 @@ class MegatronStrategy(
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build on the meta device where every module can be initialised afterwards."""
-        device = on_meta() if self._defer_init else torch.device("cpu")
-        with device, self.precision_plugin.tensor_init_context():
+        """Build on the meta device what can be given its values afterwards.
+
+        If ``configure_model`` turns out to need real tensors, it is called again with them.
+        """
+        self._written, precision = None, self.precision_plugin
+        module = self.lightning_module
+        deferred, self._defer_init = self._defer_init, False
+        if not self.reduce_boolean_decision(deferred):
+            with _built_once(module), torch.device("cpu"), precision.tensor_init_context():
+                yield
+            return
+        assert module is not None
+        attempt = Attempt(module)
+        with attempt.running(), precision.tensor_init_context():
             yield
+        if attempt.error is None:
+            refuse_spread(module)
+        self._written = attempt.written()
+        if self._is_written_alike():
+            return
+        reason, self._written = attempt.reason, None
+        attempt.undo()
+        with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
+            _call_lightning_module_hook(module.trainer, "configure_model")
+        refuse_spread(module)
+        _warn_of_real_weights(reason)
+
+    def _is_written_alike(self) -> bool:
+        """Whether ``configure_model`` gave the same values everywhere, as far as it is noted."""
+        mine = None if self._written is None else self._written.signature()
+        return self.reduce_boolean_decision(mine is not None and mine == self.broadcast(mine))
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = self._module()
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # inference tensors cannot take part in later training
+        # What is gathered as an inference tensor cannot take part in later training.
         trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
+        if self.world_size > 1:
+            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+                loop.inference_mode = False
         self.take_over_samplers(trainer)
         self._data_position, self._random_state = DataPosition(), RandomState(self.topology)
         self._host_gloo = self._host_group()
+        if layout_of(module) is None:
+            remember_whole(module)
         self.adopt(self._parallelize(module))
         self.model = module
+        summarise_layout(trainer, module, spread=not is_whole(self.parallel))
         self.barrier()
         self.measured_partition = None
         if trainer.state.fn == TrainerFn.FITTING:
@@ -374,10 +404,11 @@ class MegatronStrategy(
             manual_optimization=not module.automatic_optimization,
         )
         converted = precision.convert_module(module)
+        written, self._written = self._written, None
         if self.topology.pp.size == 1 or self.options.pipeline.partition != MEASURED:
-            return parallelize(converted, self.topology, transforms)
+            return parallelize(converted, self.topology, transforms, written)
         spare = spare_items(converted)
-        return replace(parallelize(converted, self.topology, transforms), spare=spare)
+        return replace(parallelize(converted, self.topology, transforms, written), spare=spare)
 
     def _host_group(self) -> dist.ProcessGroup | None:
         if self.topology.pp.group is None or dist.get_backend(self.topology.pp.group) == "gloo":
@@ -447,6 +478,7 @@ class MegatronStrategy(
         module = self._module()
         failed = module.trainer.state.status == TrainerStatus.INTERRUPTED
         parallel.data.release(collective=not failed)
+        leave_summaries(module.trainer, module, spread=not is_whole(parallel))
         self.leave_groups_to(parallel.topology)
         if not is_whole(parallel):
             layout = self.options.lasting(self.world_size, self._precision())
@@ -476,12 +508,35 @@ class MegatronStrategy(
             callbacks.remove(self._step_state)
         self.end_watch()
         self.unwatch_weights()
+        self.forget_interface()
         self.stop_saver()
         self._give_module_back()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+@contextmanager
+def _built_once(module: LightningModule | None) -> Iterator[None]:
+    """Refuse to build anew what an earlier run has put on a layout."""
+    earlier = None if module is None or layout_of(module) is None else list(module.parameters())
+    yield
+    if earlier is None and module is not None:
+        refuse_spread(module)
+    if module is None or earlier is None:
+        return
+    if list(map(id, module.parameters())) != list(map(id, earlier)):
+        raise ConfigError(
+            f"{type(module).__name__}.configure_model builds layers anew for a module that an "
+            "earlier Trainer has put on its layout, and would lose what was trained; nearest "
+            "valid: return at once where the layers are there, as in `if hasattr(self, 'net'): "
+            "return`"
+        )
+
+
+def _warn_of_real_weights(reason: str) -> None:
+    rank_zero_warn(f"configure_model builds real weights on every rank, because {reason}")
 
 
 # As Lightning's own strategies do when they are imported; `lightning_megatron` registers the name

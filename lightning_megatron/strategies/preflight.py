@@ -5,14 +5,16 @@ connected. So the hook is rehearsed on the meta device, the structure it makes i
 module is put back as it was.
 """
 
+import contextlib
+import io
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,7 +24,6 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.init import uninitialisable
 from lightning_megatron.parallel.data import ComputeTypes, ShardingConfig
 from lightning_megatron.parallel.memory import MemoryConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
@@ -36,7 +37,7 @@ from lightning_megatron.pipeline.schedule import (
 from lightning_megatron.problems import switches
 from lightning_megatron.strategies.auto_schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.strategies.averaging import averaging_problems
-from lightning_megatron.strategies.deferred_build import on_meta
+from lightning_megatron.strategies.deferred_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategies.layer_problems import has_unknown_sizes, layer_problems
 from lightning_megatron.topology.degrees import (
     Degrees,
@@ -181,10 +182,8 @@ class Findings:
 
     problems: tuple[str, ...]
     """Everything that is wrong."""
-    defer_init: bool
-    """Whether ``configure_model`` can run on the meta device."""
-    real_because: tuple[str, ...]
-    """Modules for which it cannot."""
+    real_because: str | None
+    """Why ``configure_model`` cannot run on the meta device, if that is known."""
 
 
 def examine(
@@ -227,22 +226,19 @@ def examine(
         trainer, module, whole=world_size == 1 or (options.zero != 3 and _is_flat(options))
     )
     degrees = options.degrees(world_size) if layout_is_legal else None
-    real_because: list[str] = []
-    built = False
     with _rehearsal(trainer, module) as outcome:
         if isinstance(outcome.error, ConfigError):
             problems += outcome.error.problems
         elif outcome.error is not None:
+            # It may need what ``setup`` makes. Lightning's own call shows what is wrong with it.
             log.debug("configure_model cannot be rehearsed: %s", outcome.error)
         else:
-            built = True
             types = getattr(trainer.precision_plugin, "types", ComputeTypes())
             alone = degrees is not None and degrees.dp == 1 and types.parameters is None
             tp = 1 if degrees is None else degrees.tp
             problems += layer_problems(module, alone=alone, tp=tp)
             if any(has_unknown_sizes(child) for child in module.modules()):
                 degrees = None  # what follows asks for sizes
-            real_because = uninitialisable(module)
             problems += sharding.problems(module) + memory.problems(module)
             if degrees is not None:
                 plan = ModulePlan(module, degrees, options.pipeline, options.stage_ranks)
@@ -250,8 +246,7 @@ def examine(
                 problems += _shape_problems(trainer, module, options)
                 if not problems:
                     _warn_of_estimates(plan)
-    defer = built and not real_because
-    return Findings(tuple(dict.fromkeys(problems)), defer, tuple(real_because))
+    return Findings(tuple(dict.fromkeys(problems)), outcome.real_because)
 
 
 def _warn_of_estimates(plan: ModulePlan) -> None:
@@ -266,6 +261,7 @@ def _warn_of_estimates(plan: ModulePlan) -> None:
 
 class _Outcome:
     error: Exception | None = None
+    real_because: str | None = None
 
 
 @contextmanager
@@ -275,30 +271,38 @@ def _rehearsal(trainer: Trainer, module: LightningModule) -> Iterator[_Outcome]:
     if not is_overridden("configure_model", module) or _is_parallel(module):
         yield outcome
         return
-    saved = {k: _copy(v) for k, v in module.__dict__.items()}
+    attempt = Attempt(module)
+    module._device_mesh = _NoMeshYet()  # type: ignore[assignment]
     try:
-        with torch.random.fork_rng(devices=[]), on_meta():
-            try:
-                with trainer.precision_plugin.module_init_context():
-                    module.configure_model()
-            except Exception as error:  # whatever the user's hook raises, Lightning's call repeats
-                outcome.error = error
+        with _quiet(), attempt.running(), trainer.precision_plugin.module_init_context():
+            module.configure_model()
+        outcome.error = attempt.error
+        if attempt.needs_values or (attempt.error is None and attempt.written() is None):
+            outcome.real_because = attempt.reason
         yield outcome
     finally:
-        module.__dict__.clear()
-        module.__dict__.update(saved)
+        attempt.undo()
+
+
+class _NoMeshYet:
+    """In place of the device mesh, before there are processes."""
+
+    def __getitem__(self, name: object) -> Any:
+        if name in OTHER_AXES:
+            raise ConfigError(axis_problem(name))
+        raise RuntimeError("the device mesh exists once the processes are connected")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block nothing is said that Lightning's own call of the hook says again."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _is_parallel(module: nn.Module) -> bool:
     return any(isinstance(m, ParallelLayer) and m.topology is not None for m in module.modules())
-
-
-def _copy(value: Any) -> Any:
-    return type(value)(value) if type(value) in (dict, list, set) or _is_ordered(value) else value
-
-
-def _is_ordered(value: Any) -> bool:
-    return type(value).__name__ == "OrderedDict"
 
 
 def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]:

@@ -230,15 +230,39 @@ def test_nothing_is_replaced_unasked(saved, tmp_path):
     for _ in range(2):
         import_hugging_face(theirs, checkpoint, overwrite=True)
         export_hugging_face(checkpoint, back, overwrite=True)
-    with pytest.raises(ConfigError, match=r"a\.ckpt exists; .*--overwrite"):
-        import_hugging_face(theirs, checkpoint)
-    with pytest.raises(ConfigError, match=r"back exists; .*--overwrite"):
+    with pytest.raises(ConfigError, match=r"a\.ckpt exists; .*overwrite=True"):
+        import_hugging_face(theirs, checkpoint, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"back exists; .*overwrite=True"):
         export_hugging_face(checkpoint, back)
     with pytest.raises(ConfigError, match="is no checkpoint: it is not overwritten"):
         import_hugging_face(theirs, theirs, overwrite=True)
     with pytest.raises(ConfigError, match="is no model directory: it is not overwritten"):
         export_hugging_face(checkpoint, checkpoint, overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt", "back", "theirs"]
+
+
+def import_in_a_run(theirs, path, dtype=None):
+    """What a training script does in every process, and when the checkpoint was written."""
+    import_hugging_face(theirs, path, dtype=dtype, overwrite=dtype is not None)
+    trainer = quiet_trainer(MegatronStrategy(), max_steps=0, precision="32-true")
+    model = LanguageModel(path)
+    trainer.fit(model, DataLoader(torch.zeros(2, 4, dtype=torch.int64)), ckpt_path=path)
+    return (Path(path) / "manifest.json").stat().st_mtime_ns
+
+
+def test_a_script_imports_once_however_many_processes_run_it(saved, tmp_path, pool):
+    theirs, path = saved("llama"), tmp_path / "runs/a.ckpt"
+    ((first, other), (again, _)) = (
+        pool.run(2, import_in_a_run, str(theirs), str(path)) for _ in range(2)
+    )
+    assert first == other == again
+    assert pool.run(2, import_in_a_run, str(theirs), str(path), torch.bfloat16)[0] > first
+    shard = shards(theirs)[0]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ConfigError, match="exists"):
+        import_hugging_face(theirs, path, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("failing", ["write_safetensors", "write_durably"])

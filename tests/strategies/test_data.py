@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, WeightedRandomSampler
 
-from lightning_megatron import ShardingConfig
+from lightning_megatron import ConfigError, ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import (
     GLOBAL_BATCH,
@@ -222,3 +222,25 @@ def stream(layout: Mapping[str, Any], devices: int) -> int:
 
 def test_use_distributed_sampler_false_is_respected(pool: WorkerPool) -> None:
     assert pool.run(2, stream, {}, 2) == [4, 4]
+
+
+def _before_a_run(devices: int) -> list[Any]:
+    found: list[Any] = []
+    for layout in ({"tp": 2}, {"pp": 2}, {"zero": 1}):
+        trainer = make_trainer(layout, devices)
+        found.append(trainer.distributed_sampler_kwargs)
+    trainer.strategy.connect(Small())
+    trainer.fit_loop._data_source.instance = loader(shuffle=True)
+    trainer.fit_loop.setup_data()
+    sampler = trainer.train_dataloader.sampler
+    with pytest.raises(ConfigError, match="no Trainer has put.*nearest valid: trainer.save"):
+        trainer.save_checkpoint("nowhere.ckpt")
+    with pytest.raises(ConfigError, match="tp=3"):
+        _ = make_trainer({"tp": 3}, devices).distributed_sampler_kwargs
+    return [*found, (sampler.num_replicas, sampler.rank)]
+
+
+def test_before_a_run_a_rank_knows_its_share(pool: WorkerPool) -> None:
+    for rank, found in enumerate(pool.run(2, _before_a_run, 2)):
+        whole = {"num_replicas": 1, "rank": 0}
+        assert found == [whole, whole, {"num_replicas": 2, "rank": rank}, (2, rank)]

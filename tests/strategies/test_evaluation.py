@@ -179,3 +179,12 @@ def test_sync_batchnorm_takes_the_statistics_of_the_global_batch(
     ranks = pool.run(devices, normalise, layout, devices)
     assert_same(merged([rank[0] for rank in ranks]), plain)
     assert_same(merged([rank[1] for rank in ranks]), plain_buffers)
+
+
+def test_one_process_keeps_the_inference_mode_that_it_was_given() -> None:
+    trainer = make_trainer({})
+    trainer.validate_loop.inference_mode = False
+    for evaluation in (trainer.validate, trainer.test):
+        evaluation(Evaluated(), loader(), verbose=False)
+    assert not trainer.validate_loop.inference_mode
+    assert trainer.test_loop.inference_mode

@@ -168,3 +168,12 @@ def test_nobody_is_watched_for_a_run_that_was_never_torn_down(pool: WorkerPool) 
 
 def test_the_model_of_a_trainer_is_freed(pool: WorkerPool) -> None:
     assert all(pool.run(2, model_job, {"zero": 0}, 2))
+
+
+def test_the_environment_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    trainer = make_trainer({}, max_steps=1)
+    trainer.fit(Small(), loader())
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
