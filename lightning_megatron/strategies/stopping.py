@@ -227,7 +227,7 @@ class StopHooks(ParallelStrategy):
         self._mend = mend
         if self.before_leaving is not None:
             self.before_leaving(self.stop)
-        raise SIGTERMException(self.stop_flag.exit_code)
+        raise SIGTERMException(self.stop_flag.code_for(self.stop.number))
 
     def save_checkpoint(
         self,
