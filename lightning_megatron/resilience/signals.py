@@ -37,6 +37,9 @@ SAME_INTERRUPT_S = 2.0
 SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 """What schedulers and terminals send to all processes of a job."""
 
+_JOIN_S = 1.0
+"""How long a thread may take to see that its pipe is closed."""
+
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -63,8 +66,10 @@ class StopFlag:
         self.same_s, self.same_interrupt_s = SAME_S, SAME_INTERRUPT_S
         self._process = os.getpid()
         self._since: float | None = None
+        self._first = 0  # as the thread has it; the main thread may hang and never note it
         self._pipe: tuple[int, int] | None = None
         self._former = -1
+        self._thread: threading.Thread | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the signal; the second one ends the process."""
@@ -106,9 +111,10 @@ class StopFlag:
         self._pipe = reading, writing
         StopFlag._watching = self
         arguments = reading, frozenset(numbers)
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._keep_watch, args=arguments, daemon=True, name="signals"
-        ).start()
+        )
+        self._thread.start()
 
     def release(self) -> None:
         """End the thread."""
@@ -117,6 +123,8 @@ class StopFlag:
             StopFlag._watching = None
             signal.set_wakeup_fd(self._former)
             os.close(pipe[1])
+            assert self._thread is not None
+            self._thread.join(_JOIN_S)
 
     @staticmethod
     def leave_to_parent() -> None:
@@ -133,7 +141,7 @@ class StopFlag:
         while True:
             ready, _, _ = select.select([reading], [], [], self._left())
             if not ready:
-                name = name_of(self.number)
+                name = name_of(self._first)
                 self._leave(f"{self.grace_s:g} s after {name} the run has not ended: leaving it")
             came = os.read(reading, 64)
             if not came:  # released
@@ -152,7 +160,7 @@ class StopFlag:
         now = time.monotonic()
         same_s = self.same_interrupt_s if number == signal.SIGINT else self.same_s
         if self._since is None:
-            self._since = now
+            self._since, self._first = now, number
             if self.speaks and number == signal.SIGINT:
                 self._say("interrupt: the run ends after this batch; once more: at once, unsaved")
         elif now - self._since > same_s:
@@ -164,7 +172,7 @@ class StopFlag:
 
     def _leave(self, why: str) -> None:
         self._say(why)
-        os._exit(self.code_for(self.number))
+        os._exit(self.code_for(self._first))
 
 
 os.register_at_fork(after_in_child=StopFlag.leave_to_parent)

@@ -43,6 +43,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from lightning_megatron import env
 from lightning_megatron._torch import (
     abandon_process_groups,
     end_kernel_threads,
@@ -226,7 +227,7 @@ def _be_rank(
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt_once)
-    os.environ["LOCAL_RANK"] = str(local_rank)
+    env.become_rank(local_rank)
     strategy: Any = trainer.strategy
     strategy._launcher = None
     strategy.set_world_ranks()
