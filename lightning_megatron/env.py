@@ -131,6 +131,11 @@ def announce_parent() -> None:
     os.environ[_PARENT] = str(os.getpid())
 
 
+def become_rank(local_rank: int) -> None:
+    """Let whoever asks the environment of this process know which rank of the machine it is."""
+    os.environ["LOCAL_RANK"] = str(local_rank)
+
+
 def error_file() -> str | None:
     """Where torchrun reads how a worker of it failed."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE") or None

@@ -66,3 +66,4 @@ from lightning_megatron._torch.kernels import scaled_mm as scaled_mm
 from lightning_megatron._torch.kernels import unscale_ as unscale_
 from lightning_megatron._torch.loader import LoaderIterator as LoaderIterator
 from lightning_megatron._torch.loader import watch_no_workers as watch_no_workers
+from lightning_megatron._torch.threads import end_kernel_threads as end_kernel_threads

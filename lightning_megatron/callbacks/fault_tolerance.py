@@ -3,7 +3,7 @@
 ==================== ===================================================================== =======
 member               what it answers                                                       default
 ==================== ===================================================================== =======
-`Preemption`         SIGTERM and SIGUSR1: save the same step on all ranks, exit with 143   on
+`Preemption`         SIGTERM, SIGUSR1 and Ctrl-C: save the same step on all ranks, end     on
 `HangDetector`       a rank that stands still: name it, with stacks, and end the attempt   on
 `SlowRankDetector`   a rank that is slower than its peers: name it and the section         on
 `NumberGuard`        loss or gradients that are not finite: raise before the update        on

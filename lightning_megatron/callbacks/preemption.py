@@ -1,7 +1,8 @@
 """A run that a cluster takes the machines from leaves a checkpoint behind.
 
 A spot node, a pod that is moved, a job at the end of its time: a signal comes first, and some
-seconds later the end. It may reach one rank, all, or their launcher. The strategy has all ranks
+seconds later the end. It may reach one rank, all, or their launcher. Ctrl-C in a terminal and the
+interrupt of a notebook are such signals, too. The strategy has all ranks
 agree on a batch to end with (`strategies.stopping`); in between, this callback saves, and on Slurm
 has the job queued again.
 
@@ -40,15 +41,16 @@ _SCONTROL_S = 20.0
 class Preemption(pl.Callback):
     """Saves a checkpoint on all ranks and ends the run when a signal reaches one of them.
 
-    DataLoader workers are shielded from SIGTERM, SIGUSR1 and SIGUSR2 that others than their parent
-    send. A second signal, five seconds or more after the first, ends its process at once.
+    DataLoader workers are shielded from these signals and SIGUSR2 if others than their parent
+    send. A second signal, five seconds or more after the first (Ctrl-C: two), ends its process at
+    once.
 
     Args:
         signals: by name or number.
         grace_s: seconds after the first signal when a process ends without a checkpoint, wherever
             it may hang; None leaves that to the cluster.
-        exit_code: of every rank. 143 is what a process that SIGTERM ended is expected to have;
-            launchers take anything but 0 for a failure.
+        exit_code: of every rank; 130 after SIGINT, whatever this is. 143 is what a process that
+            SIGTERM ended is expected to have; launchers take anything but 0 for a failure.
         requeue: whether global rank 0 runs ``scontrol requeue`` once the checkpoint is there;
             ``"auto"``: where Lightning would, on SIGUSR1 or the ``requeue_signal`` of its
             ``SLURMEnvironment``. This replaces Lightning's handlers.
@@ -62,7 +64,7 @@ class Preemption(pl.Callback):
 
     def __init__(
         self,
-        signals: Sequence[str | int] = ("SIGTERM", "SIGUSR1"),
+        signals: Sequence[str | int] = ("SIGTERM", "SIGUSR1", "SIGINT"),
         grace_s: float | None = None,
         exit_code: int = 143,
         requeue: bool | Literal["auto"] = "auto",
@@ -118,7 +120,7 @@ class Preemption(pl.Callback):
             signal=str(stop),
             path=saved,
             seconds=time.monotonic() - begun,
-            exit_code=self._exit_code,
+            exit_code=strategy.stop_flag.code_for(stop.number),
         )
         if trainer.is_global_zero:
             lines += self._queue_again(trainer, stop)

@@ -14,7 +14,9 @@ _Rectangle = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtyp
 """Shape of the whole tensor, offsets, sizes, number format."""
 
 
-def gather(module: nn.Module, rank: int | None = None) -> dict[str, Any]:
+def gather(
+    module: nn.Module, rank: int | None = None, device: torch.device | None = None
+) -> dict[str, Any]:
     """The state of a module with whole, plain tensors, whatever layout it is on; collective.
 
     Every process of the run calls it, in a hook or after ``fit``. What it returns fits
@@ -26,6 +28,7 @@ def gather(module: nn.Module, rank: int | None = None) -> dict[str, Any]:
     Args:
         module: the LightningModule.
         rank: the one process that is to have the result; all of them if None.
+        device: where the result goes, one tensor after the other; None for the module's own.
 
     Returns:
         What ``state_dict`` of the module would be in one process, with copies of the tensors; an
@@ -37,14 +40,16 @@ def gather(module: nn.Module, rank: int | None = None) -> dict[str, Any]:
     if parallel is None or world == 1:
         rows = None if parallel is None else parallel.data.rows
         state = model_chunks(module, rows=rows)
-        return _named({name: _copy(value) for name, value in state.items()}, state) if mine else {}
+        found = {name: _copy(value, device) for name, value in state.items()} if mine else {}
+        return _named(found, state) if mine else {}
     parallel.data.come_to_rest()
     state = model_chunks(module, parallel.canonical, parallel.data.rows)
     everyone: list[dict[str, tuple[_Rectangle, tuple[str, ...]]]] = [{}] * world
     dist.all_gather_object(everyone, {n: _describe(c) for n, c in _chunks(state)})
-    found: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Chunk)}
+    found = {n: v for n, v in state.items() if not isinstance(v, Chunk)}
     for name in sorted(set().union(*everyone)):
         whole = _assemble(name, state.get(name), everyone, parallel, keep=mine)
+        whole = whole if whole is None or device is None else whole.to(device)
         aliases = {alias for known in everyone if name in known for alias in known[name][1]}
         found |= dict.fromkeys((name, *sorted(aliases)), whole)
     return found if mine else {}
@@ -91,8 +96,10 @@ def _assemble(
     return whole
 
 
-def _copy(value: Any) -> Any:
-    return value.tensor.clone() if isinstance(value, Chunk) else value
+def _copy(value: Any, device: torch.device | None) -> Any:
+    if not isinstance(value, Chunk):
+        return value
+    return value.tensor.clone() if device is None else value.tensor.to(device, copy=True)
 
 
 def _named(found: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:

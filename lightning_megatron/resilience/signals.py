@@ -6,7 +6,8 @@ signal came. `StopFlag` does that; the ranks agree on it later, at a point of th
 
 A cluster that takes a machine back warns once and kills some 30 seconds later, and users press keys
 twice. So a second signal means: leave now, without a save. But launchers pass on what also reached
-their children by the process group, so that signals which come close together are one.
+their children by the process group, so that signals which come close together are one. A key is
+pressed twice sooner than a cluster signals twice: two seconds are enough to tell two interrupts.
 
 One run at a time listens. One that was never torn down, as an exception in some callback's
 `on_exception` prevented it, is deaf from the start of the next; and what reaches a process forked
@@ -30,8 +31,16 @@ from typing import Any, ClassVar
 SAME_S = 5.0
 """Signals that come within so many seconds of the first are copies of it."""
 
-SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers send to all processes of a job."""
+SAME_INTERRUPT_S = 2.0
+"""The same for interrupts (Ctrl-C)."""
+
+SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+"""What schedulers and terminals send to all processes of a job."""
+
+_JOIN_S = 1.0
+"""How long a thread may take to see that its pipe is closed."""
+
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 class StopFlag:
@@ -39,10 +48,11 @@ class StopFlag:
 
     Attributes:
         number: of the first signal, 0 when there was none.
-        exit_code: of a process that leaves because of a signal.
+        exit_code: of a process that leaves because of a signal; see `code_for`.
+        speaks: whether this process says what an interrupt brings about.
         grace_s: how long the process may live after the first signal, wherever it may hang; None
             leaves that to whoever sent it.
-        same_s: see `SAME_S`.
+        same_s, same_interrupt_s: see `SAME_S` and `SAME_INTERRUPT_S`.
     """
 
     _watching: ClassVar["StopFlag | None"] = None
@@ -52,11 +62,14 @@ class StopFlag:
         self.number = 0
         self.exit_code = exit_code
         self.grace_s: float | None = None
-        self.same_s = SAME_S
+        self.speaks = False
+        self.same_s, self.same_interrupt_s = SAME_S, SAME_INTERRUPT_S
         self._process = os.getpid()
         self._since: float | None = None
+        self._first = 0  # as the thread has it; the main thread may hang and never note it
         self._pipe: tuple[int, int] | None = None
         self._former = -1
+        self._thread: threading.Thread | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the signal; the second one ends the process."""
@@ -68,6 +81,14 @@ class StopFlag:
         self.number = self.number or int(number)
         if self._pipe is None:  # else the thread keeps the time: a handler may come to run late
             self._came(number)
+
+    def code_for(self, number: int) -> int:
+        """Exit code of a process that leaves because of this signal.
+
+        Args:
+            number: of the signal. After an interrupt shells expect 130, whatever `exit_code` is.
+        """
+        return _INTERRUPTED if number == signal.SIGINT else self.exit_code
 
     def clear(self) -> None:
         """Begin anew, in this process: the next signal is a first one."""
@@ -90,9 +111,10 @@ class StopFlag:
         self._pipe = reading, writing
         StopFlag._watching = self
         arguments = reading, frozenset(numbers)
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._keep_watch, args=arguments, daemon=True, name="signals"
-        ).start()
+        )
+        self._thread.start()
 
     def release(self) -> None:
         """End the thread."""
@@ -101,6 +123,8 @@ class StopFlag:
             StopFlag._watching = None
             signal.set_wakeup_fd(self._former)
             os.close(pipe[1])
+            assert self._thread is not None
+            self._thread.join(_JOIN_S)
 
     @staticmethod
     def leave_to_parent() -> None:
@@ -117,7 +141,7 @@ class StopFlag:
         while True:
             ready, _, _ = select.select([reading], [], [], self._left())
             if not ready:
-                name = name_of(self.number)
+                name = name_of(self._first)
                 self._leave(f"{self.grace_s:g} s after {name} the run has not ended: leaving it")
             came = os.read(reading, 64)
             if not came:  # released
@@ -134,18 +158,34 @@ class StopFlag:
 
     def _came(self, number: int) -> None:
         now = time.monotonic()
+        same_s = self.same_interrupt_s if number == signal.SIGINT else self.same_s
         if self._since is None:
-            self._since = now
-        elif now - self._since > self.same_s:
+            self._since, self._first = now, number
+            if self.speaks and number == signal.SIGINT:
+                self._say("interrupt: the run ends after this batch; once more: at once, unsaved")
+        elif now - self._since > same_s:
             self._leave(f"{name_of(number)} again: leaving at once, without a save")
 
-    def _leave(self, why: str) -> None:
+    def _say(self, what: str) -> None:
         # Not through sys.stderr: the main thread may be amid a write.
-        os.write(2, f"{why} (process {os.getpid()})\n".encode())
-        os._exit(self.exit_code)
+        os.write(2, f"{what} (process {os.getpid()})\n".encode())
+
+    def _leave(self, why: str) -> None:
+        self._say(why)
+        os._exit(self.code_for(self._first))
 
 
 os.register_at_fork(after_in_child=StopFlag.leave_to_parent)
+
+
+def interrupt_once(number: int, frame: FrameType | None) -> None:
+    """Handle an interrupt as Python does, and ignore those that follow.
+
+    An interrupt may reach a process twice, by its group and by the process that started it.
+    """
+    del frame
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def name_of(number: float) -> str:

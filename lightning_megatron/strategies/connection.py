@@ -2,10 +2,12 @@
 
 import atexit
 import difflib
+import multiprocessing
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _get_default_process_group_backend_for_device,
 )
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
@@ -26,6 +29,7 @@ from lightning_megatron.resilience import interfaces
 from lightning_megatron.resilience.attempt import Attempt, join, recall, remember
 from lightning_megatron.resilience.meeting_place import host_store, reach_store
 from lightning_megatron.strategies.endings import EndingHooks
+from lightning_megatron.strategies.forking import ForkLauncher
 from lightning_megatron.strategies.launcher import Launcher, watch_parent
 
 
@@ -42,6 +46,11 @@ class ConnectionConfig:
     bind: str | None = None
     """Network interface ("eth0") that the processes listen on, "0.0.0.0" for all; None: on a single
     machine only loopback, on several what torch chooses."""
+    start: Literal["auto", "script", "fork"] = "auto"
+    """How the processes of this machine are started unless torchrun, Slurm or MPI has done so:
+    ``"script"`` starts the script again for each rank but the first; ``"fork"`` forks every rank
+    from this process, as notebooks need it; ``"auto"`` takes ``"fork"`` in an interactive session
+    with several devices. One device needs no further process unless ``"fork"`` asks for one."""
 
     def problems(self, from_host: bool = False) -> list[str]:
         """Faults of the options; ``from_host`` if tensors in host memory will be sent too."""
@@ -75,6 +84,43 @@ class ConnectionConfig:
                 f"{', '.join(names)}; nearest valid: bind=None, or bind='0.0.0.0' for all of them"
             )
         return problems
+
+    def forks(self, processes: int, nodes: int, interactive: bool) -> bool:
+        """Whether the processes are forked from this one.
+
+        Args:
+            processes: of this machine.
+            nodes: of the run.
+            interactive: whether this is a notebook or a Python prompt.
+
+        Raises:
+            ConfigError: they cannot be started in the way that is asked for.
+        """
+        if self.start not in (known := get_args(type(self).__annotations__["start"])):
+            [nearest] = difflib.get_close_matches(str(self.start), known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"connection.start={self.start!r}: must be 'auto', 'script' or 'fork'; nearest "
+                f"valid: start={nearest!r}"
+            )
+        several = processes * nodes > 1
+        if self.start == "script" and interactive and several:
+            raise ConfigError(
+                f"connection.start='script', {processes} devices: an interactive session is no "
+                "script that could be started again; nearest valid: start='fork', or devices=1"
+            )
+        if not (self.start == "fork" or (self.start == "auto" and interactive and several)):
+            return False
+        if nodes > 1:
+            raise ConfigError(
+                f"connection.start={self.start!r}, num_nodes={nodes}: fork starts processes on "
+                "this machine only; nearest valid: num_nodes=1, or a script under torchrun or Slurm"
+            )
+        if "fork" not in multiprocessing.get_all_start_methods():
+            raise ConfigError(
+                f"connection.start={self.start!r}: {sys.platform} has no fork; nearest valid: "
+                "devices=1, or a script with start='script'"
+            )
+        return True
 
 
 def connect(
@@ -188,6 +234,7 @@ class Processes(EndingHooks):
     """The part of the strategy that starts and ends the processes of this node."""
 
     num_nodes = 1
+    _connection: ConnectionConfig
     attempt: Attempt
     """Which start of the processes this is; exists once they are connected."""
     _interface_before: dict[str, str | None] = {}
@@ -205,9 +252,14 @@ class Processes(EndingHooks):
 
     @override
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        environment, processes, nodes = self.cluster_environment, self.num_processes, self.num_nodes
+        assert environment is not None
+        self._launcher = None
+        external = environment.creates_processes_externally
+        if self._connection.forks(processes, nodes, _IS_INTERACTIVE and not external):
+            self._launcher = None if external else ForkLauncher(self, processes)
+        elif processes * nodes > 1 and not external:
+            self._launcher = Launcher(environment, processes, nodes)
 
     @property
     def on_one_machine(self) -> bool:

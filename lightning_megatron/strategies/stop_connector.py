@@ -13,7 +13,9 @@ from lightning.pytorch.trainer.connectors.signal_connector import (
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
-from lightning_megatron.resilience.signals import StopFlag
+from lightning_megatron.resilience.signals import StopFlag, interrupt_once
+
+_INTERRUPTS = (signal.default_int_handler, interrupt_once)
 
 
 class StopConnector(_SignalConnector):
@@ -58,9 +60,11 @@ class StopConnector(_SignalConnector):
         for number in numbers:
             existing = signal.getsignal(number)
             handlers: list[Any] = [self._flag]
-            if callable(existing):
+            # Python's own handler of interrupts would break off the batch.
+            if callable(existing) and existing not in _INTERRUPTS:
                 handlers.append(existing)
             self._register_signal(number, _HandlersCompose(handlers))
+        self._flag.speaks = self.trainer.is_global_zero
         self._flag.watch(numbers)
 
     def requeue(self) -> None:

@@ -30,10 +30,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.signals import StopFlag, name_of
 from lightning_megatron.strategies.agreement import Agreement
 from lightning_megatron.strategies.data_position import DataPosition
@@ -192,6 +194,9 @@ class StopHooks(ParallelStrategy):
     def _end_batch(self, fetcher: Any) -> None:
         """Lightning's end of a batch, and that of the run if so agreed."""
         loop = self._trainer_of_run().fit_loop.epoch_loop
+        if self._settled != loop.total_batch_idx and self.world_size == 1:
+            # Lightning allows one process, and no other, a step without a backward.
+            self._decide((self.stop_flag.number,))
         if self.stop is not None and loop._should_check_val_fx(fetcher):
             self._leave(_validate_first)
         with suppress(SIGTERMException) if self.stop is not None else nullcontext():
@@ -225,9 +230,12 @@ class StopHooks(ParallelStrategy):
     def _leave(self, mend: Callable[[dict[str, Any]], None] | None = None) -> None:
         assert self.stop is not None
         self._mend = mend
+        trainer = self._trainer_of_run()
         if self.before_leaving is not None:
             self.before_leaving(self.stop)
-        raise SIGTERMException(self.stop_flag.exit_code)
+        elif trainer.is_global_zero:
+            announce(f"{self.stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
+        raise SIGTERMException(self.stop_flag.code_for(self.stop.number))
 
     def save_checkpoint(
         self,
@@ -244,11 +252,19 @@ class StopHooks(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        if isinstance(exception, KeyboardInterrupt) and self.before_leaving is None:
+            self._tell_of_interrupt()
         deadline = time.monotonic() + _PATIENCE_S
         for process in self._children:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(deadline - time.monotonic(), 0))
             process.kill()
+
+    def _tell_of_interrupt(self) -> None:
+        # It may come before a run has begun.
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is not None and trainer.is_global_zero and trainer.global_step:
+            announce(f"interrupted at step {trainer.global_step}", _unsaved(trainer))
 
     def _connector(self) -> StopConnector:
         connector = self._trainer_of_run()._signal_connector
@@ -258,6 +274,13 @@ class StopHooks(ParallelStrategy):
     def _trainer_of_run(self) -> pl.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+
+def _unsaved(trainer: pl.Trainer) -> list[str]:
+    """What to say where nobody saves a run that is broken off."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return []
+    return ["nothing was saved for it; with callbacks=[Preemption()] a signal or Ctrl-C saves"]
 
 
 def _nothing() -> None:

@@ -13,6 +13,7 @@ from lightning_megatron import Preemption
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.loaders import LOADERS
 from tests.strategies.resuming import augmented_loader, differences, train
+from tests.strategies.small import Small, loader, make_trainer
 
 
 class Strike(pl.Callback):
@@ -151,3 +152,31 @@ def test_a_validation_that_is_made_up_for_does_not_move_the_data(
 
 def preempt_with_loader(name: str, *args: Any) -> dict[str, Any]:
     return preempt_and_resume({}, 1, 0, *args, make_loader=LOADERS[name])
+
+
+class StrikeAtStep(pl.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def preempt_often(steps: list[int], folder: str) -> list[tuple[Any, list[str]]]:
+    """Exit code and checkpoints, after each time."""
+    found = []
+    for step in steps:
+        callbacks = [Preemption(dirpath=folder, exit_code=9), StrikeAtStep(step)]
+        trainer = make_trainer({}, max_epochs=-1, callbacks=callbacks, default_root_dir=folder)
+        with pytest.raises(SystemExit) as end:
+            trainer.fit(Small(), loader(), ckpt_path="auto")
+        found.append((end.value.code, sorted(path.name for path in Path(folder).iterdir())))
+    return found
+
+
+def test_the_last_two_preemptions_keep_their_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
+    """Should the last be spoiled; by their steps, not by their names. After Ctrl-C, too."""
+    [found] = pool.run(1, preempt_often, [9, 10, 11], str(tmp_path))
+    names = [f"preempted-step={step}.ckpt" for step in (10, 11, 9)]
+    assert found == [(130, names[2:]), (130, [names[0], names[2]]), (130, names[:2])]

@@ -279,13 +279,14 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
+TERM, USR1, INT = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGINT)
 SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "undisturbed": undisturbed,
     "shrunk": shrunk,
     "Lightning, SIGTERM to the main process": struck([0, 3, "self", TERM], 0),
     "Lightning, SIGTERM to a child": struck([1, 3, "self", TERM], 0),
     "Lightning, SIGTERM to the group": struck([1, 3, "group", TERM], 2),
+    "Lightning, Ctrl-C": struck([1, 3, "group", INT], 2),
     "torchrun, SIGTERM to the launcher": struck([1, 3, "launcher", TERM], 0, *STANDALONE),
     "torchrun, SIGTERM to the group": struck([0, 3, "group", TERM], 2, *STANDALONE),
     "torchrun, SIGUSR1 to the last rank": struck([1, 3, "self", USR1], 0, *STANDALONE),

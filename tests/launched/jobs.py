@@ -237,11 +237,19 @@ def scenarios(folder: Path) -> dict[str, Any]:
     return found
 
 
+def notebook(folder: Path) -> Any:
+    """Cells in a Jupyter kernel."""
+    from tests.launched.notebook import run  # late: the tests of other jobs need no Jupyter
+
+    return run(folder)
+
+
 JOBS: dict[str, Callable[[Path], Any]] = {
     job.__name__: job
     for job in (
         scenarios,
         quickstart,
+        notebook,
         readme_example,
         two_trainers_then_a_failure,
         failure_of_the_first_rank,

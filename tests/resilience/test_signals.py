@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.resilience.signals import StopFlag, WorkerStart, name_of, shield
+from lightning_megatron.resilience.signals import (
+    StopFlag,
+    WorkerStart,
+    interrupt_once,
+    name_of,
+    shield,
+)
 
 FORK = multiprocessing.get_context("fork")
 
@@ -30,8 +38,9 @@ def installed(**options: Any) -> StopFlag:
     flag = StopFlag(exit_code=42)
     for name, value in options.items():
         setattr(flag, name, value)
-    signal.signal(signal.SIGTERM, flag)
-    flag.watch({signal.SIGTERM})
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, flag)
+    flag.watch({signal.SIGTERM, signal.SIGINT})
     return flag
 
 
@@ -41,9 +50,9 @@ def hang() -> None:
     os._exit(7)
 
 
-def be_struck(times: int, apart: float) -> None:
+def be_struck(times: int, apart: float, name: str = "TERM") -> None:
     """By another process, in a while."""
-    kill = f"kill -TERM {os.getpid()}; sleep {apart};"
+    kill = f"kill -{name} {os.getpid()}; sleep {apart};"
     subprocess.Popen(["sh", "-c", "sleep 0.3;" + kill * times])
 
 
@@ -60,6 +69,23 @@ def second_signal_meets_a_process_that_hangs() -> None:
     installed(same_s=0.1)
     be_struck(2, 1.0)
     hang()
+
+
+def second_interrupt_meets_a_process_that_hangs() -> None:
+    """It counts sooner than another second signal."""
+    installed(same_s=600.0, same_interrupt_s=0.1)
+    be_struck(2, 1.0, "INT")
+    hang()
+
+
+def a_terminal_and_a_launcher_interrupt() -> None:
+    flag = installed(same_s=0.0, same_interrupt_s=600.0)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+    sys.setswitchinterval(60)  # a thread that is not waited for does not come to its end
+    flag.release()
+    os._exit(flag.number if "signals" not in [t.name for t in threading.enumerate()] else 9)
 
 
 def grace_ends_for_a_process_that_hangs() -> None:
@@ -102,6 +128,8 @@ def children_are_signalled_twice() -> None:
         (first_signal_is_noted, int(signal.SIGTERM)),
         (a_handler_runs_late, int(signal.SIGTERM)),
         (second_signal_meets_a_process_that_hangs, 42),
+        (second_interrupt_meets_a_process_that_hangs, 130),
+        (a_terminal_and_a_launcher_interrupt, int(signal.SIGINT)),
         (grace_ends_for_a_process_that_hangs, 42),
     ],
 )
@@ -138,7 +166,7 @@ def test_a_worker_takes_signals_from_its_parent_only() -> None:
     worker = FORK.Process(target=_work, args=(ready,), daemon=True)
     worker.start()
     assert ready.wait(30)
-    for name in ("TERM", "USR1", "USR2"):  # by a process that is not its parent
+    for name in ("TERM", "USR1", "USR2", "INT"):  # by a process that is not its parent
         subprocess.run(["sh", "-c", f"kill -{name} {worker.pid}"], check=True)
     time.sleep(0.2)
     assert worker.is_alive()
@@ -152,6 +180,21 @@ def test_a_loaders_own_function_is_called_once() -> None:
     wrapped = shield(shield(called.append))
     assert isinstance(wrapped, WorkerStart)
     assert wrapped.first == called.append
+
+
+def test_the_first_interrupt_is_the_only_one() -> None:
+    """Else the second breaks off what the first has begun."""
+    assert run(_interrupted_twice) == 7
+
+
+def _interrupted_twice() -> None:
+    signal.signal(signal.SIGINT, interrupt_once)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(7)
 
 
 def test_names() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron.resilience import verdict
+from lightning_megatron.resilience.hang_report import describe, summary
 from lightning_megatron.resilience.heartbeat import Beat, Member
 from lightning_megatron.resilience.limits import START_S, UNSEEN_S, Limits
 from lightning_megatron.resilience.recorder import Collective, Missing, first_missing
@@ -95,6 +96,25 @@ def test_the_longest_wait_decides_who_skipped_a_collective() -> None:
     suspicion = Suspicion((0,), verdict.ENTANGLED, certain=False)
     found = confirm(suspicion, [view(0), view(1)], missing, {})
     assert found == Suspicion((1,), verdict.BEHIND, certain=True)
+
+
+def test_a_rank_within_its_own_limit_is_not_blamed() -> None:
+    """It may save for minutes before it comes to the collective that the others wait in."""
+    missing = Missing(collective("a", 5, began=100), (0,), (1,))
+    entangled = Suspicion((0,), verdict.ENTANGLED, certain=False)
+    within = [view(0), view(1, stall=9.0, limit=300.0)]
+    assert confirm(entangled, within, missing, {}) is None
+    found = confirm(entangled, [view(0), view(1)], missing, {})
+    assert found == Suspicion((1,), verdict.BEHIND, certain=True)
+
+
+def test_a_report_names_as_waiting_who_is_late() -> None:
+    """Neither a rank that has just come, nor one that has left, nor the culprit."""
+    views = [view(0), view(1, waits=2), view(2, stall=1.0), view(3, left=True), view(4)]
+    report = describe(Suspicion((1,), verdict.BUSY, certain=True), views, {}, None, {})
+    assert report["waiting"] == [0, 4]
+    assert [entry["rank"] for entry in report["culprits"]] == [1]
+    assert summary(report)[-1] == "waiting for it: ranks 0, 4"
 
 
 def test_a_completed_collective_is_not_waited_in() -> None:

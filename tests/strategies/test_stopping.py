@@ -1,7 +1,10 @@
 """Without any callback a signal on one rank ends the run on all, at the same batch."""
 
+import contextlib
+import io
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +44,48 @@ def run_and_be_killed(
         trainer.fit(Small(), data, data)
     assert signal.getsignal(signal.SIGTERM) == before
     return end.value.code, kill.last, trainer.received_sigterm
+
+
+class NoLoss(Small):
+    """Has nothing to learn from any batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+def signalled_without_a_loss(number: int) -> tuple[Any, ...]:
+    kill = Kill(0, "on_train_batch_start", 1, number)
+    trainer = make_trainer({}, 1, callbacks=[kill])
+    with pytest.raises(SystemExit) as end:
+        trainer.fit(NoLoss(), loader())
+    named = [thread.name for thread in threading.enumerate()]
+    return end.value.code, trainer.fit_loop.epoch_loop.batch_idx, "signals" in named
+
+
+def test_steps_without_a_loss_are_ended_as_well(pool: WorkerPool) -> None:
+    """In the batch of the signal, and without a thread that outlives the run."""
+    assert pool.run(1, signalled_without_a_loss, signal.SIGTERM) == [(143, 1, False)]
+
+
+def ended_unsaved(interrupted: bool) -> str:
+    """What is said."""
+    said = io.StringIO()
+    kill = Kill(0, "on_after_backward", 1, signal.SIGINT if interrupted else signal.SIGTERM)
+    trainer = make_trainer({}, 1, callbacks=[kill])
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+        trainer.fit(Small(), loader())
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "title"),
+    [(False, "SIGTERM on rank 0: the run ends at step 2"), (True, "interrupted at step 1")],
+)
+def test_whoever_saves_nothing_says_so(pool: WorkerPool, interrupted: bool, title: str) -> None:
+    [said] = pool.run(1, ended_unsaved, interrupted)
+    assert said.count("===") == 2
+    assert f"=== {title} ===" in said
+    assert "nothing was saved for it; with callbacks=[Preemption()] a signal or Ctrl-C" in said
 
 
 @pytest.mark.parametrize(
