@@ -14,6 +14,7 @@ rank and code after it on the last stage only.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +30,10 @@ class StagePort(Protocol):
     @property
     def position(self) -> int:
         """Which of the stages that this rank holds, counted along the network."""
+        ...
+
+    def random(self) -> AbstractContextManager[None]:
+        """Within the block the stage's random numbers are drawn."""
         ...
 
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -283,7 +288,9 @@ class PipelineSequential(nn.Module):
         port = self._port
         if port is None:
             return self._runs[0](*args, **kwargs)
-        return port.leave(self._runs[port.position](*port.enter(args), **kwargs))
+        with port.random():
+            output = self._runs[port.position](*port.enter(args), **kwargs)
+        return port.leave(output)
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         for name in kwargs:

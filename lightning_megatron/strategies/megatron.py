@@ -239,13 +239,16 @@ class MegatronStrategy(
         return topology
 
     def _seed_process(self) -> None:
-        """Equal default random streams on ranks that read the same samples, others elsewhere."""
-        if self.world_size > 1:
-            seed = derive_seed(self.topology.seed, "default", self.topology.batch.rank)
+        """Equal generators on all ranks, as ``seed_everything`` leaves them.
+
+        So a split of the data that ``setup`` draws is the same everywhere; what steps draw differs
+        between ranks that read other samples, see `StepSeeds`.
+        """
+        if self.world_size > 1 and env.global_seed() is None:
+            seed = derive_seed(self.topology.seed, "default")
             torch.manual_seed(seed)
-            if env.global_seed() is None:
-                random.seed(seed)
-                numpy.random.seed(seed % 2**32)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
 
     # Module, optimizer, data ---------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ would compute however unevenly the tokens are spread over microbatches and ranks
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class StepEngine:
     ) -> None:
         self._module, self._parallel, self._rule = module, parallel, rule
         topology = parallel.topology
-        self._topology = topology
+        self._topology, self._seeds = topology, topology.step_seeds
         self.executor: Executor = NoPipeline()
         last_rank = topology.pp.size - 1
         if topology.pp.size > 1:
@@ -136,7 +136,7 @@ class StepEngine:
         data.begin(blocked=defer)
         if self.auto is not None:
             self.auto.before_step()
-        with recorder.recording(), self._random():
+        with recorder.recording(), self._seeds.batch():
             outputs = self.executor.train(
                 self._step("training_step", args, pieces, recorder, context),
                 loss_of,
@@ -163,11 +163,10 @@ class StepEngine:
     def evaluate(self, name: str, args: Sequence[Any], context: Context) -> Any:
         """Forward of a whole batch; the merged output of the step, on every rank."""
         if not isinstance(self.executor, Pipeline):
-            with context():
-                return self._parallel.step(name, *args)
+            return self.step_on_batch(name, args, context)
         pieces = self._split(args[0], at_least=self._common_count(args[0]))
         recorder = LogRecorder(self._module)
-        with recorder.recording(), self._random():
+        with recorder.recording(), self._seeds.batch():
             outputs = self.executor.evaluate(
                 self._step(name, args, pieces, recorder, context), len(pieces), pieces.repeated
             )
@@ -180,6 +179,12 @@ class StepEngine:
         else:
             kind = [_OBJECT]
         return self._broadcast_output(output) if kind[0] == _OBJECT else None
+
+    def step_on_batch(self, name: str, args: Sequence[Any], context: Context) -> Any:
+        """Run a step of the user's once, on the whole batch, in a process that has all stages."""
+        with self._seeds.batch(), context():
+            self._seeds.microbatch(0)
+            return self._parallel.step(name, *args)
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
         own = getattr(self._module, "split_batch", None)
@@ -200,9 +205,6 @@ class StepEngine:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._topology.batch.group)
         return int(highest)
 
-    def _random(self) -> AbstractContextManager[None]:
-        return self._topology.rng.step() if self._topology.pp.size > 1 else nullcontext()
-
     def _step(
         self,
         name: str,
@@ -218,6 +220,7 @@ class StepEngine:
         def run(index: int, to_end: bool) -> Any:
             # What a step logs before its trunk, the last stage logs too.
             recorder.begin_microbatch(pieces.weights[index] if to_end else None)
+            self._seeds.microbatch(index)
             with context():
                 if pipelined:
                     return getattr(self._module, name)(pieces.batches[index], *args[1:])
