@@ -213,8 +213,10 @@ class PullsItself(Base):
     """Takes its batches from an iterator."""
 
     def training_step(self, dataloader_iter: Any) -> Any:
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
+        batch, _, _ = next(dataloader_iter)
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True, batch_size=len(batch[0]))
+        return loss
 
 
 class Dicts(Base):
@@ -310,80 +312,95 @@ ENDS_ALONE = "a stage that fails ends its process; its peers notice that, not th
 SKIP = "Lightning's own rule for several processes: a step must not return None"
 
 CASES = {
-    "fit": Case(),
-    "three epochs": Case(trainer={"max_epochs": 3}),
-    "limit_train_batches=2": Case(trainer={"limit_train_batches": 2}),
-    "limit_train_batches=0.5": Case(trainer={"limit_train_batches": 0.5}),
-    "limit_train_batches=0": Case(trainer={"limit_train_batches": 0}),
-    "limit_val_batches=1": Case(trainer={"limit_val_batches": 1}),
-    "limit_val_batches=0": Case(trainer={"limit_val_batches": 0}),
-    "val_check_interval=2": Case(trainer={"val_check_interval": 2}),
-    "val_check_interval=0.34": Case(trainer={"val_check_interval": 0.34}),
+    "fit": Case(layouts=("dp", "zero3", "tp", "pp")),
+    "three epochs": Case(trainer={"max_epochs": 3}, layouts=()),
+    "limit_train_batches=2": Case(trainer={"limit_train_batches": 2}, layouts=()),
+    "limit_train_batches=0.5": Case(trainer={"limit_train_batches": 0.5}, layouts=("pp",)),
+    "limit_train_batches=0": Case(trainer={"limit_train_batches": 0}, layouts=("pp",)),
+    "limit_val_batches=1": Case(trainer={"limit_val_batches": 1}, layouts=()),
+    "limit_val_batches=0": Case(trainer={"limit_val_batches": 0}, layouts=("pp",)),
+    "val_check_interval=2": Case(trainer={"val_check_interval": 2}, layouts=("pp",)),
+    "val_check_interval=0.34": Case(trainer={"val_check_interval": 0.34}, layouts=("dp",)),
     "val_check_interval over epochs": Case(
         trainer={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 4}
     ),
-    "check_val_every_n_epoch=2": Case(trainer={"check_val_every_n_epoch": 2, "max_epochs": 4}),
-    "max_steps=4": Case(trainer={"max_steps": 4}),
-    "max_steps without epochs": Case(trainer={"max_steps": 4, "max_epochs": -1}),
-    "max_steps=0": Case(trainer={"max_steps": 0}),
-    "max_epochs=0": Case(trainer={"max_epochs": 0}),
-    "max_time=0": Case(trainer={"max_time": timedelta(seconds=0)}),
+    "check_val_every_n_epoch=2": Case(
+        trainer={"check_val_every_n_epoch": 2, "max_epochs": 4}, layouts=()
+    ),
+    "max_steps=4": Case(trainer={"max_steps": 4}, layouts=("dp",)),
+    "max_steps without epochs": Case(trainer={"max_steps": 4, "max_epochs": -1}, layouts=()),
+    "max_steps=0": Case(trainer={"max_steps": 0}, layouts=("pp",)),
+    "max_epochs=0": Case(trainer={"max_epochs": 0}, layouts=()),
+    "max_time=0": Case(trainer={"max_time": timedelta(seconds=0)}, layouts=("dp",)),
     "should_stop": Case(module=StopsEarly),
     "should_stop in the step": Case(module=StopsInStep, unlike={"pp": ("training_step",)}),
-    "should_stop in validation": Case(module=StopsInValidation, trainer={"val_check_interval": 1}),
+    "should_stop in validation": Case(
+        module=StopsInValidation, trainer={"val_check_interval": 1}, layouts=("pp",)
+    ),
     "should_stop, min_epochs=2": Case(
-        module=StopsEarly, trainer={"min_epochs": 2, "max_epochs": 4}
+        module=StopsEarly, trainer={"min_epochs": 2, "max_epochs": 4}, layouts=("dp",)
     ),
     "should_stop, min_steps=5": Case(module=StopsEarly, trainer={"min_steps": 5, "max_epochs": 4}),
     "accumulate_grad_batches=2": Case(trainer={"accumulate_grad_batches": 2}),
     "accumulate, val_check_interval": Case(
-        trainer={"accumulate_grad_batches": 2, "val_check_interval": 1}
+        trainer={"accumulate_grad_batches": 2, "val_check_interval": 1}, layouts=("pp",)
     ),
     "accumulate, max_steps": Case(
-        trainer={"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": 5}
+        trainer={"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": 5}, layouts=("dp",)
     ),
     "gradient_clip_val": Case(trainer={"gradient_clip_val": 0.05}),
     "gradient_clip_algorithm=value": Case(
-        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, layouts=("pp",)
     ),
     "rest of an epoch is skipped": Case(module=SkipsRest),
-    "every epoch is skipped": Case(module=SkipsAll),
+    "every epoch is skipped": Case(module=SkipsAll, layouts=("pp",)),
     "training_step returns None": Case(
         module=SkipsBatch,
         layouts=("dp", "tp"),
         refused=dict.fromkeys(("dp", "tp"), "by returning None in distributed"),
         reason=f"{SKIP}; {ENDS_ALONE}",
     ),
-    "training_step returns a dict": Case(module=ReturnsDict),
+    "training_step returns a dict": Case(
+        module=ReturnsDict, layouts=("dp", "tp"), reason="what is beside the loss has one stage"
+    ),
     "training_step returns a string": Case(
         module=ReturnsWrong, layouts=("dp", "tp"), reason=ENDS_ALONE
     ),
-    "uneven batches": Case(module=Uneven),
-    "fast_dev_run": Case(trainer={"fast_dev_run": True}),
-    "fast_dev_run=2": Case(trainer={"fast_dev_run": 2, "enable_checkpointing": True}),
+    "uneven batches": Case(module=Uneven, layouts=("dp", "zero3", "pp")),
+    "fast_dev_run": Case(trainer={"fast_dev_run": True}, layouts=()),
+    "fast_dev_run=2": Case(
+        trainer={"fast_dev_run": 2, "enable_checkpointing": True}, layouts=("pp",)
+    ),
     "barebones": Case(
-        made_options=lambda _: {"barebones": True, "logger": None, "num_sanity_val_steps": None}
+        made_options=lambda _: {"barebones": True, "logger": None, "num_sanity_val_steps": None},
+        layouts=("pp",),
     ),
     "overfit_batches=2": Case(trainer={"overfit_batches": 2}),
-    "sanity check": Case(trainer={"num_sanity_val_steps": 1}),
-    "whole sanity check": Case(trainer={"num_sanity_val_steps": -1}, module=TwoValLoaders),
+    "sanity check": Case(trainer={"num_sanity_val_steps": 1}, layouts=()),
+    "whole sanity check": Case(
+        trainer={"num_sanity_val_steps": -1}, module=TwoValLoaders, layouts=("pp",)
+    ),
     "reload_dataloaders": Case(
         module=Reloads, trainer={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
     ),
     "reload_dataloaders, every second": Case(
-        module=Reloads, trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}
+        module=Reloads,
+        trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4},
+        layouts=(),
     ),
     "two validation loaders": Case(module=TwoValLoaders),
-    "two loaders with limits": Case(module=TwoValLoaders, trainer={"limit_val_batches": 1}),
-    "names without index": Case(module=OwnNames),
+    "two loaders with limits": Case(
+        module=TwoValLoaders, trainer={"limit_val_batches": 1}, layouts=()
+    ),
+    "names without index": Case(module=OwnNames, layouts=("pp",)),
     "combined validation": Case(module=SequentialVal),
-    "combined validation, min_size": Case(module=MinSizeVal),
+    "combined validation, min_size": Case(module=MinSizeVal, layouts=("dp",)),
     "max_size_cycle": Case(module=Combined),
-    "min_size": Case(module=CombinedMin),
-    "max_size": Case(module=CombinedMax),
+    "min_size": Case(module=CombinedMin, layouts=()),
+    "max_size": Case(module=CombinedMax, layouts=("pp",)),
     "sequential": Case(module=CombinedSequential),
-    "dict of loaders": Case(module=PlainDict),
-    "list of loaders": Case(module=PlainList),
+    "dict of loaders": Case(module=PlainDict, layouts=()),
+    "list of loaders": Case(module=PlainList, layouts=("dp",)),
     "iterable dataset": Case(module=Streams, layouts=ONE_READER, reason=NO_DATA_PARALLEL),
     "iterable dataset, interval": Case(
         module=Streams,
@@ -404,17 +421,24 @@ CASES = {
     "shuffled": Case(module=Shuffled, hooks_only=True, reason="orders by seed and epoch alone"),
     "own sampler": Case(module=OwnSampler),
     "own batch sampler": Case(module=OwnBatches),
-    "dataloader_iter": Case(module=PullsItself),
-    "batches of dicts": Case(module=Dicts),
-    "evaluation": Case(script=evaluate, module=KeepsOutputs),
+    "dataloader_iter": Case(
+        module=PullsItself,
+        refused={"pp": "cannot be cut into microbatches; nearest valid: .* num_microbatches=1"},
+        reason="the batch is fetched inside of the step",
+    ),
+    "batches of dicts": Case(module=Dicts, layouts=("pp",)),
+    "evaluation": Case(script=evaluate, module=KeepsOutputs, layouts=("dp", "zero3", "tp", "pp")),
     "evaluation of several loaders": Case(script=evaluate, module=TwoValLoaders),
     "evaluation with limits": Case(
         script=evaluate,
         trainer={"limit_test_batches": 1, "limit_predict_batches": 1, "limit_val_batches": 0.5},
+        layouts=(),
     ),
-    "evaluation without inference_mode": Case(script=evaluate, trainer={"inference_mode": False}),
-    "predictions are dropped": Case(script=predict_without_results),
+    "evaluation without inference_mode": Case(
+        script=evaluate, trainer={"inference_mode": False}, layouts=("pp",)
+    ),
+    "predictions are dropped": Case(script=predict_without_results, layouts=()),
     "loaders are given": Case(script=with_loaders),
-    "fit twice": Case(script=fit_twice),
+    "fit twice": Case(script=fit_twice, layouts=("dp", "pp")),
     "fit in two Trainers": Case(script=fit_in_two_trainers),
 }

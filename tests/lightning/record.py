@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Processes and options."""
 DATA_PARALLEL = ("dp", "zero3")
+BOTH = ("dp", "pp")
 
 Event = tuple[str, tuple[Any, ...], dict[str, float]]
 """Name of a hook, what every layout must see in it, and values."""
@@ -74,6 +75,8 @@ class Base(pl.LightningModule):
         with torch.random.fork_rng():
             torch.manual_seed(3)
             self.net = PipelineSequential(layers=[Pair(), Pair()])
+        # Plain Lightning would round what it loads to the format that the weights were made in.
+        self.double()
 
     def loader(self, dataset: Dataset[Any] | None = None, **options: Any) -> Any:
         """A loader whose batches on all ranks make up the same global batch as on one."""
@@ -151,7 +154,9 @@ def _numbers(value: Any, name: str) -> dict[str, float]:
     if isinstance(value, Tensor):
         return {name: float(value.detach().double().sum())}
     if isinstance(value, Mapping):
-        return {k: v for key, part in value.items() for k, v in _numbers(part, f"{name}.{key}").items()}
+        return {
+            k: v for key, part in value.items() for k, v in _numbers(part, f"{name}.{key}").items()
+        }
     return {}
 
 
@@ -207,7 +212,9 @@ def _seen_by_module(name: str, events: list[Event], original: Any, who: str) -> 
         facts = [_facts(self.trainer, module)] if self.trainer and module else []
         checkpoint = name.endswith("_checkpoint")
         named = [*args, *(kwargs[key] for key in sorted(kwargs))]
-        facts += [sorted(named[0])] if checkpoint else [v for v in named if isinstance(v, int | str)]
+        facts += (
+            [sorted(named[0])] if checkpoint else [v for v in named if isinstance(v, int | str)]
+        )
         events.append((f"{who}.{name}", tuple(facts), {}))
         return original(self, *args, **kwargs)
 
@@ -236,6 +243,8 @@ class Record:
     weights: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     """What a data-parallel rank has a part of."""
+    first: dict[str, Any] = field(default_factory=dict)
+    """What rank 0 alone has: loggers."""
     error: str = ""
 
 
@@ -292,9 +301,10 @@ class Run:
             status=str(trainer.state.status),
             training=module.training,
             num_training_batches=str(trainer.num_training_batches),
-            files=sorted(p.name for p in self.directory.rglob("*.ckpt")),
             learning_rates=[g["lr"] for o in trainer.optimizers for g in o.param_groups],
         )
+        # Rank 0 removes files while the others are here.
+        self.record.first["files"] = sorted(p.name for p in self.directory.rglob("*.ckpt"))
         self.record.values |= {k: float(v) for k, v in trainer.callback_metrics.items()}
         whole = module.state_dict() if self.layout is None else lightning_megatron.gather(module)
         self.record.weights = {k: v.detach().clone() for k, v in whole.items()}
@@ -320,6 +330,7 @@ class Case:
         layouts: names of the `LAYOUTS` under which the case is run, beside one process.
         refused: patterns of the error that a layout, or ``"one"`` process, gives instead.
         unlike: parts of events' names that are not compared under a layout.
+        rounding: relative difference of values under a layout.
         hooks_only: whether values and weights are left out.
         reason: why something is refused or not compared.
     """
@@ -329,9 +340,10 @@ class Case:
     callbacks: Callable[[Path], list[Callback]] = lambda _: []
     made_options: Callable[[Path], dict[str, Any]] = lambda _: {}
     script: Callable[[Run], None] = fit
-    layouts: Sequence[str] = tuple(LAYOUTS)
+    layouts: Sequence[str] = BOTH
     refused: Mapping[str, str] = field(default_factory=dict)
     unlike: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    rounding: float = 1e-10
     hooks_only: bool = False
     reason: str = ""
 
@@ -385,7 +397,8 @@ def difference(ours: Record, plain: Record, rel: float = 0.0) -> str:
     found = _first_difference(ours.events, plain.events, rel)
     if found:
         return found
-    for mine, theirs in ((ours.facts, plain.facts), (ours.own, plain.own)):
+    for kind in ("facts", "own", "first"):
+        mine, theirs = getattr(ours, kind), getattr(plain, kind)
         keys = [k for k in mine | theirs if mine.get(k) != theirs.get(k)]
         if keys:
             return "; ".join(f"{k}: {mine.get(k)}; plain: {theirs.get(k)}" for k in keys)
@@ -422,7 +435,7 @@ def comparable(record: Record, case: Case, layout: str = "one", rank: int = 0) -
         if layout == "pp" and name.endswith(STEPS) and events and events[-1] == event:
             continue
         events.append(event)
-    found = replace(record, events=events)
+    found = replace(record, events=events, first={} if rank else record.first)
     if case.hooks_only:
         found = replace(found, values={}, weights={})
     return replace(found, own={}) if layout in DATA_PARALLEL else found
