@@ -50,6 +50,7 @@ from lightning_megatron._torch.groups import flight_recorder as flight_recorder
 from lightning_megatron._torch.groups import group_ranks as group_ranks
 from lightning_megatron._torch.groups import is_known as is_known
 from lightning_megatron._torch.groups import own_connection as own_connection
+from lightning_megatron._torch.groups import split_world as split_world
 from lightning_megatron._torch.kernels import foreach_clamp_ as foreach_clamp_
 from lightning_megatron._torch.kernels import foreach_lerp as foreach_lerp
 from lightning_megatron._torch.kernels import foreach_lerp_ as foreach_lerp_

@@ -1,6 +1,8 @@
 """Process groups and the stores by which their ranks meet."""
 
 import json
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,6 +29,31 @@ def own_connection(store: Any) -> Any:
 def is_known(group: dist.ProcessGroup) -> bool:
     """Whether a group exists and was not destroyed (2.11-2.13)."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def split_world(
+    parts: Sequence[Sequence[int]], timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    """Make a group of each of several disjoint lists of ranks; returns this rank's (2.11-2.13).
+
+    Every process calls this at the same point. Where the default group is bound to a device, its
+    communicator is split once, whatever the number of parts; otherwise each part costs the ranks
+    outside it a counter. ``bound_device_id`` has no public name.
+
+    Args:
+        parts: global ranks; each rank in one part, so that all count their groups alike: torch
+            names a split group by the number of groups that a rank is in.
+        timeout: of the groups; the default group's when None.
+    """
+    world: Any = dist.group.WORLD
+    if world.bound_device_id is not None:
+        return dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
+    mine: dist.ProcessGroup | None = None
+    for part in parts:
+        if len(part) > 1:
+            group = dist.new_group(list(part), timeout=timeout)
+            mine = group if dist.get_rank() in part else mine
+    return mine
 
 
 def group_ranks() -> dict[str, list[int]]:

@@ -71,7 +71,13 @@ def in_shape(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def scaled_mm(
-    left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, dtype: torch.dtype
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    dtype: torch.dtype,
+    *,
+    fast: bool = False,
 ) -> Tensor:
     """Product of two FP8 matrices times their scales (2.11-2.13).
 
@@ -81,6 +87,8 @@ def scaled_mm(
         scale_left: float32, a scalar or ``[m, 1]``.
         scale_right: float32, a scalar or ``[1, n]``.
         dtype: of the result.
+        fast: add up within the tensor cores alone, which hold fewer bits of a sum; on Hopper the
+            other way, which moves partial sums out, costs a good part of what FP8 gains.
     """
     # On CPUs autocast reaches inside and rounds to bfloat16 what is not scaled yet, but not below a
     # dispatch mode: what selective recomputation repeats would differ from what it repeats.
@@ -90,5 +98,7 @@ def scaled_mm(
             one = scale_left.new_ones(())
             plain: Tensor = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32)
             return (plain * scale_left * scale_right).to(dtype)
-        product: Tensor = torch._scaled_mm(left, right, scale_left, scale_right, out_dtype=dtype)
+        product: Tensor = torch._scaled_mm(
+            left, right, scale_left, scale_right, out_dtype=dtype, use_fast_accum=fast
+        )
     return product

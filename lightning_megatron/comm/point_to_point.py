@@ -15,8 +15,11 @@ of one header and follows under another tag. `InlineChannel` does this. On devic
 could not be read without a synchronisation, `DeviceChannel` sends the meta through an
 `InlineChannel` between the hosts and each tensor, in its exact size, through the device's group.
 
-The tensors of a sent message are copied into the buffer, so the sender may free them at once: a
-stage keeps only the graph edge of its output, not its memory.
+`InlineChannel` copies the tensors of a message into the buffer, so the sender may free or change
+them at once; `DeviceChannel` sends them from where they lie. Either payload is kept until the
+transfer has been waited for, as no backend tells reliably that it is over. The sender waits early
+for those that the receiver must have taken by then (`Channel.settle`): what is held depends on how
+far the schedule lets two ranks drift apart, not on the number of messages.
 """
 
 import json
@@ -24,6 +27,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -57,7 +61,16 @@ class Channel(Protocol):
         ...
 
     def send(self, tree: Tree) -> None:
-        """Sender: post a message and return; its tensors may be changed or freed at once."""
+        """Sender: post a message and return; the caller may let go of its tensors at once."""
+        ...
+
+    def settle(self, count: int) -> None:
+        """Sender: wait until the first ``count`` messages of the step have left; free them."""
+        ...
+
+    @property
+    def held(self) -> int:
+        """Sender: messages whose payload is kept."""
         ...
 
     def receive(self) -> Tree:
@@ -138,6 +151,26 @@ class Buffers:
         return torch.from_numpy(lent)
 
 
+class _Outbox:
+    """Payloads that are on their way, the oldest first."""
+
+    def __init__(self) -> None:
+        self._sending: deque[tuple[int, dist.Work, Tensor]] = deque()
+
+    def keep(self, index: int, work: dist.Work, payload: Tensor) -> None:
+        """Hold a part of the message ``index``."""
+        self._sending.append((index, work, payload))
+
+    def settle(self, count: float) -> None:
+        """Wait for the messages before ``count``."""
+        while self._sending and self._sending[0][0] < count:
+            self._sending.popleft()[1].wait()
+
+    def __len__(self) -> int:
+        """Return the number of messages."""
+        return len({index for index, _, _ in self._sending})
+
+
 class InlineChannel:
     """Messages as single flat buffers over a gloo group.
 
@@ -158,7 +191,7 @@ class InlineChannel:
         self._sizes: list[int] = []
         self._count = 0
         self._posted: deque[tuple[dist.Work, Tensor, int]] = deque()
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._outbox = _Outbox()
         self._structure: Any = None
         self.buffers = Buffers()
 
@@ -174,17 +207,16 @@ class InlineChannel:
 
     def send(self, tree: Tree) -> None:
         """Post one message."""
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()[0].wait()
         buffer = self._pack(tree)
-        capacity = self._capacity(len(self._sizes))
+        index = len(self._sizes)
+        capacity = self._capacity(index)
         self._sizes.append(buffer.numel())
         self._meter.count(buffer.numel())
         if buffer.numel() > capacity:
-            self._isend(buffer[:_HEADER_BYTES].clone(), self._tag)
-            self._isend(buffer, self._tag + _OVERFLOW_TAG)
+            self._isend(index, buffer[:_HEADER_BYTES].clone(), self._tag)
+            self._isend(index, buffer, self._tag + _OVERFLOW_TAG)
         else:
-            self._isend(buffer, self._tag)
+            self._isend(index, buffer, self._tag)
 
     def receive(self) -> Tree:
         """Wait for the next message of the step."""
@@ -201,10 +233,18 @@ class InlineChannel:
             self._post(self._capacity(index + LOOKAHEAD))
         return self._unpack(self.buffers.lend(buffer))
 
+    def settle(self, count: int) -> None:
+        """Wait until the first ``count`` messages of the step have left."""
+        self._outbox.settle(count)
+
+    @property
+    def held(self) -> int:
+        """Messages whose payload is kept."""
+        return len(self._outbox)
+
     def flush(self) -> None:
         """Wait for the posted messages to leave."""
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        self._outbox.settle(inf)
 
     def _capacity(self, index: int) -> int:
         return max([self._base, *self._sizes[: max(index - LOOKAHEAD + 1, 0)]])
@@ -214,8 +254,8 @@ class InlineChannel:
         work = self._group.recv([buffer], self._peer, self._tag)
         self._posted.append((work, buffer, capacity))
 
-    def _isend(self, buffer: Tensor, tag: int) -> None:
-        self._sending.append((self._group.send([buffer], self._peer, tag), buffer))
+    def _isend(self, index: int, buffer: Tensor, tag: int) -> None:
+        self._outbox.keep(index, self._group.send([buffer], self._peer, tag), buffer)
 
     def _pack(self, tree: Tree) -> Tensor:
         leaves: list[Tensor] = []
@@ -273,10 +313,11 @@ class DeviceChannel:
     ) -> None:
         self._meter = Meter() if meter is None else meter
         self._peer, self._group, self._host, self._device = peer, group, host, device
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._outbox, self._sent = _Outbox(), 0
 
     def expect(self, count: int) -> None:
         """Start a step of ``count`` messages."""
+        self._sent = 0
         self._host.expect(count)
 
     def prepost(self) -> None:
@@ -290,8 +331,23 @@ class DeviceChannel:
         for leaf in leaves:
             payload = leaf.detach().contiguous()
             work = _not_none(dist.isend(payload, self._peer, self._group))
-            self._sending.append((work, payload))
+            self._outbox.keep(self._sent, work, payload)
             self._meter.count(payload.numel() * payload.element_size())
+        self._sent += 1
+
+    def settle(self, count: int) -> None:
+        """Wait until the first ``count`` messages of the step have left.
+
+        On NCCL the current stream waits, for transfers that are long over, and the host goes on:
+        the memory is used again in the order of the stream. The meta, of some hundred bytes, stays
+        until `flush`, so that the hosts need not wait for each other.
+        """
+        self._outbox.settle(count)
+
+    @property
+    def held(self) -> int:
+        """Messages whose payload is kept."""
+        return len(self._outbox)
 
     def receive(self) -> Tree:
         """Wait for the next message of the step."""
@@ -310,8 +366,7 @@ class DeviceChannel:
     def flush(self) -> None:
         """Wait for the posted messages to leave."""
         self._host.flush()
-        while self._sending:
-            self._sending.popleft()[0].wait()
+        self._outbox.settle(inf)
 
 
 def _aligned(size: int) -> int:

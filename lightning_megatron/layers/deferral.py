@@ -45,8 +45,8 @@ class Piece(NamedTuple):
 class Factors(NamedTuple):
     """What the gradients of a weight and its bias are made of."""
 
-    grad_no: Tensor
-    """Gradient of the output, ``[n, out]``."""
+    grad_no: Tensor | None
+    """Gradient of the output, ``[n, out]``; None where nothing needs it (`wide_gradient`)."""
     x_ni: Tensor
     """Input, ``[n, in]``."""
     gradient: Any = None
@@ -229,6 +229,7 @@ def weight_gradient(factors: Factors, weight: Tensor) -> Tensor:
     grad_no, x_ni, gradient, products = factors
     if products is not None:
         return products.weight_gradient(gradient, x_ni).to(weight.dtype)
+    assert grad_no is not None
     return grad_no.t().mm(x_ni).to(weight.dtype)
 
 
@@ -264,6 +265,14 @@ def plus(y: Tensor, bias: Tensor) -> Tensor:
 def ready(grad_no: Tensor, kept: Any, products: Products | None) -> Any:
     """An output's gradient as `input_gradient` and `weight_gradient` want it."""
     return grad_no if products is None else products.gradient(grad_no, kept)
+
+
+def wide_gradient(grad_no: Tensor, bias: Tensor | None, products: Products | None) -> Tensor | None:
+    """An output's gradient as it came, None where products of their own are all that needs it.
+
+    What is deferred then holds the gradient in the format of the products only.
+    """
+    return grad_no if products is None or bias is not None else None
 
 
 def input_gradient(
@@ -317,10 +326,11 @@ class _Linear(Function):
         grad_x = (
             input_gradient(gradient, weight, x.dtype, products).view(x.shape) if needs[0] else None
         )
+        wide_no = wide_gradient(grad_no, ctx.parameters[1], products)
         gradients = linear_gradients(
             ctx.parameters,
             needs[1:3],
-            lambda: [Factors(grad_no, x_ni, gradient, products)],
+            lambda: [Factors(wide_no, x_ni, gradient, products)],
             ctx.deferral,
         )
         return grad_x, *gradients, None, None
@@ -356,11 +366,10 @@ def linear_gradients(
         for i in wanted:
             pair, parameter = pairs[i // 2], parameters[i]
             assert parameter is not None
-            found.append(
-                bias_gradient(pair.grad_no, parameter)
-                if i % 2
-                else weight_gradient(pair, parameter)
-            )
+            if i % 2 and pair.grad_no is not None:
+                found.append(bias_gradient(pair.grad_no, parameter))
+            else:
+                found.append(weight_gradient(pair, parameter))
         return found
 
     gradients: list[Tensor | None] = [None] * len(parameters)

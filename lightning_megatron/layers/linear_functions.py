@@ -31,6 +31,7 @@ from lightning_megatron.layers.deferral import (
     plus,
     ready,
     rows,
+    wide_gradient,
 )
 from lightning_megatron.layers.products import Products
 from lightning_megatron.topology.mesh import Axis
@@ -83,10 +84,15 @@ class _ColumnParallel(Function):
         regathered = None
         if ctx.regather and any(needs[5:]) and not later:
             regathered = start_gather(x, ctx.axis, SEQUENCE_DIM, after=grads[0])
-        grads_no, products = [rows(g) for g in grads], ctx.products
+        products = ctx.products
+        after = grads[0] if ctx.regather else None
         gradients = [
-            ready(grad_no, kept, p)
-            for grad_no, kept, p in zip(grads_no, ctx.kept, products, strict=True)
+            ready(rows(grad), kept, p)
+            for grad, kept, p in zip(grads, ctx.kept, products, strict=True)
+        ]
+        wide = [
+            wide_gradient(rows(grad), bias, p)
+            for grad, bias, p in zip(grads, ctx.parameters[1::2], products, strict=True)
         ]
         pending = grad_x = None
         if needs[0]:
@@ -97,12 +103,12 @@ class _ColumnParallel(Function):
         def factors() -> list[Factors]:
             whole = x
             if ctx.regather:
-                again = regathered or start_gather(x, ctx.axis, SEQUENCE_DIM, after=grads[0])
+                again = regathered or start_gather(x, ctx.axis, SEQUENCE_DIM, after=after)
                 whole = again.wait()
             x_ni = rows(whole)
             return [
                 Factors(grad_no, x_ni, gradient, p)
-                for grad_no, gradient, p in zip(grads_no, gradients, products, strict=True)
+                for grad_no, gradient, p in zip(wide, gradients, products, strict=True)
             ]
 
         found = linear_gradients(ctx.parameters, needs[5:], factors, deferral)
@@ -145,10 +151,11 @@ class _RowParallel(Function):
         grad_x = (
             input_gradient(gradient, weight, x.dtype, products).view(x.shape) if needs[0] else None
         )
+        wide_no = wide_gradient(grad_no, ctx.parameters[1], products)
         gradients = linear_gradients(
             ctx.parameters,
             needs[1:3],
-            lambda: [Factors(grad_no, x_ni, gradient, products)],
+            lambda: [Factors(wide_no, x_ni, gradient, products)],
             ctx.deferral,
         )
         return grad_x, *gradients, None, None, None, None

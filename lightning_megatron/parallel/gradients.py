@@ -16,7 +16,8 @@ that it cannot know about:
   stages of one rank share; under ZeRO 3 with manual optimization those directly in the module).
   Averaged over the data-parallel ranks.
 
-Each kind costs one coalesced all-reduce per group, in float32 for narrower gradients.
+Each kind costs one coalesced all-reduce per group, and one for each gradient of more than a million
+elements, in float32 for narrower gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -107,6 +108,9 @@ class ParameterRole:
 
 NARROW = (torch.bfloat16, torch.float16)
 """Formats in which a sum over many microbatches would stall."""
+
+_COALESCED = 1 << 20
+"""Elements up to which gradients travel together; larger ones alone, without another copy."""
 
 
 class GradientSet:
@@ -432,7 +436,8 @@ def _sum_gradients(
     """All-reduce the gradients over ``group``; a gradient that no rank has stays None.
 
     A rank without a gradient contributes zeros, and receives the sum, so that the parameter stays
-    equal on all ranks.
+    equal on all ranks. Only such a rank asks the device whether any other had one: the host of a
+    rank with all gradients goes on at once.
     """
     if group is None:
         return
@@ -442,22 +447,31 @@ def _sum_gradients(
             by_dtype.setdefault(role.parameter.dtype, []).append(role)
     for dtype, members in by_dtype.items():
         wide = torch.promote_types(dtype, torch.float32)
-        gradients = [role.held_gradient for role in members]
-        present = torch.tensor([float(g is not None) for g in gradients], dtype=wide)
-        pieces = [
-            (torch.zeros_like(_target(role)) if g is None else g).detach().reshape(-1)
-            for role, g in zip(members, gradients, strict=True)
-        ]
-        present = present.to(pieces[0].device)
-        flat = torch.cat([present, *(piece.to(wide) for piece in pieces)])
+        found = [role.held_gradient is not None for role in members]
+        counts = torch.tensor([float(f) for f in found], dtype=wide)
+        small = [role for role in members if _target(role).numel() <= _COALESCED]
+        pieces = [_wide_gradient(role, wide) for role in small]
+        flat = torch.cat([counts.to(_target(members[0]).device), *pieces])
         dist.all_reduce(flat, group=group)
-        held = flat[: len(members)].tolist()
-        if mean:
-            flat.mul_(1.0 / dist.get_world_size(group))
+        holders = [1.0] * len(members) if all(found) else flat[: len(members)].tolist()
+        held = {role.name for role, count in zip(members, holders, strict=True) if count}
         parts = torch.split(flat[len(members) :], [piece.numel() for piece in pieces])
-        for role, part, holders in zip(members, parts, held, strict=True):
-            if holders:
-                _set_gradient(role, part)
+        sums = list(zip(small, parts, strict=True))
+        for role in members:
+            if _target(role).numel() > _COALESCED and role.name in held:
+                part = _wide_gradient(role, wide)
+                dist.all_reduce(part, group=group)
+                sums.append((role, part))
+        for role, part in sums:
+            if role.name in held:
+                _set_gradient(role, part / dist.get_world_size(group) if mean else part)
+
+
+def _wide_gradient(role: ParameterRole, dtype: torch.dtype) -> Tensor:
+    """The gradient, flat, or zeros where there is none; the very memory where it is like that."""
+    gradient = role.held_gradient
+    gradient = torch.zeros_like(_target(role)) if gradient is None else gradient
+    return gradient.detach().reshape(-1).to(dtype)
 
 
 def _target(role: ParameterRole) -> Tensor:
@@ -480,7 +494,8 @@ def _hold_gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 def _set_gradient(role: ParameterRole, flat: Tensor) -> None:
     held = role.held_gradient
     if held is not None:
-        held.copy_(flat.view(held.shape))
+        if held.data_ptr() != flat.data_ptr():
+            held.copy_(flat.view(held.shape))
         return
     target = _target(role)
     if role.rows is not None and target.shape != role.parameter.shape:

@@ -4,13 +4,23 @@ A forward sends its output to the next stage, a backward (or its input part) the
 input to the stage before. All messages from one rank to another travel in one channel, in the order
 in which the sender's list of actions makes them; as every rank knows the whole schedule, the
 receiver posts its receives in that order. Where it needs them in another order (a custom schedule),
-what arrives early waits. So no two ranks can wait for each other's transfers, with backends that
-match messages by order alone (NCCL) too. Stages on the same rank hand their tensors over directly.
+what arrives early waits. Stages on the same rank hand their tensors over directly.
+
+A device does the transfers of one group one after the other, in the order in which the host asked
+for them, and a message beyond the backend's buffers (a few megabytes on NCCL) leaves only when its
+receiver is ready. So each direction of each pair of ranks that exchange messages is a *stream* with
+a group of its own (`stream_rounds`). Then no schedule that can run at all can block: of the actions
+that are not done take one that needs only what is done. Earlier messages of its stream were made by
+earlier actions of the sender, and asked for by earlier actions of the receiver; so nothing stands
+before the message that it needs. With one group for several neighbours dualpipev blocks on four
+ranks: a forward to one neighbour stands behind a gradient to the other, and so on in a circle.
 """
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch.distributed as dist
@@ -19,9 +29,12 @@ from torch import Tensor
 from lightning_megatron._torch import tree_map
 from lightning_megatron.comm.point_to_point import Channel, DeviceChannel, InlineChannel
 from lightning_megatron.pipeline.schedule import Action, Kind, Schedule
+from lightning_megatron.pipeline.simulate import simulate
 from lightning_megatron.topology.mesh import Topology
 
 _TAG = 1
+_SLACK = 3.0
+"""Time by which a receiver may fall behind before its sender waits: a forward and a backward."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +56,30 @@ class Traffic:
         return {sender: tuple(actions) for sender, actions in found.items()}
 
     @cached_property
-    def outgoing(self) -> dict[int, int]:
-        """For every other rank the number of messages that it gets from here."""
-        found: dict[int, int] = {}
-        for action in self.schedule.row(self.rank):
-            target = receiver_of(action, self.schedule)
+    def outgoing(self) -> dict[int, tuple[int, ...]]:
+        """For every other rank, at each message to it, the earlier ones that it has received.
+
+        These may be waited for: where every action takes its ideal time (`simulate`) the receiver
+        asked for them at least a forward and a backward before. Every wait is for something earlier
+        on that time line, so no waits form a circle, however long the actions really take.
+        """
+        timeline = simulate(self.schedule)
+        starts = {span.action: span.start for row in timeline.spans for span in row}
+        times: dict[int, list[tuple[float, float]]] = {}
+        for span in timeline.spans[self.rank]:
+            target = receiver_of(span.action, self.schedule)
             owner = self.rank if target is None else self._rank_of(target)
-            if owner != self.rank:
-                found[owner] = found.get(owner, 0) + 1
+            if target is not None and owner != self.rank:
+                if target.kind is Kind.BACKWARD:
+                    target = self.schedule.input_gradient(target.stage, target.microbatch)
+                times.setdefault(owner, []).append((span.end, starts[target]))
+        found = {}
+        for owner, sent in times.items():
+            # A message is received with the first that is needed of those sent after it.
+            received = [*accumulate((start for _, start in reversed(sent)), min)][::-1]
+            found[owner] = tuple(
+                bisect_left(received, end - _SLACK, hi=index) for index, (end, _) in enumerate(sent)
+            )
         return found
 
     def _rank_of(self, action: Action) -> int:
@@ -73,25 +102,56 @@ def receiver_of(action: Action, schedule: Schedule) -> Action | None:
     return Action(Kind.BACKWARD, stage - 1, microbatch)
 
 
+def stream_rounds(stage_ranks: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Sender and receiver of every stream of messages, in rounds that name a rank at most once.
+
+    Neighbouring stages on two ranks exchange activations one way and gradients the other, so both
+    directions of the pair are there. Groups of one round can be made at once; there are four rounds
+    for stages in a row or a V, a few more where the last rank sends to the first.
+
+    >>> stream_rounds((0, 1, 2, 2, 1, 0))
+    (((0, 1),), ((1, 0),), ((1, 2),), ((2, 1),))
+    """
+    neighbours = {frozenset(pair) for pair in pairwise(stage_ranks)}
+    streams = sorted(
+        stream for a, *b in map(sorted, neighbours) for stream in ((a, *b), (*b, a)) if b
+    )
+    rounds: list[list[tuple[int, int]]] = []
+    for sender, receiver in streams:
+        for found in rounds:
+            if not any({sender, receiver} & set(other) for other in found):
+                found.append((sender, receiver))
+                break
+        else:
+            rounds.append([(sender, receiver)])
+    return tuple(map(tuple, rounds))
+
+
 class Links:
     """This rank's connections to the other ranks of its pipeline.
 
     Args:
         topology: the layout.
+        stage_ranks: pipeline rank of every stage.
         host_group: gloo group over the pp axis, where the device's own group is not gloo.
             Constructing is then collective over all processes.
     """
 
-    def __init__(self, topology: Topology, host_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        stage_ranks: Sequence[int],
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._pp, self._device, self._host_group = topology.pp, topology.device, host_group
-        # Messages up and down the ranks must not queue behind each other on a device.
-        self._device_groups = (
-            (topology.new_group("pp"), topology.new_group("pp")) if host_group is not None else None
-        )
+        self._streams: dict[tuple[int, int], dist.ProcessGroup] = {}
+        if host_group is not None:
+            self._streams = _open_streams(topology, stage_ranks)
         self._to: dict[int, Channel] = {}
         self._from: dict[int, Channel] = {}
         self._arrived: dict[Action, Any] = {}
         self._due: dict[int, Iterator[Action]] = {}
+        self._settled: dict[int, Iterator[int]] = {}
         self._traffic: Traffic
 
     def begin(self, traffic: Traffic) -> None:
@@ -104,11 +164,12 @@ class Links:
             channel = self._channel(self._from, sender, sends=False)
             channel.expect(len(actions))
             channel.prepost()
-        for receiver, count in traffic.outgoing.items():
-            self._channel(self._to, receiver, sends=True).expect(count)
+        self._settled = {peer: iter(counts) for peer, counts in traffic.outgoing.items()}
+        for receiver, counts in traffic.outgoing.items():
+            self._channel(self._to, receiver, sends=True).expect(len(counts))
 
     def send(self, action: Action, tree: Any) -> None:
-        """Pass on what ``action`` made; its tensors may be freed at once."""
+        """Pass on what ``action`` made; the caller may let go of its tensors at once."""
         target = receiver_of(action, self._traffic.schedule)
         if target is None:
             return
@@ -116,7 +177,9 @@ class Links:
         if owner == self._traffic.rank:
             self._arrived[target] = tree_map(_handed_over, tree)
         else:
-            self._to[owner].send(tree)
+            channel = self._to[owner]
+            channel.settle(next(self._settled[owner]))
+            channel.send(tree)
 
     def receive(self, action: Action) -> Any:
         """What ``action`` needs from another stage."""
@@ -149,13 +212,27 @@ class Links:
         rank = pp.ranks[peer]
         if pp.group is None:
             raise RuntimeError("a pipeline needs a pp axis of at least two ranks")
-        if self._host_group is None or self._device_groups is None:
+        if self._host_group is None:
             return InlineChannel(rank, pp.group, _TAG, pp.meter)
-        ascends = (peer > pp.rank) == sends
-        group = self._device_groups[0 if ascends else 1]
-        assert group is not None
+        group = self._streams[(pp.rank, peer) if sends else (peer, pp.rank)]
         host = InlineChannel(rank, self._host_group, _TAG)
         return DeviceChannel(rank, group, host, self._device, pp.meter)
+
+
+def _open_streams(
+    topology: Topology, stage_ranks: Sequence[int]
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """The groups of this rank's streams; collective over all processes."""
+    pp, found = topology.pp, {}
+    for streams in stream_rounds(stage_ranks):
+        busy = {rank for stream in streams for rank in stream}
+        alone = tuple((rank,) for rank in range(pp.size) if rank not in busy)
+        # A group's ranks are a set: the direction is known by the round.
+        group = topology.part_group("pp", streams + alone)
+        for stream in streams:
+            if pp.rank in stream and group is not None:
+                found[stream] = group
+    return found
 
 
 def _handed_over(leaf: Any) -> Any:

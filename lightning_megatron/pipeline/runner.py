@@ -118,7 +118,7 @@ class Pipeline(Executor):
         host_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._trunk, self._rank = trunk, topology.pp.rank
-        self._links = Links(topology, host_group)
+        self._links = Links(topology, stage_ranks, host_group)
         self._final = len(stage_ranks) - 1
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}

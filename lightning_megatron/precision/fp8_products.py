@@ -13,7 +13,11 @@ as fine as the recipe asks.
 
 Operands are kept by autograd in the format in which they came and quantised again in backward with
 the scales of the forward: the same values, also where the forward is recomputed or the weight
-gradient deferred.
+gradient deferred. A gradient, which two products take with one scale, is quantised once.
+
+The forward's products add up fast, with fewer bits of a sum, and the gradients' do not, as torchao
+does by default (``torchao/float8/config.py``) and Transformer Engine: errors of gradients pile up
+from layer to layer.
 """
 
 from collections.abc import Callable
@@ -54,9 +58,13 @@ def lack_of_units(device: torch.device) -> str | None:
 class Scaled(NamedTuple):
     """A gradient and the scales that its products need."""
 
-    grad_no: Tensor
+    low_no: Tensor
+    """In FP8."""
     scale: Tensor
+    dtype: torch.dtype
+    """In which it came."""
     kept: tuple[Tensor, ...]
+    """Scales of the forward."""
 
 
 class TensorProducts:
@@ -85,24 +93,23 @@ class TensorProducts:
         else:
             kept = self._scales((X, x_ni), (WEIGHT, weight_oi))
         x, weight = _rows(self._low(X, x_ni, kept[0])), _rows(self._low(WEIGHT, weight_oi, kept[1]))
-        return scaled_mm(x, weight.t(), kept[0], kept[1], x_ni.dtype), kept
+        return scaled_mm(x, weight.t(), kept[0], kept[1], x_ni.dtype, fast=True), kept
 
     def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Scaled:
         """See `layers.products`."""
         (scale,) = self._scales((GRADIENT, grad_no))
-        return Scaled(grad_no, scale, kept)
+        return Scaled(self._low(GRADIENT, grad_no, scale), scale, grad_no.dtype, kept)
 
     def input_gradient(self, gradient: Scaled, weight_oi: Tensor) -> Tensor:
         """See `layers.products`."""
         scale = gradient.kept[WEIGHT]
-        grad = _rows(self._low(GRADIENT, gradient.grad_no, gradient.scale))
         weight = _columns(self._low(WEIGHT, weight_oi, scale))
-        return scaled_mm(grad, weight, gradient.scale, scale, gradient.grad_no.dtype)
+        return scaled_mm(_rows(gradient.low_no), weight, gradient.scale, scale, gradient.dtype)
 
     def weight_gradient(self, gradient: Scaled, x_ni: Tensor) -> Tensor:
         """See `layers.products`."""
         scale = gradient.kept[X]
-        grad = _padded(self._low(GRADIENT, gradient.grad_no, gradient.scale))
+        grad = _padded(gradient.low_no)
         x = _columns(_padded(self._low(X, x_ni, scale)))
         return scaled_mm(_rows(grad.t()), x, gradient.scale, scale, torch.float32)
 
@@ -185,7 +192,7 @@ class RowProducts:
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `layers.products`."""
-        return self._product(x_ni, E4M3, weight_oi, E4M3, x_ni.dtype), ()
+        return self._product(x_ni, E4M3, weight_oi, E4M3, x_ni.dtype, fast=True), ()
 
     def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         """See `layers.products`."""
@@ -209,13 +216,15 @@ class RowProducts:
         right_nk: Tensor,
         right_format: torch.dtype,
         result: torch.dtype,
+        *,
+        fast: bool = False,
     ) -> Tensor:
         """``left @ right.t()``, both with a scale for each row."""
         scale_m = scale_of(amax_of(left_mk, 1), left_format)
         scale_n = scale_of(amax_of(right_nk, 1), right_format)
         left = _rows(quantise(left_mk, scale_m, left_format))
         right = _rows(quantise(right_nk, scale_n, right_format))
-        return scaled_mm(left, right.t(), scale_m, scale_n.t(), result)
+        return scaled_mm(left, right.t(), scale_m, scale_n.t(), result, fast=fast)
 
 
 def _rows(matrix: Tensor) -> Tensor:

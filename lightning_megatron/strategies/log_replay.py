@@ -22,6 +22,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.pipeline.microbatch import weighted_mean
 from lightning_megatron.topology.mesh import Axis
 
 _SAME, _CHANGED = 0.0, 1.0
@@ -36,24 +38,34 @@ class LogCall:
     values: list[Any] = field(default_factory=list)
     """Value of each microbatch that logged the key."""
     weights: list[float] = field(default_factory=list)
+    """Share of the batch's samples in each of these microbatches."""
     batch_sizes: list[int] = field(default_factory=list)
+    """What the user gave as ``batch_size``."""
 
     @property
     def metric(self) -> Metric | None:
         """The logged metric object, if it is one."""
         return self.values[-1] if isinstance(self.values[-1], Metric) else None
 
-    def merged(self) -> float:
-        """The batch's value: the mean over microbatches, or what ``reduce_fx`` says."""
-        values = [_number(v) for v in self.values]
+    def merged(self) -> Tensor:
+        """The batch's value in float64: the mean over microbatches, or what ``reduce_fx`` says.
+
+        A microbatch counts in the mean with the ``batch_size`` that the user gave, else with its
+        samples. Nothing is read from a device.
+        """
+        values = [_wide(v) for v in self.values]
         reduce_fx = self.options.get("reduce_fx", "mean")
         if reduce_fx in ("sum", torch.sum, sum):
-            return sum(values)
+            return torch.stack(values).sum()
         if reduce_fx in ("max", torch.max, max):
-            return max(values)
+            return torch.stack(values).max()
         if reduce_fx in ("min", torch.min, min):
-            return min(values)
-        return sum(v * w for v, w in zip(values, self.weights, strict=True)) / sum(self.weights)
+            return torch.stack(values).min()
+        weights = self.weights
+        if len(self.batch_sizes) == len(values) and any(self.batch_sizes):
+            weights = [float(size) for size in self.batch_sizes]
+        total = sum(weights)
+        return weighted_mean(values, [weight / total for weight in weights])
 
     def all_options(self) -> dict[str, Any]:
         """Keyword arguments of ``LightningModule.log`` for the whole batch."""
@@ -104,6 +116,11 @@ class LogRecorder:
         options |= dict(zip(names, args, strict=False))
         options.pop("enable_graph", None)
         batch_size = options.pop("batch_size", None)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"self.log({name!r}, <tensor of shape {tuple(value.shape)}>): a logged tensor has "
+                f"a single element; nearest valid: self.log({name!r}, value.mean())"
+            )
         call = self.calls.setdefault(name, LogCall(name, options))
         if isinstance(value, Metric):
             self._keep_forward_value(name, value._forward_cache, self._weight)
@@ -133,15 +150,23 @@ class StageMetric(Metric):
         pp: pipeline axis.
         source: rank of the last stage on that axis.
         device: of this process.
+        host_group: gloo group along pp, where the device's own backend is another.
     """
 
     full_state_update = False
 
-    def __init__(self, metric: Metric | None, pp: Axis, source: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        metric: Metric | None,
+        pp: Axis,
+        source: int,
+        device: torch.device,
+        host_group: dist.ProcessGroup | None = None,
+    ) -> None:
         # `compute` communicates by itself, every time it is called.
         super().__init__(sync_on_compute=False, compute_with_cache=False)
         self.__dict__["_source"] = metric
-        self._pp, self._from = pp, pp.ranks[source]
+        self._share = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
         self.to(device)
 
     @override
@@ -152,9 +177,7 @@ class StageMetric(Metric):
     def compute(self) -> Any:
         """Value over the epoch, from the last stage; collective over the pipeline."""
         source: Metric | None = self.__dict__["_source"]
-        value = [source.compute() if source is not None else None]
-        dist.broadcast_object_list(value, self._from, group=self._pp.group)
-        return value[0]
+        return self._share(None if source is None else source.compute())
 
     @override
     def reset(self) -> None:
@@ -173,6 +196,7 @@ class LogReplay:
         source: rank of the last stage on that axis.
         device: for the packed tensor.
         dtype: of the logged values.
+        host_group: gloo group along pp, where the device's own backend is another.
     """
 
     def __init__(
@@ -182,13 +206,18 @@ class LogReplay:
         source: int,
         device: torch.device,
         dtype: torch.dtype,
+        host_group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._host_group = host_group
         self._module, self._pp, self._device, self._dtype = module, pp, device, dtype
         self._schemas: dict[str, list[Replay]] = {}
         self._metrics: dict[str, StageMetric] = {}
         self._source, self._is_last = source, pp.rank == source
+        self._tell = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
 
-    def share(self, hook: str, recorder: LogRecorder, extra: Sequence[float] = ()) -> list[float]:
+    def share(
+        self, hook: str, recorder: LogRecorder, extra: Sequence[float | Tensor] = ()
+    ) -> list[float | Tensor]:
         """Replay the calls of one step on this rank; collective over the pipeline.
 
         Args:
@@ -197,7 +226,7 @@ class LogReplay:
             extra: further numbers to carry, the same number of them in every step of ``hook``.
 
         Returns:
-            ``extra`` of the last stage.
+            ``extra`` of the last stage; there as it was given, so that no device is waited for.
         """
         schema = [
             Replay(
@@ -222,36 +251,49 @@ class LogReplay:
                 self._module.log(call.name, metric, **options)
         return list(extra)
 
-    def _scalar(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=self._dtype, device=self._device)
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=self._dtype, device=self._device)
 
-    def _packed(self, recorder: LogRecorder, call: LogCall) -> float:
+    def _packed(self, recorder: LogRecorder, call: LogCall) -> float | Tensor:
         if call.metric is None:
             return call.merged()
         forward = recorder.forward_value(call.name)
-        return float("nan") if forward is None else float(forward)
+        return float("nan") if forward is None else torch.as_tensor(forward)
 
     def _exchange(
-        self, hook: str, schema: list[Replay], values: list[float], extra: Sequence[float]
-    ) -> tuple[list[Replay], list[float], list[float]]:
+        self,
+        hook: str,
+        schema: list[Replay],
+        values: list[float | Tensor],
+        extra: Sequence[float | Tensor],
+    ) -> tuple[list[Replay], list[float | Tensor], list[float | Tensor]]:
         known = self._schemas.get(hook)
+        size = 1 + len(extra) + len(known or [])
         if self._is_last:
             changed = known is None or known != schema
             packed = [_CHANGED if changed else _SAME, *extra, *(values if not changed else [])]
-            size = 1 + len(extra) + len(known or [])
             packed += [0.0] * (size - len(packed))
-        else:
-            packed = [0.0] * (1 + len(extra) + len(known or []))
-        message = torch.tensor(packed, dtype=torch.float64, device=self._device)
-        dist.broadcast(message, self._pp.ranks[self._source], group=self._pp.group)
-        numbers = message.tolist()
-        extra, shared = numbers[1 : 1 + len(extra)], numbers[1 + len(extra) :]
+            self._broadcast(self._pack(packed))
+            if changed:
+                self._schemas[hook] = schema
+                self._tell(schema)
+                self._broadcast(self._pack(values))
+            return schema, values, list(extra)
+        numbers = self._broadcast(self._pack([0.0] * size)).tolist()
+        shared: list[float | Tensor] = numbers[1 + len(extra) :]
         if numbers[0] == _CHANGED:
-            box: list[Any] = [(schema, values)]
-            dist.broadcast_object_list(box, self._pp.ranks[self._source], group=self._pp.group)
-            schema, shared = box[0]
-            self._schemas[hook] = schema
-        return self._schemas[hook], shared, list(extra)
+            schema = self._schemas[hook] = self._tell(None)
+            shared = self._broadcast(self._pack([0.0] * len(schema))).tolist()
+        return self._schemas[hook], shared, numbers[1 : 1 + len(extra)]
+
+    def _pack(self, numbers: Sequence[float | Tensor]) -> Tensor:
+        wide = [_wide(number).to(self._device) for number in numbers]
+        return torch.stack(wide) if wide else torch.empty(0, dtype=torch.float64)
+
+    def _broadcast(self, message: Tensor) -> Tensor:
+        if message.numel():
+            dist.broadcast(message, self._pp.ranks[self._source], group=self._pp.group)
+        return message
 
     def _attribute(self, call: LogCall) -> str | None:
         metric = call.metric
@@ -276,11 +318,11 @@ class LogReplay:
         metric = self._metrics.get(attribute)
         if metric is None:
             held = source if self._is_last else None
-            metric = StageMetric(held, self._pp, self._source, self._device)
+            metric = StageMetric(held, self._pp, self._source, self._device, self._host_group)
             self._metrics[attribute] = metric
         metric._update_count = max(metric._update_count, 1)
         return metric
 
 
-def _number(value: Any) -> float:
-    return value.item() if isinstance(value, Tensor) else float(value)
+def _wide(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).detach().squeeze()

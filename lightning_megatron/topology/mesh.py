@@ -12,18 +12,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_megatron._torch import forget_meshes, is_known, mend_operation_keys
+from lightning_megatron._torch import forget_meshes, is_known, mend_operation_keys, split_world
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
 from lightning_megatron.topology.meter import Meter
 from lightning_megatron.topology.rng import RandomStreams, StepSeeds
+
+Parts: TypeAlias = tuple[tuple[int, ...], ...]
+"""Disjoint lists of positions on an axis."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,7 @@ class Topology:
         self.world_size = degrees.world_size
         self._timeout = timeout
         self._made: list[dist.ProcessGroup] = []
+        self._parts: dict[tuple[str, Parts], dist.ProcessGroup | None] = {}
         self.is_closed = False
         self.meters = {kind: Meter() for kind in ("tp", "pp", "cp", "dp")}
         mend_operation_keys()
@@ -233,6 +237,31 @@ class Topology:
                 mine = self.keep(group)
         return mine
 
+    def part_group(self, axes: str, parts: Parts) -> dist.ProcessGroup | None:
+        """Group of this rank's part of the ranks along ``axes``; made once, for all parts at once.
+
+        Every process must call this at the same point.
+
+        Args:
+            axes: a mesh or derived axis.
+            parts: positions on the axis; every position in one part.
+
+        Returns:
+            None for a part of one rank.
+        """
+        if (axes, parts) not in self._parts:
+            lists = [
+                [ranks[position] for position in part]
+                for ranks in groups_along(axes, self.degrees)
+                for part in parts
+            ]
+            group = split_world(lists, self._timeout)
+            if group is not None:
+                self.keep(group)
+            alone = group is None or group.size() == 1
+            self._parts[axes, parts] = None if alone else group
+        return self._parts[axes, parts]
+
     def keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Take a group that was made for this layout into the care of `close`."""
         self._made.append(group)
@@ -245,6 +274,7 @@ class Topology:
         self.is_closed = True
         destroy_groups(self._made)
         self._made.clear()
+        self._parts.clear()
         for axis in (*(getattr(self, name) for name in AXES), self.batch, self.loss):
             axis.forget_group()
         del self.mesh

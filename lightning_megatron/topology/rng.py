@@ -10,9 +10,9 @@ function of the default generator alone, and what saves and restores that (the r
 activations by ``torch.utils.checkpoint``, wherever it is called) gets the same masks again.
 Megatron-LM keeps a second stream beside it, of which only its own recomputation knows.
 
-A stream of its own, *trunk*, is what the items of a pipeline's stage draw from. What the user's step
-draws itself comes from PyTorch's default generator (and Python's and numpy's), which `StepSeeds` seeds
-anew for every microbatch.
+A stream of its own, *trunk*, is what the items of a pipeline's stage draw from. What the user's
+step draws itself comes from the default generators of PyTorch, Python and numpy, which `StepSeeds`
+seeds anew for every microbatch.
 
 `HostRandomness` is the position of the generators that every process has: torch's, Python's and
 numpy's.
@@ -159,14 +159,14 @@ class StepSeeds:
 
     Every rank of a model runs the step on the same samples and must draw the same: each pipeline
     stage adds the same noise to its copy of the batch. So the numbers that a step draws follow from
-    where the generators stood before the batch, the rank among those that read other samples, and the
-    microbatch. All ranks of a model agree on the first: code of the user's that draws on some ranks
-    only (samples that global rank 0 logs) separates nothing. Afterwards the generators are seeded
-    once more, alike on all ranks, so that what is drawn between steps does not depend on how much a
-    stage or rank drew within. A seed that the user sets between two steps decides both.
+    where the generators stood before the batch, the rank among those that read other samples, and
+    the microbatch. All ranks of a model agree on the first: the user's code that draws on some
+    ranks only (samples that global rank 0 logs) separates nothing. Afterwards the generators are
+    seeded once more, alike on all ranks, so that what is drawn between steps does not depend on how
+    much a stage or rank drew within. A seed that the user sets between two steps decides both.
 
-    Cost: some 25 microseconds a microbatch and batch, and for a model on several ranks one broadcast of
-    24 bytes a batch on the host.
+    Cost: some 25 microseconds a microbatch and batch, and for a model on several ranks one
+    broadcast of 24 bytes a batch on the host.
 
     Args:
         reader: rank among those that read different samples.

@@ -9,15 +9,19 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy, ShardingConfig
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.precision.fp8_options import device_problems, offload_problems
+from lightning_megatron.precision.fp8_products import DelayedProducts
 from lightning_megatron.precision.recipe import RECIPES
 from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.layers.parity import make_topology
 from tests.parity.jobs import (
     GlobalBatches,
     Outcome,
@@ -194,6 +198,45 @@ def test_shards_in_host_memory_are_not_gathered_in_fp8() -> None:
     assert offload_problems("bf16", True, torch.device("cuda")) == []
     assert offload_problems("fp8", False, torch.device("cuda")) == []
     assert offload_problems("fp8", True, torch.device("cpu")) == []
+
+
+def scales_job(recipe: str, world: int) -> list[tuple[float, ...]]:
+    """Scales of input, weight and gradient of a column and a row layer, with its own parts."""
+    topology = make_topology(world)
+    size, rank = topology.tp.size, topology.tp.rank
+    draw = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.rand(16, 32, generator=draw) for _ in range(3))
+    weight, grad = weight.t(), grad[:, :32]
+    x[0, 31], weight[31, 0], weight[0, 15], grad[0, 31] = 3.0, 5.0, 7.0, 9.0
+    found = []
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        products: Any = Fp8Precision(recipe)._products(kind(16, 32), topology)  # type: ignore[arg-type]
+        column = kind is ColumnParallelLinear
+        features = x[:, :16] if column else x
+        matrix = weight if column else weight.t()
+        part = slice(rank * 32 // size, (rank + 1) * 32 // size)
+        given = features if column else features[:, part]
+        mine = matrix[part] if column else matrix[:, part]
+        upstream = grad[:, part] if column else grad[:, :16]
+        for _ in range(2):  # the second time delayed scales come from the first
+            _, kept = products.output(given, mine)
+            gradient = products.gradient(upstream, kept)
+            found.append((*(float(scale) for scale in kept), float(gradient.scale)))
+            if isinstance(products, DelayedProducts):
+                amax = products.current.clone()
+                if topology.tp.group is not None:
+                    dist.all_reduce(amax, dist.ReduceOp.MAX, group=topology.tp.group)
+                products.advance(amax)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_what_tp_splits_has_the_scale_of_the_whole(pool: WorkerPool, recipe: str) -> None:
+    """The largest elements of input, weight and gradient lie on one rank."""
+    [alone] = pool.run(1, scales_job, recipe, 1)
+    assert alone[0][2] == pytest.approx(9.0 / 57344)
+    for found in pool.run(2, scales_job, recipe, 2):
+        assert found == alone
 
 
 class Odd(nn.Module):

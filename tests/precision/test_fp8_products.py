@@ -1,5 +1,6 @@
 """FP8 products: errors of the size that the formats have, the same however a layer is split."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_megatron._torch import TorchDispatchMode
 from lightning_megatron.layers.deferral import (
     WeightGradients,
     add_gradients,
@@ -20,6 +22,7 @@ from lightning_megatron.layers.linear import (
 )
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.precision import fp8_products
 from lightning_megatron.precision.fp8_blocks import BlockProducts
 from lightning_megatron.precision.fp8_products import (
     DelayedProducts,
@@ -102,6 +105,76 @@ def test_autocast_does_not_reach_inside(name: str) -> None:
     assert torch.equal(found, plain)
 
 
+class Watch(TorchDispatchMode):
+    """Writes down FP8 products, by how they add up, and counts what becomes FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast: list[bool] = []
+        self.quantised = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._scaled_mm.default:
+            given = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+            self.fast.append({**given, **(kwargs or {})}.get("use_fast_accum", False))
+        if func is torch.ops.aten._to_copy.default and found.dtype in (E4M3, E5M2):
+            self.quantised += 1
+        return found
+
+
+@pytest.mark.parametrize(("name", "quantised"), [("tensorwise", 5), ("delayed", 5)])
+def test_outputs_add_up_fast_and_a_gradient_is_quantised_once(name: str, quantised: int) -> None:
+    layer, x = nn.Linear(32, 16, bias=False), torch.randn(4, 32, requires_grad=True)
+    multiply_with(layer, PRODUCTS[name]())
+    with Watch() as watch:
+        y = layer(x)
+        assert watch.fast == [True]
+        y.sum().backward()
+    assert watch.fast == [True, False, False]
+    assert watch.quantised == quantised
+
+
+def test_rows_add_up_fast_in_the_output_only() -> None:
+    layer, x = nn.Linear(32, 16), torch.randn(16, 32, requires_grad=True)
+    multiply_with(layer, RowProducts(E5M2))
+    # With scales of rows CPUs multiply without them.
+    fast: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = fp8_products.scaled_mm
+
+        def watched(*args: Any, **options: Any) -> Tensor:
+            fast.append(options.get("fast", False))
+            return original(*args, **options)
+
+        patch.setattr(fp8_products, "scaled_mm", watched)
+        layer(x).sum().backward()
+    assert fast == [True, False, False]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_deferred_gradient_is_held_in_eight_bits(bias: bool) -> None:
+    layer, x = nn.Linear(32, 16, bias=bias), torch.randn(4, 32, requires_grad=True)
+    multiply_with(layer, TensorProducts(E5M2, None, WHOLE))
+    deferral = WeightGradients()
+    attach(layer, deferral)
+    deferral.collecting = True
+    upstream = torch.randn(4, 16)
+    gone = weakref.ref(upstream)
+    y = layer(x)
+    y.backward(upstream)
+    del upstream, y
+    assert (gone() is None) is not bias
+    add_gradients(deferral.take())
+    assert layer.weight.grad is not None
+
+
 def test_scales() -> None:
     x = torch.tensor([[1.0, -448.0], [0.5, 2.0**-9]])
     assert amax_of(x) == 448.0
@@ -158,6 +231,19 @@ def test_delayed_scales_follow_the_steps_before() -> None:
     assert products.current[0] == 0.0
     products.advance(torch.tensor([torch.inf, 0.0, 2.0]))  # overflowed, not used, sound
     assert products.history[0].tolist() == [4.0, 1.0, 2.0]
+
+
+def test_delayed_scales_remember_the_largest_of_all_steps() -> None:
+    products = DelayedProducts(E5M2, None, WHOLE, 3, torch.device("cpu"))
+    expected = []
+    found = []
+    for size in (8.0, 2.0, 1.0, 1.0, 1.0):
+        _, kept = products.output(torch.full((16, 16), size), torch.eye(16))
+        found.append(float(kept[0]))
+        products.advance(products.current.clone())
+    for amax in (8.0, 8.0, 8.0, 8.0, 2.0):  # the first step's own; then three steps back
+        expected.append(float(scale_of(torch.tensor(amax), E4M3)))
+    assert found == expected
 
 
 class Pair(nn.Module):
