@@ -99,7 +99,7 @@ def capture_optimizer(
         GroupOptions(
             index=index,
             options={k: v for k, v in group.items() if k not in _BOOKKEEPING},
-            parameters=tuple(_name_of(p, names, optimizer) for p in _members(group)),
+            parameters=tuple(_name_of(p, names, optimizer) for p in _saved(group, names, chunks)),
         )
         for index, group in enumerate(optimizer.param_groups)
     ]
@@ -123,6 +123,13 @@ def merge_snapshots(snapshots: Iterable[OptimizerSnapshot]) -> dict[str, Any]:
             for g, parameters in sorted(groups.values(), key=lambda item: item[0].index)
         ],
     }
+
+
+def _saved(
+    group: Mapping[str, Any], names: Mapping[Tensor, str], chunks: Mapping[str, Any]
+) -> list[Tensor]:
+    """Parameters of a group but for the placeholder of an empty stage, which nothing saves."""
+    return [p for p in group["params"] if names.get(p) is None or names[p] in chunks]
 
 
 class OptimizerRestore:
@@ -169,10 +176,11 @@ class OptimizerRestore:
         ]
         self._options: list[Mapping[str, Any]] = []
         for index, group in enumerate(optimizer.param_groups):
-            local = [_name_of(p, names, optimizer) for p in _members(group)]
+            parameters = _saved(group, names, chunks)
+            local = [_name_of(p, names, optimizer) for p in parameters]
             stored = [stored_names.get(name, name) for name in local]
             self._options.append(_find_options(index, stored, groups, type(optimizer).__name__))
-            for parameter, name, stored_name in zip(_members(group), local, stored, strict=True):
+            for parameter, name, stored_name in zip(parameters, local, stored, strict=True):
                 state = dict(saved["values"].get(stored_name, {}))
                 self._held_in[parameter] = chunks[name].tensor.dtype
                 model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
@@ -202,11 +210,6 @@ class OptimizerRestore:
                     group[key].copy_(torch.as_tensor(value))
                 else:
                     group[key] = value
-
-
-def _members(group: Mapping[str, Any]) -> list[Tensor]:
-    """The parameters of a group but for empty ones, which stand for those of other stages."""
-    return [parameter for parameter in group["params"] if parameter.shape != (0,)]
 
 
 def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimizer) -> str:

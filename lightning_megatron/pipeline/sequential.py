@@ -85,6 +85,14 @@ class RemoteItem(nn.Module):
         return f"{self.name!r}, stage={self.stage}"
 
     @override
+    def _save_to_state_dict(self, *_: Any, **__: Any) -> None:
+        """Save nothing: the placeholder of an empty stage is no part of the network."""
+
+    @override
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+        """Miss nothing."""
+
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"Item {self.name!r} of the PipelineSequential lives on pipeline stage {self.stage}; "

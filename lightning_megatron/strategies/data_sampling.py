@@ -150,22 +150,27 @@ def share_of(
         divide: whether the ranks are to read different samples; else each reads all that its
             loader gives, as it does with a ``DistributedSampler`` of the user's own.
     """
-    sampler: Any = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+    batches: Any = dataloader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", dataloader.sampler)
     if has_iterable_dataset(dataloader) or not hasattr(sampler, "__len__"):
         return Share(loader=dataloader, order=None)
     divide = divide and not isinstance(sampler, DistributedSampler)
     # Where an item is a batch, those that the ranks read together are one batch of the job.
     sets = 1 if divide or dataloader.batch_size is None else topology.batch.size
+    # A loader that was given `batch_sampler=` has no size of its own.
+    sizes: Any = batches if type(batches) is BatchSampler else dataloader
     division = Division(
         rank=topology.batch.rank if divide else 0,
         ranks=topology.batch.size if divide else 1,
-        batch_size=dataloader.batch_size or 1,
-        drop_last=dataloader.drop_last,
+        batch_size=sizes.batch_size or 1,
+        drop_last=sizes.drop_last,
     )
-    if type(dataloader.batch_sampler) in (BatchSampler, type(None)):
+    if type(batches) in (BatchSampler, type(None)):
         order = _order_of(sampler, dataloader, seed, division, divide)
         items = len(sampler)
         loader = _update_dataloader(dataloader, order)
+        if sizes is batches:
+            loader = with_batches(loader, BatchSampler(order, sizes.batch_size, sizes.drop_last))
     else:
         loader, order, items = _share_of_batches(dataloader, seed, division)
         division = replace(division, batch_size=1)
