@@ -18,10 +18,10 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.export import load_from_checkpoint
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.checkpoint.transformer import stored_config
-from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.optim.choice import (
@@ -118,7 +118,10 @@ class LanguageModel(pl.LightningModule):
             }
         )
         self.loss = VocabParallelCrossEntropy(
-            label_smoothing=label_smoothing, z_loss=z_loss, vocab_size=self.config.vocab_size
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction="sum",
+            vocab_size=self.config.vocab_size,
         )
 
     @override
@@ -134,41 +137,46 @@ class LanguageModel(pl.LightningModule):
             num_tokens=self.config.num_tokens,
             label_smoothing=self.loss.label_smoothing,
             z_loss=self.loss.z_loss,
+            reduction="sum",
             init_std=self.config.init_std,
         )
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits `[b, s, vocab_size / tp]` of the next token at every position."""
+        """Return the logits `[b, s, vocab_size]` of the next token at every position."""
         logits: Tensor = self.trunk(tokens)
         return logits
 
     @override
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the mean loss of the batch."""
-        loss = self._batch_loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the sum of the tokens' losses and their number.
+
+        `MegatronStrategy` divides one by the other over all microbatches and ranks, so that every
+        token of a batch counts alike wherever it is. Under another strategy, which would take the
+        sum for the loss, the mean is returned.
+        """
+        total, tokens = self._batch_loss(batch)
+        self._log_mean("train_loss", total, tokens)
+        if self._trainer is None or not getattr(self.trainer.strategy, "counts_tokens", False):
+            return _mean(total, tokens)
+        return {"loss": total, "num_tokens": tokens}
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Log `val_loss`."""
-        self.log("val_loss", self._batch_loss(batch), prog_bar=True, sync_dist=True)
+        self._log_mean("val_loss", *self._batch_loss(batch), sync_dist=True)
 
     @override
     def test_step(self, batch: Any, batch_idx: int) -> None:
         """Log `test_loss`."""
-        self.log("test_loss", self._batch_loss(batch), prog_bar=True, sync_dist=True)
+        self._log_mean("test_loss", *self._batch_loss(batch), sync_dist=True)
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the logits `[b, s, vocab_size]` of the whole vocabulary, padding included."""
         tokens = batch if isinstance(batch, Tensor) else _tokens_and_labels(batch)[0]
-        logits: Tensor = self(tokens)
-        topology = self.loss.topology
-        if topology is None or logits.shape[-1] == self.config.vocab_size:
-            return logits
-        return gather_from(logits, topology.tp, -1)
+        logits: Tensor = whole(self(tokens))
+        return logits
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -209,19 +217,29 @@ class LanguageModel(pl.LightningModule):
             return load_from_checkpoint(cls, checkpoint_path, map_location, **kwargs)
         return super().load_from_checkpoint(checkpoint_path, map_location, *args, **kwargs)
 
-    def _batch_loss(self, batch: Any) -> Tensor:
+    def _batch_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of the tokens that count, and their number."""
         tokens, labels = _tokens_and_labels(batch)
-        loss: Tensor
         if self.chunked_loss:
-            loss = self.trunk(tokens, targets=labels)
+            total = self.trunk(tokens, targets=labels)
         else:
-            loss = self.loss(self(tokens), labels)
-        return loss
+            total = self.loss(self(tokens), labels)
+        return total, (labels != self.loss.ignore_index).sum()
+
+    def _log_mean(self, name: str, total: Tensor, tokens: Tensor, **options: Any) -> None:
+        """Log the mean loss of the tokens, which weighs what their number is."""
+        # A number would have to wait for the device.
+        weight: Any = tokens
+        self.log(name, _mean(total, tokens), prog_bar=True, batch_size=weight, **options)
 
     def _log_perplexity(self, split: str) -> None:
         loss = self.trainer.callback_metrics.get(f"{split}_loss")
         if loss is not None:
             self.log(f"{split}_perplexity", loss.detach().exp(), sync_dist=True)
+
+
+def _mean(total: Tensor, tokens: Tensor) -> Tensor:
+    return total / tokens.clamp(min=1)
 
 
 def _as_config(config: TransformerConfig | str | Mapping[str, Any]) -> TransformerConfig:

@@ -9,12 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+import lightning_megatron
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.split_tensor import SplitTensor
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.module import LanguageModel
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from tests.parity.jobs import batch_share, quiet_trainer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -167,7 +171,7 @@ def predict_split() -> tuple[Tensor, Tensor]:
     for module in model.modules():
         if hasattr(module, "distribute"):
             module.distribute(topology)
-    assert model(tokens).shape[-1] == 16
+    assert isinstance(model(tokens), SplitTensor)
     return whole, model.predict_step(tokens, 0)
 
 
@@ -216,7 +220,8 @@ def test_chunked_loss_is_the_same_loss(padding: int) -> None:
         ).double()
         model.configure_model()
         model.double()
-        loss = model._batch_loss((tokens, tokens))
+        loss, count = model._batch_loss((tokens, tokens))
+        assert count == tokens.numel()
         loss.backward()
         losses.append(loss.item())
         gradients.append({name: p.grad for name, p in model.named_parameters()})
@@ -225,3 +230,72 @@ def test_chunked_loss_is_the_same_loss(padding: int) -> None:
     assert gradients[0].keys() == gradients[1].keys()
     for name, grad in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Uneven(LanguageModel):
+    """Labels most of which are -100 on some ranks, in some microbatches."""
+
+    def train_dataloader(self) -> Any:
+        topology = getattr(self.trainer.strategy, "_topology", None)
+        size, rank = (1, 0) if topology is None else (topology.batch.size, topology.batch.rank)
+        found = []
+        for step in range(3):
+            rows = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(step))
+            labels = rows[:, 1:].clone()
+            for row, kept in enumerate((8, 8, 5, 1, 0, 0, 3, 1)):
+                labels[row, kept:] = -100
+            found.append(batch_share((rows[:, :-1], labels), size, rank))
+        return DataLoader(found, batch_size=None)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)
+
+
+def train_unevenly(
+    options: dict[str, Any] | None, chunked: bool
+) -> tuple[dict[str, Tensor], dict[str, float], list[float]]:
+    pl.seed_everything(1, verbose=False)
+    module = Uneven(SIZES, chunked_loss=chunked, z_loss=0.01)
+    module.configure_model()  # the same weights under every strategy
+    losses: list[float] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(float(outputs["loss"]))
+
+    strategy = "auto" if options is None else MegatronStrategy(**options)
+    run = quiet_trainer(strategy, max_epochs=1, callbacks=[Watch()], num_sanity_val_steps=0)
+    run.fit(module)
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    return lightning_megatron.gather(module), logged, losses
+
+
+UNEVEN: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "dp 2": (2, {"zero": 1}, False),
+    "dp 2 in microbatches": (2, {"zero": 2, "microbatch_size": 1}, True),
+    "pp 2": (2, {"pp": 2, "num_microbatches": 4}, False),
+    "tp 2 in microbatches": (2, {"tp": 2, "microbatch_size": 3}, False),
+}
+
+
+@pytest.fixture(scope="module")
+def unevenly_alone(pool: WorkerPool) -> Any:
+    """What plain Lightning gives in one process."""
+    return pool.run(1, train_unevenly, None, False)[0]
+
+
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_every_token_counts_alike(pool: WorkerPool, unevenly_alone: Any, layout: str) -> None:
+    ranks, options, chunked = UNEVEN[layout]
+    weights, logged, losses = unevenly_alone
+    found = pool.run(ranks, train_unevenly, options, chunked)
+    for ours, ours_logged, _ in found:
+        for name, value in weights.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-10, msg=name)
+        names = ["val_loss"] if layout.startswith("dp") else list(logged)
+        assert [ours_logged[n] for n in names] == pytest.approx([logged[n] for n in names], 1e-10)
+    of_ranks = torch.tensor([seen for _, _, seen in found]).mean(0)
+    assert of_ranks.tolist() == pytest.approx(losses, rel=1e-6)

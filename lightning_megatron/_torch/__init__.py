@@ -34,6 +34,9 @@ from lightning_megatron._torch.fsdp import parameter_groups as parameter_groups
 from lightning_megatron._torch.fsdp import reduce_gradients as reduce_gradients
 from lightning_megatron._torch.graphs import WRAPPER_NAMES as WRAPPER_NAMES
 from lightning_megatron._torch.graphs import CallersMode as CallersMode
+from lightning_megatron._torch.graphs import (
+    DisableTorchFunctionSubclass as DisableTorchFunctionSubclass,
+)
 from lightning_megatron._torch.graphs import TorchDispatchMode as TorchDispatchMode
 from lightning_megatron._torch.graphs import compile_with_callers_only as compile_with_callers_only
 from lightning_megatron._torch.graphs import keep_version as keep_version

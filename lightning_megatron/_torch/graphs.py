@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The documentation of ``__torch_function__`` names it, and it has no public place (2.11-2.13).
+from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
+
 # The way to see every operator of a block of code is documented, but lives in a private module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 

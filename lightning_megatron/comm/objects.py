@@ -27,16 +27,22 @@ Take: TypeAlias = Callable[[torch.dtype, torch.Size, bool], Tensor]
 """From format, shape, and whether it is in host memory, the tensor that takes its place."""
 
 
-def dump(value: Any, device_type: str) -> tuple[bytes, list[Tensor]]:
+def dump(
+    value: Any, device_type: str, refused: tuple[type, ...] = ()
+) -> tuple[bytes, list[Tensor]]:
     """Pickle ``value`` without its tensors, which are returned beside it.
 
     Args:
         value: anything that can be pickled.
         device_type: kind of device whose tensors are taken out, beside those in host memory.
             Tensors of other kinds or layouts, and those of subclasses, are pickled.
+        refused: classes whose objects may not occur.
+
+    Raises:
+        pickle.PicklingError: one of them does.
     """
     file, leaves = io.BytesIO(), list[Tensor]()
-    _Pickler(file, leaves, device_type).dump(value)
+    _Pickler(file, leaves, device_type, refused).dump(value)
     return file.getvalue(), leaves
 
 
@@ -46,13 +52,21 @@ def load(skeleton: bytes, take: Take) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, leaves: list[Tensor], device_type: str) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        leaves: list[Tensor],
+        device_type: str,
+        refused: tuple[type, ...],
+    ) -> None:
         super().__init__(file)
-        self._leaves, self._types = leaves, ("cpu", device_type)
+        self._leaves, self._types, self._refused = leaves, ("cpu", device_type), refused
         self._places: dict[int, int] = {}
 
     @override
     def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, self._refused):
+            raise pickle.PicklingError(f"{type(obj).__name__} stays in its process")
         if type(obj) not in (Tensor, nn.Parameter):
             return None
         if obj.layout != torch.strided or obj.is_quantized or obj.device.type not in self._types:

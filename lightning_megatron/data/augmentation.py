@@ -14,16 +14,13 @@ generators out of it where there are no workers. A dataset that draws nothing ca
 attribute ``draws_random_numbers = False`` and is spared both, like a ``TensorDataset``.
 """
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-import numpy
-import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from lightning_megatron.topology.rng import HostRandomness, derive_seed
+from lightning_megatron.topology.rng import HostRandomness, derive_seed, seed_generators
 
 _MASK = (1 << 64) - 1
 
@@ -78,13 +75,6 @@ def _arrive(indices: list[Any], seeds: list[int]) -> SampleIndices:
     if seeds:
         seed_generators(seeds[0])
     return SampleIndices(indices, seeds)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed what a dataset may draw from on the host."""
-    torch.default_generator.manual_seed(seed >> 1)
-    random.seed(seed)
-    numpy.random.seed(seed & 0xFFFFFFFF)
 
 
 @dataclass(frozen=True)

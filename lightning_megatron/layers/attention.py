@@ -30,7 +30,7 @@ from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    column_parallel,
+    column_parts,
 )
 from lightning_megatron.layers.norm import HeadNorm
 from lightning_megatron.layers.rotary import Rotary
@@ -136,7 +136,7 @@ class CausalSelfAttention(ParallelLayer):
         """
         q, k, v = (
             y.view(*y.shape[:-1], -1, self.head_dim)
-            for y in column_parallel(x, (self.wq, self.wk, self.wv))
+            for y in column_parts(x, (self.wq, self.wk, self.wv))
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import reduce_from, reduce_scatter
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
@@ -28,9 +29,13 @@ class VocabParallelEmbedding(ParallelLayer):
     Args:
         num_embeddings: size of the vocabulary.
         embedding_dim: size of each embedding.
+        num_tokens: size of the vocabulary without padding at its end; ``num_embeddings`` when None.
         init_std: standard deviation of the initial values; 1 as in ``nn.Embedding``.
         device: of the table.
         dtype: of the table.
+
+    Raises:
+        ConfigError: ``num_tokens`` lies outside of the vocabulary.
     """
 
     def __init__(
@@ -38,12 +43,20 @@ class VocabParallelEmbedding(ParallelLayer):
         num_embeddings: int,
         embedding_dim: int,
         *,
+        num_tokens: int | None = None,
         init_std: float = 1.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if num_tokens is not None and not 0 < num_tokens <= num_embeddings:
+            nearest = min(max(1, num_tokens), num_embeddings)
+            raise ConfigError(
+                f"num_tokens={num_tokens}, num_embeddings={num_embeddings}: must lie in "
+                f"[1, num_embeddings]; nearest valid: num_tokens={nearest}"
+            )
         self.num_embeddings = num_embeddings
+        self.num_tokens = num_embeddings if num_tokens is None else num_tokens
         self.embedding_dim = embedding_dim
         self.init_std = init_std
         table = torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
@@ -71,14 +84,20 @@ class VocabParallelEmbedding(ParallelLayer):
 
         Raises:
             ConfigError: under sequence parallelism, a sequence that tp does not divide.
+            IndexError: on CPU, a token lies outside of the vocabulary. On a GPU it ends in an
+                assertion of the device, as that of ``nn.Embedding`` does.
         """
         topology = self.topology
+        if self.num_tokens < self.num_embeddings:
+            tokens = tokens.masked_fill(tokens >= self.num_tokens, self.num_embeddings)
         if topology is None or topology.tp.size == 1:
             return F.embedding(tokens, self.weight)
         rows = self.weight.shape[0]
         local = tokens - rows * topology.tp.rank
         foreign = (local < 0) | (local >= rows)
-        x = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        # What no rank holds lies outside of every rank's rows, and torch is left to find it there.
+        of_others = foreign & (tokens >= 0) & (tokens < self.num_embeddings)
+        x = F.embedding(local.masked_fill(of_others, 0), self.weight)
         x = x.masked_fill(foreign.unsqueeze(-1), 0)
         if topology.sequence_parallel:
             return reduce_scatter(x, topology.tp, SEQUENCE_DIM)

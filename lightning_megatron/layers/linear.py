@@ -24,6 +24,7 @@ sequence parallelism, which always splits dim 1.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.deferral import breaks_graphs, can_defer, linear, without_graphs
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
 from lightning_megatron.layers.products import Products
+from lightning_megatron.layers.split_tensor import split_output
+from lightning_megatron.layers.splits import own_part, split_of, whole
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
 from lightning_megatron.topology.mesh import Topology
 
@@ -93,8 +96,9 @@ class ColumnParallelLinear(_Linear):
     """A linear layer of which each tp rank computes a part of the output features.
 
     Input ``[..., in_features]``, equal on all tp ranks; under sequence parallelism
-    ``[b, s / tp, in_features]``. Output ``[..., out_features / tp]``, over the whole sequence.
-    Undistributed it is ``nn.Linear``.
+    ``[b, s / tp, in_features]``. Output ``[..., out_features]``, over the whole sequence, of which
+    this rank holds the part ``[..., out_features / tp]``: a `SplitTensor`, which gives what the
+    whole one gives (`layers.split_tensor`). Undistributed it is ``nn.Linear``.
 
     Args:
         in_features: size of each input sample.
@@ -103,7 +107,8 @@ class ColumnParallelLinear(_Linear):
         gather_output: return all features on every rank, at the cost of an all-gather.
         units: number of indivisible blocks of output features (attention heads, for example); the
             features themselves when None. On more ranks than units every rank holds the whole
-            weight and computes one unit, neighbours the same one; gradients are then summed.
+            weight and computes one unit, neighbours the same one; gradients are then summed. Who
+            names units works unit by unit: the output is this rank's part as a plain tensor.
         init_std: standard deviation of a normal initialisation with zero bias; the initialisation
             of ``nn.Linear`` when None.
         device: of the parameters.
@@ -167,25 +172,57 @@ class ColumnParallelLinear(_Linear):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        if self.topology is None or self.topology.tp.size == 1:
+        y = self.own_output(x)
+        if self.topology is not None and self.gather_output:
+            return gather_from(y, self.topology.tp, -1)
+        return self.marked_output(y)
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run with hooks; those of the backward make a plain tensor of the output."""
+        return self.marked_output(super().__call__(*args, **kwargs))
+
+    def marked_output(self, y: Tensor) -> Tensor:
+        """The output of the layer, in which features that it leaves split are known to be."""
+        topology = self.topology
+        if topology is None or self.units is not None or y.shape[-1:] == (self.out_features,):
+            return y
+        return split_output(y, topology)
+
+    def entering(self, x: Tensor) -> Tensor:
+        """What the layer works on: an input that is itself split over tp has to be whole."""
+        if split_of(x) is None or self.topology is None:
+            return x
+        x = whole(x)
+        if self.topology.sequence_parallel:
+            return split_to(x, self.topology.tp, SEQUENCE_DIM)
+        return x
+
+    def own_output(self, x: Tensor) -> Tensor:
+        """The features that this rank computes, as a plain tensor."""
+        topology = self.topology
+        if topology is None or topology.tp.size == 1:
             return linear(x, self.weight, self.bias, self.deferral, self.products)
-        (y,) = _column_parallel(x, self.topology, [self])
-        return gather_from(y, self.topology.tp, -1) if self.gather_output else y
+        (y,) = _column_parallel(self.entering(x), [self])
+        return y
 
 
 class RowParallelLinear(_Linear):
     """A linear layer of which each tp rank holds a part of the input features.
 
-    Input ``[..., in_features / tp]``; output ``[..., out_features]``, equal on all tp ranks; under
-    sequence parallelism ``[b, s / tp, out_features]``. Undistributed it is ``nn.Linear``. The bias
-    is whole on every rank and added after the sum; its gradient is exact on every rank.
+    Input ``[..., in_features]``, split over tp as a column-parallel layer returns it, or this
+    rank's part of that as a plain tensor; what is whole is split here. Output
+    ``[..., out_features]``, equal on all tp ranks; under sequence parallelism
+    ``[b, s / tp, out_features]``. Undistributed it is ``nn.Linear``. The bias is whole on every
+    rank and added after the sum; its gradient is exact on every rank.
 
     Args:
         in_features: size of each input sample over all ranks.
         out_features: size of each output sample.
         bias: whether to add a learned bias.
-        input_is_parallel: whether the input holds this rank's features only, as a column-parallel
-            layer returns them; otherwise it is split here.
+        input_is_parallel: whether the input holds this rank's features only, as after a
+            column-parallel layer; otherwise a whole one is expected, of this rank's part of the
+            sequence under sequence parallelism.
         init_std: standard deviation of a normal initialisation with zero bias; the initialisation
             of ``nn.Linear`` when None.
         device: of the parameters.
@@ -220,9 +257,13 @@ class RowParallelLinear(_Linear):
         topology = self.topology
         if topology is None or topology.tp.size == 1:
             return linear(x, self.weight, self.bias, self.deferral, self.products)
-        if not self.input_is_parallel:
-            if topology.sequence_parallel:
-                x = gather_from(x, topology.tp, SEQUENCE_DIM)
+        split = split_of(x)
+        if split is not None and split.dim == x.dim() - 1:
+            return _row_parallel(own_part(x), topology, self)
+        x = whole(x)
+        if split is None and not self.input_is_parallel and topology.sequence_parallel:
+            x = gather_from(x, topology.tp, SEQUENCE_DIM)
+        if x.shape[-1] == self.in_features:
             x = split_to(x, topology.tp, -1)
         return _row_parallel(x, topology, self)
 
@@ -245,18 +286,29 @@ def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     Equal to ``[layer(x) for layer in layers]``, and done so when a layer is something else than a
     `ColumnParallelLinear` (an adapter around one, for example), has hooks or gathers its output.
     """
-    first = layers[0]
-    if not isinstance(first, ColumnParallelLinear):
+    shared = _sharing(layers)
+    if not shared:
         return [layer(x) for layer in layers]
-    topology = first.topology
-    if topology is None or topology.tp.size == 1:
-        return [layer(x) for layer in layers]
-    sharing = []
+    parts = _column_parallel(shared[0].entering(x), shared)
+    return [layer.marked_output(part) for part, layer in zip(parts, shared, strict=True)]
+
+
+def column_parts(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """The same for layers that know what to do with parts, which are plain tensors here."""
+    shared = _sharing(layers)
+    if not shared:
+        return [own_part(layer(x)) for layer in layers]
+    return _column_parallel(shared[0].entering(x), shared)
+
+
+def _sharing(layers: Sequence[nn.Module]) -> list[ColumnParallelLinear]:
+    """The same layers if they can share collectives, else none."""
+    found: list[ColumnParallelLinear] = []
     for layer in layers:
         if type(layer) is not ColumnParallelLinear or layer.gather_output or _has_hooks(layer):
-            return [layer(x) for layer in layers]
-        sharing.append(layer)
-    return _column_parallel(x, topology, sharing)
+            return []
+        found.append(layer)
+    return [] if found[0].tp_size == 1 else found
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -269,11 +321,11 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 @breaks_graphs
-def _column_parallel(
-    x: Tensor, topology: Topology, layers: Sequence[ColumnParallelLinear]
-) -> list[Tensor]:
+def _column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[Tensor]:
+    topology = layers[0].topology
+    assert topology is not None
     if torch.compiler.is_compiling() and (caller := without_graphs(layers)) is not None:
-        found: list[Tensor] = caller.outside_graphs(_column_parallel, x, topology, layers)
+        found: list[Tensor] = caller.outside_graphs(_column_parallel, x, layers)
         return found
     deferral = layers[0].deferral
     flat = [p for layer in layers for p in layer.local_parameters()]

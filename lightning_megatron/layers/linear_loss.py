@@ -129,16 +129,15 @@ class LinearCrossEntropy(ColumnParallelLinear):
 
     @override
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The loss, or without targets the logits of this rank's part of the vocabulary.
+        """The loss, or without targets the logits, of which tp ranks hold parts.
 
         Raises:
             IndexError: on CPU, a target lies outside the vocabulary.
         """
         padding = self._padding_starts()
         if targets is None:
-            logits: Tensor = super().forward(x)
-            return _without_padding(logits, padding)
-        topology = self.topology
+            return super().marked_output(_without_padding(self.own_output(x), padding))
+        topology, x = self.topology, self.entering(x)
         plan = _Plan(
             axis=topology.tp if topology is not None and topology.tp.size > 1 else None,
             sequence=topology is not None and topology.tp.size > 1 and topology.sequence_parallel,
@@ -154,6 +153,11 @@ class LinearCrossEntropy(ColumnParallelLinear):
         check_targets(targets_n, ignored_n, self.num_tokens)
         loss_n = _apply(x, self.weight, self.bias, targets_n, ignored_n, plan)
         return reduced(loss_n, targets, self.ignore_index, self.reduction)
+
+    @override
+    def marked_output(self, y: Tensor) -> Tensor:
+        """Of logits; a loss is whole."""
+        return super().marked_output(y) if y.dim() and self.reduction != "none" else y
 
     def _padding_starts(self) -> int | None:
         """The first of this rank's columns that stands for no token."""

@@ -32,24 +32,26 @@ from typing_extensions import override
 from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.splits import own_part, split_of, whole
 from lightning_megatron.topology.mesh import Axis
 
 
 class VocabParallelCrossEntropy(ParallelLayer):
     """Cross entropy that takes logits split over tp, or whole.
 
-    Called with ``logits`` ``[..., vocabulary / tp]`` and integer ``targets`` ``[...]``, both equal
-    to ``F.cross_entropy`` on the whole logits (positions may have any number of dims). When the
-    logits are whole on every rank (not distributed, tp of 1, a plain ``nn.Linear`` as head) it is
-    ``F.cross_entropy`` itself.
+    Called with ``logits`` ``[..., vocabulary]`` and integer ``targets`` ``[...]``, it gives what
+    ``F.cross_entropy`` gives (positions may have any number of dims). Of logits that a
+    column-parallel head returns it takes each rank's part; plain tensors ``[..., vocabulary / tp]``
+    may be parts as well. When the logits are whole on every rank (not distributed, tp of 1, a plain
+    ``nn.Linear`` as head) it is ``F.cross_entropy`` itself.
 
     Args:
         ignore_index: target of positions that do not count.
         label_smoothing: probability mass spread over the vocabulary.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
         reduction: ``mean`` over the positions that count, their ``sum``, or ``none``.
-        vocab_size: of the whole vocabulary, to tell whole logits from split ones. When None, logits
-            under tp count as split unless the first call finds them equal on all ranks.
+        vocab_size: of the whole vocabulary, to tell plain tensors that are whole from parts. When
+            None, those count as parts under tp unless the first call finds them equal on all ranks.
 
     Raises:
         ConfigError: an option lies outside its range.
@@ -80,15 +82,19 @@ class VocabParallelCrossEntropy(ParallelLayer):
         Raises:
             IndexError: on CPU, a target lies outside the vocabulary.
         """
+        split = split_of(logits)
+        if split is not None and split.dim != logits.dim() - 1:
+            logits, split = whole(logits), None
+        logits = own_part(logits)
         logits_nv, targets_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        axis = self._split_axis(logits_nv)
+        axis = self._split_axis(logits_nv) if split is None else split.axis
         if axis is None and self.z_loss == 0.0:
             loss = self._cross_entropy(logits_nv, targets_n, self.reduction)
             return loss.view(targets.shape) if self.reduction == "none" else loss
         if axis is None:
             loss_n = self._whole_loss(logits_nv, targets_n)
         else:
-            loss_n = _apply_cross_entropy(
+            loss_n = vocab_parallel_cross_entropy(
                 logits_nv, targets_n, axis, self.ignore_index, self.label_smoothing, self.z_loss
             )
         return reduced(loss_n, targets, self.ignore_index, self.reduction)
@@ -166,7 +172,8 @@ class _VocabParallelCrossEntropy(Function):
         return grad_nv.to(logits_nv.dtype), None, None, None, None, None
 
 
-_apply_cross_entropy: Callable[..., Tensor] = _VocabParallelCrossEntropy.apply
+vocab_parallel_cross_entropy: Callable[..., Tensor] = _VocabParallelCrossEntropy.apply
+"""``(logits_nv, targets_n, axis, ignore_index, smoothing, z) -> loss_n``, of split logits."""
 
 
 def own_targets(

@@ -16,7 +16,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
-    column_parallel,
+    column_parts,
 )
 from lightning_megatron.layers.rules import GATED, Activation
 
@@ -77,7 +77,7 @@ class MLP(nn.Module):
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Apply to every position."""
-        first, *rest = column_parallel(x, self._into())
+        first, *rest = column_parts(x, self._into())
         y = self._function(first)
         for factor in rest:
             y = y * factor

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.attention_backends import window_mask
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.kv_cache import KeyValueCache
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.topology.mesh import Topology
@@ -178,10 +178,7 @@ class _Network:
             mask = mask | torch.eye(length, dtype=torch.bool, device=fresh.device)
         positions = (seen.cumsum(1) - 1).clamp(min=0)[:, length - new :]
         logits = self.trunk(fresh, positions=positions, mask=mask, cache=cache)[:, -1]
-        topology = self._topology
-        if topology is not None and logits.shape[-1] < self.config.vocab_size:
-            logits = gather_from(logits, topology.tp, -1)
-        found: Tensor = logits[:, : self.config.num_tokens]
+        found: Tensor = whole(logits)[:, : self.config.num_tokens]
         return found
 
     def agree(self, chosen: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ class InputEmbedding(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         h, std = config.hidden_size, config.init_std
-        self.tokens = VocabParallelEmbedding(config.vocab_size, h, init_std=std)
+        self.tokens = VocabParallelEmbedding(
+            config.vocab_size, h, num_tokens=config.num_tokens, init_std=std
+        )
         self.positions: PositionEmbedding | None = None
         if config.positions == "learned":
             self.positions = PositionEmbedding(config.max_seq_len, h, init_std=std)
@@ -123,18 +125,18 @@ class PaddedHead(ColumnParallelLinear):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        """``[b, s, h]`` to the logits of this rank's columns."""
-        logits: Tensor = super().forward(x)
+        """``[b, s, h]`` to logits ``[b, s, vocab_size]``, of which tp ranks hold parts."""
+        logits = self.own_output(x)
         width = logits.shape[-1]
         first = 0 if self.topology is None else width * self.topology.tp.rank
-        if first + width <= self.num_tokens:
-            return logits
-        column = torch.arange(first, first + width, device=logits.device)
-        return logits.masked_fill(column >= self.num_tokens, torch.finfo(logits.dtype).min)
+        if first + width > self.num_tokens:
+            column = torch.arange(first, first + width, device=logits.device)
+            logits = logits.masked_fill(column >= self.num_tokens, torch.finfo(logits.dtype).min)
+        return self.marked_output(logits)
 
 
 class Transformer(nn.Module):
-    """A language model: tokens ``[b, s]`` to logits ``[b, s, vocab_size / tp]``.
+    """A language model: tokens ``[b, s]`` to logits ``[b, s, vocab_size]``, split over tp.
 
     Args:
         config: sizes of the model.

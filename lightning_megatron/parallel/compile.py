@@ -29,6 +29,10 @@ around it. One that is recomputed in full is therefore compiled once more, by it
 effect only then. Of one that is recomputed selectively every operation must be seen, so it is not
 compiled, and a warning says so.
 
+Inside of a graph the output of a column-parallel layer is this rank's part as a plain tensor: what
+works along the split dim there (a softmax over features that tp splits) has to stand in a block
+that is not compiled. The logits of a compiled head are marked outside (`layers.split_tensor`).
+
 Collectives of tp are operators of the graph (`comm.operators`): a block is one graph under tp as
 without, with sequence parallelism too, forward and backward. What breaks it are
 
@@ -47,9 +51,10 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_megatron.layers.deferral import end_graphs
+from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
 from lightning_megatron.parallel.wrapping import BlockForward
-from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.pipeline.sequential import PipelineSequential, StageItems
 
 
 def compile_parts(module: nn.Module, config: MemoryConfig) -> None:
@@ -92,6 +97,14 @@ def _models(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _last_layer(block: nn.Module) -> ColumnParallelLinear | None:
+    """The layer whose output is that of ``block``, if it is a column-parallel one."""
+    while isinstance(block, StageItems | nn.Sequential) and len(list(block.children())):
+        items = block.items if isinstance(block, StageItems) else list(block.children())
+        block = items[-1]
+    return block if isinstance(block, ColumnParallelLinear) else None
+
+
 class _Compiled(BlockForward):
     """A forward that is compiled when it runs first.
 
@@ -112,7 +125,11 @@ class _Compiled(BlockForward):
             return self._forward(*args, **kwargs)
         if self._run is None:
             self._run = torch.compile(self._forward, backend=self._backend, dynamic=self._dynamic)
-        return self._run(*args, **kwargs)
+        layer = _last_layer(self._block)
+        if layer is None or layer.tp_size == 1:
+            return self._run(*args, **kwargs)
+        # Inside of a graph what is split over tp is plain.
+        return layer.marked_output(self._run(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the compiled code, which belongs to this block alone."""

@@ -92,8 +92,7 @@ class Recut:
             stages: the item indices of every stage.
         """
         topology = self._topology
-        everyone: list[_Notes] = [self._notes] * topology.pp.size
-        dist.all_gather_object(everyone, self._notes, group=topology.pp.group)
+        everyone: list[_Notes] = topology.pp.all_gather_object(self._notes)
         self._trunk.refill(self._spare)
         trainable = _united([notes.trainable for notes in everyone])
         for name, parameter in self._trunk.named_parameters(prefix=self._prefix):

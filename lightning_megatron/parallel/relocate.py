@@ -131,8 +131,7 @@ def relocate(
         topology: the layout.
     """
     pp = topology.pp
-    wishes: list[Mapping[Key, bool]] = [{}] * pp.size
-    dist.all_gather_object(wishes, dict(wanted), group=pp.group)
+    wishes: list[Mapping[Key, bool]] = pp.all_gather_object(dict(wanted))
     for key, takers in _routes(announced, wishes):
         gathered: Tensor | None = None
         for source, taker in takers:

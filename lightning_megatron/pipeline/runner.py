@@ -14,6 +14,7 @@ here.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +27,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten, tree_map
 from lightning_megatron.layers.deferral import Piece, WeightGradients, add_gradients, attach
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.pipeline.entering import as_results, works_in_place
 from lightning_megatron.pipeline.executor import Executor, LossOf, Reduction, Step
 from lightning_megatron.pipeline.item_times import ItemTimes
@@ -57,8 +59,16 @@ class StageBoundary(BaseException):
 class _Port:
     """One passage of one microbatch through one stage of the trunk."""
 
-    def __init__(self, position: int, *, first: bool, last: bool, received: Any) -> None:
-        self.position = position
+    def __init__(
+        self,
+        position: int,
+        random: Callable[[], AbstractContextManager[None]],
+        *,
+        first: bool,
+        last: bool,
+        received: Any,
+    ) -> None:
+        self.position, self.random = position, random
         self._first, self._last, self._received = first, last, received
         self.calls = 0
 
@@ -74,7 +84,7 @@ class _Port:
     def leave(self, output: Any) -> Any:
         if self._last:
             return output
-        raise StageBoundary(output)
+        raise StageBoundary(whole(output))
 
 
 @dataclass
@@ -114,7 +124,8 @@ class Pipeline(Executor):
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
-        self._group, self._device = topology.pp.group, topology.device
+        self._pp, self._device = topology.pp, topology.device
+        self._random = topology.rng.trunk
         self._clock: Clock | None = None
         self._measures = False
         self._profile: ItemTimes | None = None
@@ -169,9 +180,7 @@ class Pipeline(Executor):
         """Idle time of the latest step, None if it was not measured; collective over the ranks."""
         if self._clock is None or self._measured is None or not self._measures:
             return None
-        times: list[Any] = [None] * self._measured.num_ranks
-        dist.all_gather_object(times, self._clock.read(), group=self._group)
-        return bubble(self._measured, times)
+        return bubble(self._measured, self._pp.all_gather_object(self._clock.read()))
 
     @override
     def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
@@ -265,7 +274,7 @@ class Pipeline(Executor):
         entering = as_results(received)
         if self._works_in_place[position]:
             entering = tree_map(_copied, entering)
-        port = _Port(position, first=first, last=last, received=entering)
+        port = _Port(position, self._random, first=first, last=last, received=entering)
         self._trunk.connect(port)
         try:
             output = self._counted(step, action.microbatch, last, stage)

@@ -14,6 +14,7 @@ rank and code after it on the last stage only.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +30,10 @@ class StagePort(Protocol):
     @property
     def position(self) -> int:
         """Which of the stages that this rank holds, counted along the network."""
+        ...
+
+    def random(self) -> AbstractContextManager[None]:
+        """Within the block the stage's random numbers are drawn."""
         ...
 
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -282,8 +287,20 @@ class PipelineSequential(nn.Module):
         self._check_keywords(kwargs)
         port = self._port
         if port is None:
+            self._check_whole()
             return self._runs[0](*args, **kwargs)
-        return port.leave(self._runs[port.position](*port.enter(args), **kwargs))
+        with port.random():
+            output = self._runs[port.position](*port.enter(args), **kwargs)
+        return port.leave(output)
+
+    def _check_whole(self) -> None:
+        if sum(len(held) for held in self._held) < len(self):
+            raise RuntimeError(
+                "The PipelineSequential was called outside of a step. With pp>1 its items live on "
+                "several ranks, which only training_step, validation_step, test_step and "
+                "predict_step reach; call it there, for example in a validation_step that logs "
+                "samples, or train with pp=1"
+            )
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         for name in kwargs:

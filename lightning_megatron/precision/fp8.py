@@ -363,9 +363,7 @@ class Fp8Precision(MixedShardedPrecision):
         mine = {name: held.history[: held.steps].tolist() for name, held in self._delayed.items()}
         if pp.group is None:
             return {**counts, "amax_history": mine}
-        parts: list[Any] = [None] * pp.size
-        dist.all_gather_object(parts, mine, group=pp.group)
-        together = {name: rows for part in parts for name, rows in part.items()}
+        together = {k: rows for part in pp.all_gather_object(mine) for k, rows in part.items()}
         return {**counts, "amax_history": together}
 
     @override

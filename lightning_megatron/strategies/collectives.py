@@ -18,6 +18,7 @@ from torchmetrics.metric import jit_distributed_available
 
 from lightning_megatron._torch import start_all_gather
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -85,7 +86,7 @@ class TopologyCollectives:
         mean, op = _reduce_op(reduce_op)
         if mean and not tensor.is_floating_point():
             tensor = tensor.to(torch.get_default_dtype())
-        result = tensor.to(self.root_device, copy=True).contiguous()
+        result = whole(tensor).to(self.root_device, copy=True).contiguous()
         dist.all_reduce(result, op=op, group=group)
         return result / size if mean else result
 
@@ -103,6 +104,7 @@ class TopologyCollectives:
         if dist.is_initialized() and group is dist.group.WORLD:
             group = None
         group, size = self._group(group) if self._topology is not None else (None, 1)
+        tensor = whole(tensor)
         if group is None:
             return tensor.unsqueeze(0)
         if sync_grads:

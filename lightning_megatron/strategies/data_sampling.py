@@ -30,10 +30,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_megatron.data.augmentation import SampleSeeds, seed_generators
+from lightning_megatron.data.augmentation import SampleSeeds
 from lightning_megatron.data.sampler import Division, ResumableSampler
 from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.topology.rng import HostRandomness
+from lightning_megatron.topology.rng import HostRandomness, seed_generators
 
 
 class DrawnOrder(Sampler[Any]):

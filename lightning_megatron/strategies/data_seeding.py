@@ -28,12 +28,11 @@ from lightning_megatron.data.augmentation import (
     SampleIndices,
     SampleSeeds,
     draws_random_numbers,
-    seed_generators,
 )
 from lightning_megatron.resilience.signals import shield
 from lightning_megatron.strategies.data_sampling import DrawnOrder, with_batches
 from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.topology.rng import derive_seed
+from lightning_megatron.topology.rng import derive_seed, seed_generators
 
 
 def seed_dataloader(dataloader: DataLoader[Any], topology: Topology) -> bool:

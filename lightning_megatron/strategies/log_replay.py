@@ -23,6 +23,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.pipeline.microbatch import weighted_mean
 from lightning_megatron.topology.mesh import Axis
 
 _SAME, _CHANGED = 0.0, 1.0
@@ -37,30 +38,45 @@ class LogCall:
     values: list[Any] = field(default_factory=list)
     """Value of each microbatch that logged the key."""
     weights: list[float] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=list)
+    """Share of the batch's samples in each of these microbatches."""
+    batch_sizes: list[Any] = field(default_factory=list)
+    """What the user gave as ``batch_size``: numbers, or tensors of one."""
 
     @property
     def metric(self) -> Metric | None:
         """The logged metric object, if it is one."""
         return self.values[-1] if isinstance(self.values[-1], Metric) else None
 
-    def merged(self) -> float:
-        """The batch's value: the mean over microbatches, or what ``reduce_fx`` says."""
-        values = [_number(v) for v in self.values]
+    def merged(self) -> Tensor:
+        """The batch's value in float64: the mean over microbatches, or what ``reduce_fx`` says.
+
+        A microbatch counts in the mean with the ``batch_size`` that the user gave, else with its
+        samples. Nothing is read from a device.
+        """
+        values = [_wide(v) for v in self.values]
         reduce_fx = self.options.get("reduce_fx", "mean")
         if reduce_fx in ("sum", torch.sum, sum):
-            return sum(values)
+            return torch.stack(values).sum()
         if reduce_fx in ("max", torch.max, max):
-            return max(values)
+            return torch.stack(values).max()
         if reduce_fx in ("min", torch.min, min):
-            return min(values)
-        return sum(v * w for v, w in zip(values, self.weights, strict=True)) / sum(self.weights)
+            return torch.stack(values).min()
+        if len(self.batch_sizes) < len(values):
+            total = sum(self.weights)
+            return weighted_mean(values, [weight / total for weight in self.weights])
+        parts = []
+        for value, size in zip(values, self.batch_sizes, strict=True):
+            wide = _wide(size).to(value.device)
+            # The mean over no token is not a number, and counts as little.
+            parts.append(torch.stack([torch.where(wide > 0, value * wide, 0.0), wide]))
+        sums = torch.stack(parts).sum(0)
+        return sums[0] / sums[1]
 
-    def all_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``LightningModule.log`` for the whole batch."""
+    def size(self) -> Tensor | None:
+        """The batch's ``batch_size``, where the user gave one."""
         if not self.batch_sizes:
-            return self.options
-        return {**self.options, "batch_size": sum(self.batch_sizes)}
+            return None
+        return torch.stack([_wide(size) for size in self.batch_sizes]).sum()
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,8 @@ class Replay:
     """Name of the logged metric object; None for a number."""
     has_forward: bool
     """Whether the metric has a value on the batch alone."""
+    sized: bool
+    """Whether the user gave a ``batch_size``."""
 
 
 class LogRecorder:
@@ -105,13 +123,18 @@ class LogRecorder:
         options |= dict(zip(names, args, strict=False))
         options.pop("enable_graph", None)
         batch_size = options.pop("batch_size", None)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"self.log({name!r}, <tensor of shape {tuple(value.shape)}>): a logged tensor has "
+                f"a single element; nearest valid: self.log({name!r}, value.mean())"
+            )
         call = self.calls.setdefault(name, LogCall(name, options))
         if isinstance(value, Metric):
             self._keep_forward_value(name, value._forward_cache, self._weight)
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.weights.append(self._weight)
         if batch_size is not None:
-            call.batch_sizes.append(int(batch_size))
+            call.batch_sizes.append(batch_size)
 
     def forward_value(self, name: str) -> Any:
         """Mean over microbatches of a metric's value on its batch; None when it has none."""
@@ -197,8 +220,11 @@ class LogReplay:
         self._schemas: dict[str, list[Replay]] = {}
         self._metrics: dict[str, StageMetric] = {}
         self._source, self._is_last = source, pp.rank == source
+        self._tell = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
 
-    def share(self, hook: str, recorder: LogRecorder, extra: Sequence[float] = ()) -> list[float]:
+    def share(
+        self, hook: str, recorder: LogRecorder, extra: Sequence[float | Tensor] = ()
+    ) -> list[float | Tensor]:
         """Replay the calls of one step on this rank; collective over the pipeline.
 
         Args:
@@ -207,61 +233,82 @@ class LogReplay:
             extra: further numbers to carry, the same number of them in every step of ``hook``.
 
         Returns:
-            ``extra`` of the last stage.
+            ``extra`` of the last stage; there as it was given, so that no device is waited for.
         """
         schema = [
             Replay(
                 name=call.name,
-                options=call.all_options(),
+                options=call.options,
                 attribute=self._attribute(call),
                 has_forward=recorder.forward_value(call.name) is not None,
+                sized=bool(call.batch_sizes),
             )
             for call in recorder.calls.values()
         ]
-        values = [self._packed(recorder, call) for call in recorder.calls.values()]
+        calls = recorder.calls.values()
+        values = [number for call in calls for number in self._packed(recorder, call)]
         if self._pp.group is not None:
             schema, values, extra = self._exchange(hook, schema, values, extra)
-        for call, value in zip(schema, values, strict=True):
+        for call, value, size in zip(schema, values[::2], values[1::2], strict=True):
+            options = dict(call.options)
+            if call.sized:  # Lightning counts with tensors as well
+                options["batch_size"] = torch.as_tensor(size, device=self._device).to(torch.int64)
             if call.attribute is None:
-                self._module.log(call.name, self._scalar(value), **call.options)
+                self._module.log(call.name, self._scalar(value), **options)
             else:
                 metric = self._stage_metric(recorder, call.name, call.attribute)
                 cache: Any = self._scalar(value) if call.has_forward else None
                 metric._forward_cache = cache
-                options = {**call.options, "metric_attribute": call.attribute}
+                options["metric_attribute"] = call.attribute
                 self._module.log(call.name, metric, **options)
         return list(extra)
 
-    def _scalar(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=self._dtype, device=self._device)
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        return torch.as_tensor(value, dtype=self._dtype, device=self._device)
 
-    def _packed(self, recorder: LogRecorder, call: LogCall) -> float:
+    def _packed(self, recorder: LogRecorder, call: LogCall) -> list[float | Tensor]:
+        """Value and batch size."""
+        size = call.size()
+        rest: list[float | Tensor] = [float("nan") if size is None else size]
         if call.metric is None:
-            return call.merged()
+            return [call.merged(), *rest]
         forward = recorder.forward_value(call.name)
-        return float("nan") if forward is None else float(forward)
+        return [float("nan") if forward is None else torch.as_tensor(forward), *rest]
 
     def _exchange(
-        self, hook: str, schema: list[Replay], values: list[float], extra: Sequence[float]
-    ) -> tuple[list[Replay], list[float], list[float]]:
+        self,
+        hook: str,
+        schema: list[Replay],
+        values: list[float | Tensor],
+        extra: Sequence[float | Tensor],
+    ) -> tuple[list[Replay], list[float | Tensor], list[float | Tensor]]:
         known = self._schemas.get(hook)
+        size = 1 + len(extra) + 2 * len(known or [])
         if self._is_last:
             changed = known is None or known != schema
             packed = [_CHANGED if changed else _SAME, *extra, *(values if not changed else [])]
-            size = 1 + len(extra) + len(known or [])
             packed += [0.0] * (size - len(packed))
-        else:
-            packed = [0.0] * (1 + len(extra) + len(known or []))
-        message = torch.tensor(packed, dtype=torch.float64, device=self._device)
-        dist.broadcast(message, self._pp.ranks[self._source], group=self._pp.group)
-        numbers = message.tolist()
-        extra, shared = numbers[1 : 1 + len(extra)], numbers[1 + len(extra) :]
+            self._broadcast(self._pack(packed))
+            if changed:
+                self._schemas[hook] = schema
+                self._tell(schema)
+                self._broadcast(self._pack(values))
+            return schema, values, list(extra)
+        numbers = self._broadcast(self._pack([0.0] * size)).tolist()
+        shared: list[float | Tensor] = numbers[1 + len(extra) :]
         if numbers[0] == _CHANGED:
-            box: list[Any] = [(schema, values)]
-            dist.broadcast_object_list(box, self._pp.ranks[self._source], group=self._pp.group)
-            schema, shared = box[0]
-            self._schemas[hook] = schema
-        return self._schemas[hook], shared, list(extra)
+            schema = self._schemas[hook] = self._tell(None)
+            shared = self._broadcast(self._pack([0.0] * 2 * len(schema))).tolist()
+        return self._schemas[hook], shared, numbers[1 : 1 + len(extra)]
+
+    def _pack(self, numbers: Sequence[float | Tensor]) -> Tensor:
+        wide = [_wide(number).to(self._device) for number in numbers]
+        return torch.stack(wide) if wide else torch.empty(0, dtype=torch.float64)
+
+    def _broadcast(self, message: Tensor) -> Tensor:
+        if message.numel():
+            dist.broadcast(message, self._pp.ranks[self._source], group=self._pp.group)
+        return message
 
     def _attribute(self, call: LogCall) -> str | None:
         metric = call.metric
@@ -292,5 +339,5 @@ class LogReplay:
         return metric
 
 
-def _number(value: Any) -> float:
-    return value.item() if isinstance(value, Tensor) else float(value)
+def _wide(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64).detach().squeeze()

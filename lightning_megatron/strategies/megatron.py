@@ -66,6 +66,7 @@ from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.section_hooks import SectionHooks
 from lightning_megatron.strategies.sharded_errors import explain, warn_of_shards
 from lightning_megatron.strategies.step_recovery import StepRecovery
+from lightning_megatron.strategies.step_state import StepState
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.strategies.stopping import StopHooks
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
@@ -159,6 +160,7 @@ class MegatronStrategy(
         self._host_gloo: dist.ProcessGroup | None = None
         self._seed = 0
         self._gave_back: ParallelModule | None = None
+        self._step_state: StepState | None = None
 
     # Processes ---------------------------------------------------------------------------------
 
@@ -239,13 +241,16 @@ class MegatronStrategy(
         return topology
 
     def _seed_process(self) -> None:
-        """Equal default random streams on ranks that read the same samples, others elsewhere."""
-        if self.world_size > 1:
-            seed = derive_seed(self.topology.seed, "default", self.topology.batch.rank)
+        """Equal generators on all ranks, as ``seed_everything`` leaves them.
+
+        So a split of the data that ``setup`` draws is the same everywhere; what steps draw differs
+        between ranks that read other samples, see `StepSeeds`.
+        """
+        if self.world_size > 1 and env.global_seed() is None:
+            seed = derive_seed(self.topology.seed, "default")
             torch.manual_seed(seed)
-            if env.global_seed() is None:
-                random.seed(seed)
-                numpy.random.seed(seed % 2**32)
+            random.seed(seed)
+            numpy.random.seed(seed % 2**32)
 
     # Module, optimizer, data ---------------------------------------------------------------------
 
@@ -293,7 +298,18 @@ class MegatronStrategy(
             if self.parallel.spare is not None:
                 self.measured_partition = MeasuredPartition(self)
         self.start_agreement(trainer, self._host_world())
+        self._share_step_state(trainer)
         self.setup_precision_plugin()
+
+    def _share_step_state(self, trainer: Trainer) -> None:
+        """Under a pipeline, make true on all stages what steps leave behind on the last."""
+        self._step_state = None
+        if self.topology.pp.size > 1:
+            last = self._steps().last_rank
+            self._step_state = StepState(
+                self._module(), self.topology.pp, last, self.topology.device, self._host_gloo
+            )
+            trainer.callbacks.insert(0, self._step_state)  # type: ignore[attr-defined]
 
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
@@ -376,6 +392,14 @@ class MegatronStrategy(
         return super().training_step(*args, **kwargs)
 
     @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        if self._engine is not None:
+            self._engine.gathers_samples()
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self.before_update()
@@ -429,6 +453,9 @@ class MegatronStrategy(
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        callbacks: list[Any] = self._module().trainer.callbacks  # type: ignore[attr-defined]
+        if self._step_state in callbacks:
+            callbacks.remove(self._step_state)
         self.end_watch()
         self.stop_saver()
         self._give_module_back()

@@ -8,7 +8,7 @@ module is put back as it was.
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -64,9 +64,10 @@ class LayoutOptions:
 
     def degrees(self, world_size: int) -> Degrees:
         """The full layout on so many processes."""
-        return infer_degrees(
+        degrees = infer_degrees(
             world_size, tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, zero=self.zero
         )
+        return replace(degrees, origin=self.stage_ranks[-1])
 
     def lasting(self, world_size: int, precision: Precision) -> str:
         """What a module keeps for all Trainers that it meets."""

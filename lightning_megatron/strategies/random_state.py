@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.state import Chunk, clean_name
 from lightning_megatron.topology.mesh import Topology
-from lightning_megatron.topology.rng import HostRandomness, derive_seed
+from lightning_megatron.topology.rng import HostRandomness, derive_seed, seed_generators
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class RandomState:
             self.return_to(Moment(HostRandomness.from_tensors(row), row))
         elif anew is not None:
             seed, step = anew
-            torch.manual_seed(derive_seed(seed, "default", self._topology.batch.rank, step))
+            torch.manual_seed(derive_seed(seed, "default", step))
+            seed_generators(derive_seed(seed, "default", step))
             self._topology.rng.reseed(step)
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,6 +31,8 @@ from lightning_megatron.strategies.steps import StepEngine, mean_over_tokens
 class StepHooks(ParallelStrategy):
     """Forward, backward and evaluation of one batch."""
 
+    counts_tokens = True
+    """Whether steps may return sums over tokens (`strategies.steps`)."""
     parallel: ParallelModule
     _data_position: DataPosition
     _random_state: RandomState
@@ -65,13 +69,33 @@ class StepHooks(ParallelStrategy):
             self._random_state.note(at, self._module(), self._steps().by_token)
 
     @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move a batch; what the hooks around it draw (augmentations) is drawn as in a step."""
+        if not self._transforms_batches():
+            return super().batch_to_device(batch, device, dataloader_idx)
+        seeds = self.parallel.topology.step_seeds
+        with seeds.batch():
+            seeds.microbatch(0)
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _transforms_batches(self) -> bool:
+        module = self._module()
+        sources = (module, getattr(module.trainer, "datamodule", None))
+        return any(
+            source is not None and is_overridden(hook, source)
+            for source in sources
+            for hook in ("on_before_batch_transfer", "on_after_batch_transfer")
+        )
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         engine, trainer = self._steps(), self._module().trainer
         args = (*args, *kwargs.values())
         context = self.precision_plugin.train_step_context
         if not engine.interleaved:
-            with context():
-                output = self.parallel.step("training_step", *args)
+            output = engine.step_on_batch("training_step", args, context)
             return mean_over_tokens(output, self.parallel.topology)
         divisor = trainer.accumulate_grad_batches
         return engine.train(

@@ -11,6 +11,7 @@ is then the global sum over the global number of tokens, which is the mean that 
 would compute however unevenly the tokens are spread over microbatches and ranks.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.layers.splits import whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import HeldGradient
 from lightning_megatron.pipeline.executor import Executor, NoPipeline
@@ -30,15 +32,18 @@ from lightning_megatron.pipeline.microbatch import (
     batch_size_of,
     merge,
     split,
+    weighted_mean,
 )
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.strategies.auto_schedule import AutoSchedule
 from lightning_megatron.strategies.collectives import refuse_shards
 from lightning_megatron.strategies.log_replay import LogRecorder, LogReplay
+from lightning_megatron.strategies.step_state import unchanged
 from lightning_megatron.topology.mesh import Topology
 
 _NOTHING, _OBJECT = 0.0, 1.0
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -53,6 +58,7 @@ class StepEngine:
         host_group: gloo group along pp, where the device's own backend is another.
 
     Attributes:
+        last_rank: rank on pp of the last stage.
         auto: chooses another schedule after the first steps; None where there is no choice.
         by_token: whether steps return sums over tokens; None until one has. It decides when
             gradients are reduced, so a resumed run must know it from the start.
@@ -68,7 +74,7 @@ class StepEngine:
     ) -> None:
         self._module, self._parallel, self._rule = module, parallel, rule
         topology = parallel.topology
-        self._topology = topology
+        self._topology, self._seeds = topology, topology.step_seeds
         self.executor: Executor = NoPipeline()
         last_rank = topology.pp.size - 1
         if topology.pp.size > 1:
@@ -76,6 +82,7 @@ class StepEngine:
             stage_ranks = parallel.transforms.stage_ranks or range(topology.pp.size)
             self.executor = Pipeline(topology, parallel.trunk, schedule, stage_ranks, host_group)
             last_rank = stage_ranks[-1]
+        self.last_rank = last_rank
         self._share_output = ObjectBroadcast(
             topology.pp, topology.pp.ranks[last_rank], topology.device, host_group
         )
@@ -89,6 +96,14 @@ class StepEngine:
         self.count = 1
         self.by_token: bool | None = None
         self._kept: list[HeldGradient] = []
+        speaks = topology.batch.rank == topology.tp.rank == 0  # on each stage, which has its own
+        self._coupling = SampleCoupling(module, speaks=speaks)
+        self._in_step = False
+
+    def gathers_samples(self) -> None:
+        """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch."""
+        if self._in_step and self.count > 1:
+            self._coupling.warn("calls self.all_gather in its step", self.count)
 
     @property
     def owns_output(self) -> bool:
@@ -121,6 +136,8 @@ class StepEngine:
         """
         pieces = self._split(args[0], at_least=self._common_count(args[0]))
         self.count = len(pieces)
+        if pieces.counted > 1:
+            self._coupling.check(pieces.counted)
         recorder = LogRecorder(self._module)
         data = self._parallel.data
         defer = blocked and self.by_token is False
@@ -141,13 +158,17 @@ class StepEngine:
         data.begin(blocked=defer)
         if self.auto is not None:
             self.auto.before_step()
-        with recorder.recording(), self._random():
-            outputs = self.executor.train(
-                self._step("training_step", args, pieces, recorder, context),
-                loss_of,
-                len(pieces),
-                data,
-            )
+        self._in_step = True
+        try:
+            with recorder.recording(), self._seeds.batch():
+                outputs = self.executor.train(
+                    self._step("training_step", args, pieces, recorder, context),
+                    loss_of,
+                    len(pieces),
+                    data,
+                )
+        finally:
+            self._in_step = False
         data.finish()
         if self.auto is not None:
             self.auto.after_step(len(pieces), self._topology.pp.size, self._topology.pp.group)
@@ -168,23 +189,33 @@ class StepEngine:
     def evaluate(self, name: str, args: Sequence[Any], context: Context) -> Any:
         """Forward of a whole batch; the merged output of the step, on every rank."""
         if not isinstance(self.executor, Pipeline):
-            with context():
-                return self._parallel.step(name, *args)
+            return self._whole(self.step_on_batch(name, args, context))
         pieces = self._split(args[0], at_least=self._common_count(args[0]))
         recorder = LogRecorder(self._module)
-        with recorder.recording(), self._random():
+        with recorder.recording(), self._seeds.batch():
             outputs = self.executor.evaluate(
                 self._step(name, args, pieces, recorder, context), len(pieces), pieces.repeated
             )
-        output = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
-        kind = [_NOTHING if output is None else _OBJECT]
+        merged = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
+        output = self._whole(merged)
+        kind: float | Tensor = _NOTHING if output is None else _OBJECT
         if name != "predict_step":
-            kind = self._replay.share(name, recorder, kind)
+            [kind] = self._replay.share(name, recorder, [kind])
         elif recorder.calls:
             raise RuntimeError("self.log cannot be called in predict_step")
         else:
-            kind = [_OBJECT]
-        return self._share_output(output) if kind[0] == _OBJECT else None
+            kind = _OBJECT
+        return self._share_output(output) if kind == _OBJECT else None
+
+    def step_on_batch(self, name: str, args: Sequence[Any], context: Context) -> Any:
+        """Run a step of the user's once, on the whole batch, in a process that has all stages."""
+        with self._seeds.batch(), context():
+            self._seeds.microbatch(0)
+            return self._parallel.step(name, *args)
+
+    def _whole(self, output: Any) -> Any:
+        """What an evaluation step returns may be pickled, or looked at by one rank alone."""
+        return whole(output) if self._topology.tp.size > 1 else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
         own = getattr(self._module, "split_batch", None)
@@ -205,9 +236,6 @@ class StepEngine:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._topology.batch.group)
         return int(highest)
 
-    def _random(self) -> AbstractContextManager[None]:
-        return self._topology.rng.step() if self._topology.pp.size > 1 else nullcontext()
-
     def _step(
         self,
         name: str,
@@ -219,11 +247,14 @@ class StepEngine:
         # Under a pipeline the step may end by an exception, which ZeRO's hooks around the whole
         # step would not survive; there they surround the stage's items instead.
         pipelined = isinstance(self.executor, Pipeline)
+        device = self._topology.device
 
         def run(index: int, to_end: bool) -> Any:
+            counts = index < pieces.counted
             # What a step logs before its trunk, the last stage logs too.
-            recorder.begin_microbatch(pieces.weights[index] if to_end else None)
-            with context():
+            recorder.begin_microbatch(pieces.weights[index] if to_end and counts else None)
+            self._seeds.microbatch(index)
+            with context(), nullcontext() if counts else unchanged(self._module, device):
                 if pipelined:
                     return getattr(self._module, name)(pieces.batches[index], *args[1:])
                 return self._parallel.step(name, pieces.batches[index], *args[1:])
@@ -233,24 +264,28 @@ class StepEngine:
     def _share_loss(
         self, recorder: LogRecorder, outputs: Sequence[Any], pieces: Microbatches
     ) -> tuple[Tensor, Tensor | None]:
-        """Loss of the batch and, if the step counts tokens, their global number; on all stages."""
-        total, tokens = 0.0, -1.0
+        """Loss of the batch and, if the step counts tokens, their global number; on all stages.
+
+        Without a pipeline no number leaves the device.
+        """
+        total: float | Tensor = 0.0
+        tokens: float | Tensor = -1.0
         if outputs:
             found = [loss_and_tokens(output) for output in outputs]
-            counts = [t for _, t in found if t is not None]
+            losses = [loss.to(torch.float64) for loss, _ in found]
+            counts = [count.to(torch.float64) for _, count in found if count is not None]
             if counts:
-                tokens = float(sum(float(t) for t in counts))
-                total = sum(float(loss) for loss, _ in found)
+                total, tokens = torch.stack(losses).sum(), torch.stack(counts).sum()
             else:
-                total = sum(
-                    float(loss) * w
-                    for (loss, _), w in zip(found, pieces.weights[: len(found)], strict=True)
-                )
+                total = weighted_mean(losses, pieces.weights[: len(losses)])
         total, tokens = self._replay.share("training_step", recorder, [total, tokens])
-        pair = torch.tensor([total, tokens], dtype=torch.float64, device=self._topology.device)
-        if tokens < 0:
-            return pair[0].to(self._dtype), None
-        total_loss, total_tokens = sum_over_samples(pair, self._topology)
+        device = self._topology.device
+        loss, count = (
+            torch.as_tensor(x, dtype=torch.float64, device=device) for x in (total, tokens)
+        )
+        if not isinstance(tokens, Tensor) and tokens < 0:
+            return loss.to(self._dtype), None
+        total_loss, total_tokens = sum_over_samples(torch.stack([loss, count]), self._topology)
         return (total_loss / total_tokens).to(self._dtype), total_tokens
 
     def _training_output(self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor) -> Any:
@@ -258,6 +293,55 @@ class StepEngine:
             return loss
         merged = merge(outputs, pieces.weights[: len(outputs)])
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
+
+
+class SampleCoupling:
+    """Warns, once, of losses that couple samples of a batch which is cut into microbatches.
+
+    A contrastive loss has as many negatives, and a batch norm computes its statistics from as many
+    samples, as are in a microbatch. No loss tells; what is looked for is ``self.all_gather``, batch
+    norms in training mode, and what a module says of itself by an attribute ``couples_samples``.
+
+    Args:
+        module: the user's.
+        speaks: whether this rank is one that warns.
+    """
+
+    def __init__(self, module: LightningModule, *, speaks: bool) -> None:
+        self._module, self._speaks = module, speaks
+        self._told: bool | None = getattr(module, "couples_samples", None)
+        self._checked, self._done = False, self._told is False
+
+    def check(self, count: int) -> None:
+        """Look for what couples samples, before the first batch of ``count`` microbatches."""
+        if self._checked or self._done:
+            return
+        self._checked = True
+        if self._told:
+            self.warn("has couples_samples = True", count)
+        norms = [
+            name
+            for name, child in self._module.named_modules()
+            if isinstance(child, _BATCH_NORMS) and child.training
+        ]
+        if norms:
+            several = f" and {len(norms) - 1} more" if norms[1:] else ""
+            self.warn(f"has batch norms in training mode ({norms[0]}{several})", count)
+
+    def warn(self, what: str, count: int) -> None:
+        """Say it, unless something of the kind has been said."""
+        if self._done:
+            return
+        self._done = True
+        if not self._speaks:
+            return
+        warnings.warn(
+            f"{type(self._module).__name__} {what}, and its training_step runs on each of {count} "
+            f"microbatches of a batch: every sample meets those of its microbatch only, so that "
+            f"the weights are not those of a whole batch; num_microbatches=1 keeps batches whole, "
+            f"and couples_samples = False in the module says that this is as it should be",
+            stacklevel=2,
+        )
 
 
 def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,15 +1,22 @@
 """Rank <-> coordinate arithmetic on the mesh of `degrees.AXES`.
 
-Ranks are laid out in C order: the last axis (tp) varies fastest. Two derived axes are made of
-neighbouring mesh axes: *batch* (dp_replicate x dp_shard: who reads which samples) and *loss*
-(batch x cp: whose token losses are averaged).
+Ranks are laid out in C order: the last axis (tp) varies fastest. The outermost axis, pp, need not
+begin at 0: global rank 0 holds the last stage of a pipeline, so that what is computed at the end of
+a step or an epoch is true where loggers and file names are decided, and further ranks hold the
+stages before it. Neighbouring stages stay neighbouring blocks of ranks. Derived axes are made of
+several mesh axes: *batch* (dp_replicate x dp_shard: who reads which samples), *loss* (batch x cp:
+whose token losses are averaged) and *model* (pp x cp x tp: who works on the same samples).
 """
 
 from collections.abc import Iterable
 
 from lightning_megatron.topology.degrees import AXES, Degrees
 
-DERIVED_AXES = {"batch": ("dp_replicate", "dp_shard"), "loss": ("dp_replicate", "dp_shard", "cp")}
+DERIVED_AXES = {
+    "batch": ("dp_replicate", "dp_shard"),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "model": ("pp", "cp", "tp"),
+}
 """Axes made of several mesh axes."""
 
 
@@ -18,10 +25,13 @@ def coordinates_of(rank: int, degrees: Degrees) -> dict[str, int]:
 
     >>> coordinates_of(5, Degrees(pp=2, tp=4))
     {'pp': 1, 'dp_replicate': 0, 'dp_shard': 0, 'cp': 0, 'tp': 1}
+    >>> [coordinates_of(rank, Degrees(pp=4, origin=3))["pp"] for rank in range(4)]
+    [3, 2, 1, 0]
     """
     position: dict[str, int] = {}
     for axis, size in zip(reversed(AXES), reversed(degrees.sizes()), strict=True):
         rank, position[axis] = divmod(rank, size)
+    position["pp"] = _from_origin(position["pp"], degrees)
     return {axis: position[axis] for axis in AXES}
 
 
@@ -29,8 +39,14 @@ def rank_of(position: dict[str, int], degrees: Degrees) -> int:
     """Inverse of `coordinates_of`."""
     rank = 0
     for axis, size in zip(AXES, degrees.sizes(), strict=True):
-        rank = rank * size + position[axis]
+        place = position[axis]
+        rank = rank * size + (_from_origin(place, degrees) if axis == "pp" else place)
     return rank
+
+
+def _from_origin(place: int, degrees: Degrees) -> int:
+    """Place on pp of the ``place``-th block of ranks, and the other way round."""
+    return (degrees.origin - place) % degrees.pp if degrees.origin else place
 
 
 def groups_along(axes: str | Iterable[str], degrees: Degrees) -> list[tuple[int, ...]]:
@@ -42,9 +58,10 @@ def groups_along(axes: str | Iterable[str], degrees: Degrees) -> list[tuple[int,
     [(0, 2), (1, 3)]
     """
     varying = DERIVED_AXES.get(axes, (axes,)) if isinstance(axes, str) else tuple(axes)
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
     for rank in range(degrees.world_size):
         position = coordinates_of(rank, degrees)
         fixed = tuple(position[axis] for axis in AXES if axis not in varying)
-        groups.setdefault(fixed, []).append(rank)
-    return [tuple(ranks) for ranks in groups.values()]
+        place = tuple(position[axis] for axis in AXES if axis in varying)
+        groups.setdefault(fixed, []).append((place, rank))
+    return [tuple(rank for _, rank in sorted(members)) for members in groups.values()]

@@ -36,6 +36,9 @@ class Degrees:
     """Parts into which the sequence of one sample is split."""
     tp: int = 1
     """Ranks that share every parallel layer."""
+    origin: int = 0
+    """Place on pp of global rank 0: that of the last stage, as rank 0 is where loggers live and
+    where file names are decided (see `coordinates`)."""
 
     @property
     def dp(self) -> int:

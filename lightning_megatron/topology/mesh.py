@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,7 +23,7 @@ from lightning_megatron._torch import forget_meshes, is_known, mend_operation_ke
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
 from lightning_megatron.topology.meter import Meter
-from lightning_megatron.topology.rng import RandomStreams
+from lightning_megatron.topology.rng import RandomStreams, StepSeeds
 
 Parts: TypeAlias = tuple[tuple[int, ...], ...]
 """Disjoint lists of positions on an axis."""
@@ -40,7 +40,8 @@ class Axis:
     ranks: tuple[int, ...]
     """Global ranks of the group, in axis order."""
     group: dist.ProcessGroup | None
-    """None when the axis has size 1."""
+    """None when the axis has size 1. Ranks are numbered in it by their global ranks, not in axis
+    order."""
     meter: Meter = field(default_factory=Meter, compare=False, repr=False)
     """What this rank sends over it."""
     key: str = field(init=False, compare=False, repr=False)
@@ -54,6 +55,14 @@ class Axis:
     def size(self) -> int:
         """Degree of the axis."""
         return len(self.ranks)
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        """What every rank of the axis gives, in axis order; collective over the axis."""
+        if self.group is None:
+            return [mine]
+        by_group_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(by_group_rank, mine, group=self.group)
+        return [by_group_rank[dist.get_group_rank(self.group, rank)] for rank in self.ranks]
 
     def forget_group(self) -> None:
         """Let go of a group that was destroyed: its threads live as long as it is known."""
@@ -109,6 +118,17 @@ def destroy_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
             dist.destroy_process_group(group)
 
 
+def _device_mesh(device_type: str, degrees: Degrees, axes: tuple[str, ...]) -> DeviceMesh:
+    sizes = tuple(getattr(degrees, axis) for axis in axes)
+    if degrees.origin == 0:
+        return init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+    ranks = torch.empty(sizes, dtype=torch.int)
+    for rank in range(degrees.world_size):
+        position = coordinates_of(rank, degrees)
+        ranks[tuple(position[axis] for axis in axes)] = rank
+    return DeviceMesh(device_type, ranks, mesh_dim_names=axes)
+
+
 class Topology:
     """Where this process stands in the layout, and whom it talks to.
 
@@ -126,6 +146,7 @@ class Topology:
         loss: batch x cp; the mean loss is taken over these ranks.
         mesh: device mesh with the axes of size > 1, and always ``dp_shard`` and ``dp_replicate``.
         rng: the random streams of this process.
+        step_seeds: of what the user's step draws.
         is_closed: whether `close` was called; nothing communicates any more.
         meters: what this rank sends, by ``tp``, ``pp``, ``cp`` and ``dp``.
     """
@@ -155,11 +176,7 @@ class Topology:
         mend_operation_keys()
         forget_meshes()
         present = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]
-        self.mesh: DeviceMesh = init_device_mesh(
-            device.type,
-            tuple(getattr(degrees, axis) for axis in present),
-            mesh_dim_names=tuple(present),
-        )
+        self.mesh = _device_mesh(device.type, degrees, tuple(present))
         # Now, as a mesh finds its groups by names, which in another world may be those of others.
         self._made += self.mesh.get_all_groups()
         self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
@@ -168,6 +185,7 @@ class Topology:
         self.batch = self._derived_axis("batch")
         self.loss = self._derived_axis("loss")
         self.rng = RandomStreams(seed, self.tp.rank, (self.loss.rank, self.pp.rank), device)
+        self.step_seeds = self._step_seeds()
 
     @cached_property
     def position(self) -> dict[str, int]:
@@ -193,6 +211,16 @@ class Topology:
         else:
             group = self.new_group(name)
         return Axis(name, ranks.index(self.rank), ranks, group, self._meter(name))
+
+    def _step_seeds(self) -> StepSeeds:
+        model = self._ranks("model")
+        wide = [axis for axis in DERIVED_AXES["model"] if getattr(self.degrees, axis) > 1]
+        group = None
+        if len(wide) == 1 and self.device.type == "cpu":
+            group = self.mesh.get_group(wide[0])
+        elif wide:
+            group = self.new_group("model", backend="gloo")
+        return StepSeeds(self.batch.rank, self.device, min(model), group)
 
     def _meter(self, axis: str) -> Meter:
         """One for everything that data-parallel ranks exchange."""

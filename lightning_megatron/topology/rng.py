@@ -10,7 +10,9 @@ function of the default generator alone, and what saves and restores that (the r
 activations by ``torch.utils.checkpoint``, wherever it is called) gets the same masks again.
 Megatron-LM keeps a second stream beside it, of which only its own recomputation knows.
 
-A stream of its own, *step*, keeps computation from disturbing the order of the data.
+A stream of its own, *trunk*, is what the items of a pipeline's stage draw from. What the user's
+step draws itself comes from the default generators of PyTorch, Python and numpy, which `StepSeeds`
+seeds anew for every microbatch.
 
 `HostRandomness` is the position of the generators that every process has: torch's, Python's and
 numpy's.
@@ -25,6 +27,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -75,7 +78,7 @@ class RandomStreams:
     def __init__(
         self, seed: int, tp_rank: int, position: tuple[int, ...], device: torch.device
     ) -> None:
-        self._seeds = {"step": derive_seed(seed, "step", *position)}
+        self._seeds = {"trunk": derive_seed(seed, "trunk", *position)}
         self._streams = {name: RandomStream(s, device) for name, s in self._seeds.items()}
         self._sharded_seed = derive_seed(seed, "sharded", tp_rank)
         self._device = device
@@ -91,13 +94,13 @@ class RandomStreams:
         finally:
             _set_default_state(self._device, default)
 
-    def step(self) -> AbstractContextManager[None]:
-        """Draw from a stream for computation, within the block.
+    def trunk(self) -> AbstractContextManager[None]:
+        """Draw what a stage of a pipeline draws, within the block.
 
-        Pipeline stages draw different amounts; data loading, which draws from the default
-        generator, must not notice, because all stages read the same batches.
+        Stages draw different amounts, and from streams of their own; the step around them, which
+        runs on every stage, must not notice.
         """
-        return self._streams["step"].active()
+        return self._streams["trunk"].active()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Position of every stream, for a checkpoint."""
@@ -149,6 +152,67 @@ def _advance(device: torch.device) -> int:
     moved = torch.tensor([seed, offset + 4], dtype=torch.int64).view(torch.uint8)
     torch.cuda.set_rng_state(moved, device)
     return derive_seed(seed, offset)
+
+
+class StepSeeds:
+    """Seeds the generators of the host and the device for what the user's step draws.
+
+    Every rank of a model runs the step on the same samples and must draw the same: each pipeline
+    stage adds the same noise to its copy of the batch. So the numbers that a step draws follow from
+    where the generators stood before the batch, the rank among those that read other samples, and
+    the microbatch. All ranks of a model agree on the first: the user's code that draws on some
+    ranks only (samples that global rank 0 logs) separates nothing. Afterwards the generators are
+    seeded once more, alike on all ranks, so that what is drawn between steps does not depend on how
+    much a stage or rank drew within. A seed that the user sets between two steps decides both.
+
+    Cost: some 25 microseconds a microbatch and batch, and for a model on several ranks one
+    broadcast of 24 bytes a batch on the host.
+
+    Args:
+        reader: rank among those that read different samples.
+        device: whose default generator is seeded beside those of the host.
+        leader: global rank whose numbers count.
+        group: of the ranks of this rank's model, for tensors on the host; None where it is alone.
+    """
+
+    def __init__(
+        self, reader: int, device: torch.device, leader: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._reader, self._device = reader, device
+        self._leader, self._group = leader, group
+        self._numbers: tuple[int, ...] = ()
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around all microbatches of a batch; collective over the ranks of the model."""
+        drawn = torch.empty(3, dtype=torch.int64)
+        drawn[0].random_()
+        drawn[1] = random.getrandbits(63)
+        drawn[2] = int(numpy.random.randint(1 << 62, dtype=numpy.int64))
+        if self._group is not None:
+            dist.broadcast(drawn, self._leader, group=self._group)
+        self._numbers = tuple(drawn.tolist())
+        try:
+            yield
+        finally:
+            self._seed("between")
+
+    def microbatch(self, index: int) -> None:
+        """A step begins to run on a microbatch: from now on its numbers are drawn."""
+        self._seed("step", self._reader, index)
+
+    def _seed(self, *names: object) -> None:
+        seed = derive_seed(*self._numbers, *names)
+        seed_generators(seed)
+        if self._device.type == "cuda":
+            _seed_default(self._device, seed)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generator on the host."""
+    torch.default_generator.manual_seed(seed >> 1)
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)
 
 
 @dataclass(frozen=True)

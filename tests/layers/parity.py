@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.splits import own_part
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
 
@@ -107,7 +108,7 @@ def check(case: Case, topology: Topology) -> None:
         else x
         for x in whole_in
     ]
-    found = parallel(*local_in, **case.kwargs)
+    found = own_part(parallel(*local_in, **case.kwargs))
     close("output", found, piece(expected, case.output_split, topology))
     found.backward(piece(upstream, case.output_split, topology))
     for i, (mine, whole) in enumerate(zip(local_in, whole_in, strict=True)):

@@ -35,3 +35,24 @@ def _indivisible(tp):
 
 def test_indivisible_sequence_is_refused(pool):
     pool.run(2, _indivisible, 2)
+
+
+def _foreign_tokens(tp, sequence_parallel):
+    topology = make_topology(tp, sequence_parallel)
+    for num_tokens, tokens in ((16, (16, 40, -1, -16)), (13, (13, 15, 16, -1))):
+        embedding = VocabParallelEmbedding(16, 4, num_tokens=num_tokens)
+        embedding.distribute(topology)
+        for token in tokens:
+            with pytest.raises(IndexError, match="index out of range"):
+                embedding(torch.tensor([[0, num_tokens - 1], [token, 1]]))
+        assert embedding(torch.tensor([[0, num_tokens - 1]])).isfinite().all()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tokens_outside_the_vocabulary_are_refused_as_by_torch(pool, tp):
+    pool.run(tp, _foreign_tokens, tp, tp > 1)
+
+
+def test_padding_lies_within_the_vocabulary():
+    with pytest.raises(ConfigError, match="num_tokens=17, num_embeddings=16: .*num_tokens=16"):
+        VocabParallelEmbedding(16, 4, num_tokens=17)

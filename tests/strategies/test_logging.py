@@ -31,6 +31,9 @@ class Talkative(Small):
         self.log("total", first.sum(), reduce_fx="sum", on_epoch=True, sync_dist=True)
         self.log("number", float(batch_idx), prog_bar=True, on_epoch=True)
         self.log("sized", loss, batch_size=len(first), on_epoch=True, sync_dist=True)
+        weights = 1 + (first > 0).int()  # as tokens: the mean over them is what the batch logs
+        mean, count = (first * weights).sum() / weights.sum(), int(weights.sum())
+        self.log("weighed", mean, batch_size=count, on_step=False, on_epoch=True, sync_dist=True)
         self.log_dict({"one": loss, "two": 2 * loss}, sync_dist=True)
         if batch_idx % 2:
             self.log("sometimes", loss, sync_dist=True)

@@ -89,3 +89,14 @@ def test_derived_axes() -> None:
 @pytest.mark.parametrize("axis", EVERY_AXIS)
 def test_one_process(axis: str) -> None:
     assert groups_along(axis, Degrees()) == [(0,)]
+
+
+def test_global_rank_0_holds_the_last_stage_and_neighbouring_stages_neighbouring_ranks() -> None:
+    degrees = Degrees(pp=3, dp_shard=2, tp=2, origin=2)
+    first = [coordinates_of(rank, degrees) for rank in (0, 4, 8)]
+    assert [position["pp"] for position in first] == [2, 1, 0]
+    positions = [coordinates_of(rank, degrees) for rank in range(degrees.world_size)]
+    assert [rank_of(position, degrees) for position in positions] == list(range(12))
+    # In the order of the axis: the first stage's rank first.
+    assert groups_along("pp", degrees) == [(8, 4, 0), (9, 5, 1), (10, 6, 2), (11, 7, 3)]
+    assert groups_along("batch", degrees) == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11)]

@@ -1,0 +1,115 @@
+"""Modules that compute at the end of an epoch from what their steps have filled."""
+
+from collections import Counter
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lightning_megatron import PipelineSequential
+
+WIDTH, CLASSES, SAMPLES, BATCH = 4, 3, 24, 8
+
+
+class Average:
+    """A meter as users write them."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def add(self, value: float, count: int) -> None:
+        self.total += value * count
+        self.count += count
+
+
+class ByHand(L.LightningModule):
+    """Metrics, lists, counters, dicts, a meter and a buffer, all read at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = PipelineSequential(
+            layers=[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)],
+            head=nn.Linear(WIDTH, CLASSES),
+        )
+        self.accuracy = MulticlassAccuracy(CLASSES)
+        self.several = MetricCollection(
+            [MulticlassAccuracy(CLASSES, average="micro"), MulticlassF1Score(CLASSES)]
+        )
+        self.logits_mean = MeanMetric()
+        self.register_buffer("confusion", torch.zeros(CLASSES, CLASSES, dtype=torch.float64))
+        self.outputs: list[Tensor] = []
+        self.by_class: dict[int, list[float]] = {}
+        self.counts: Counter[int] = Counter()
+        self.meter = Average()
+        self.seen_in_training = 0
+        self.train_losses: list[Tensor] = []
+        self.temperature = 1.0
+        self.unshareable = {"net": self.trunk, "hook": lambda: 0}
+
+    def data(self, seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+        y = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+        return DataLoader(TensorDataset(x, y), batch_size=BATCH)
+
+    def train_dataloader(self) -> Any:
+        return self.data(0)
+
+    def val_dataloader(self) -> Any:
+        return self.data(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.trunk(x) / self.temperature, y)
+        self.seen_in_training += len(y)
+        self.train_losses.append(loss.detach() * len(y))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_mean", torch.stack(self.train_losses).sum() / self.seen_in_training)
+        self.train_losses.clear()
+        self.seen_in_training = 0
+        self.temperature *= 0.9
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.trunk(x)
+        loss = F.cross_entropy(logits, y)
+        guess = logits.argmax(-1)
+        self.accuracy.update(guess, y)
+        self.several.update(guess, y)
+        self.logits_mean.update(logits)
+        self.confusion.index_put_((y, guess), torch.ones(()).double(), accumulate=True)
+        self.outputs.append(loss * len(y))
+        losses = F.cross_entropy(logits, y, reduction="none")
+        for label, value in zip(y.tolist(), losses.tolist(), strict=True):
+            self.by_class.setdefault(label, []).append(value)
+        self.counts.update(guess.tolist())
+        self.meter.add(float(loss), len(y))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("acc", self.accuracy.compute())
+        self.log_dict(self.several.compute())
+        self.log("logits", self.logits_mean.compute())
+        self.log("diagonal", self.confusion.diagonal().sum() / self.confusion.sum())
+        self.log("stacked", torch.stack(self.outputs).sum() / SAMPLES)
+        self.log("first_class", sum(self.by_class[0]) / len(self.by_class[0]))
+        self.log("most_guessed", float(self.counts.most_common(1)[0][1]))
+        self.log("val", self.meter.total / self.meter.count)
+        for metric in (self.accuracy, self.several, self.logits_mean):
+            metric.reset()
+        self.confusion.zero_()
+        self.outputs.clear()
+        self.by_class.clear()
+        self.counts.clear()
+        self.meter = Average()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}

@@ -1,0 +1,327 @@
+"""What users write in a module that any layout can hold, each habit as a module of its own.
+
+The net is built from parallel layers in a `PipelineSequential`. `notes` collects what a module has
+found out on the way.
+"""
+
+import random
+from typing import Any
+
+import lightning as L
+import numpy
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, vector_to_parameters
+
+from lightning_megatron import PipelineSequential
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tests.parity.plain_modules import FromMemory, draw
+
+CLASSES = 4
+
+
+class Stranger(FromMemory):
+    """Classifies random data; the base of all others."""
+
+    whole_head = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PipelineSequential(
+            up=ColumnParallelLinear(6, 8),
+            act=nn.Tanh(),
+            down=RowParallelLinear(8, 6),
+            norm=nn.LayerNorm(6),
+            head=nn.Linear(6, CLASSES) if self.whole_head else ColumnParallelLinear(6, CLASSES),
+        )
+        self.notes: list[float] = []
+
+    def batch(self, step: int) -> Any:
+        return draw(6, step=step), draw(high=CLASSES, step=step + 50)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(*batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+    def note(self, value: Any) -> None:
+        self.notes.append(float(value))
+
+
+class LogitsByHand(Stranger):
+    """Accuracy, confidence, entropy, margins and a loss by hand from a column-parallel head."""
+
+    whole_head = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.net(x)
+        p = logits.softmax(-1)
+        entropy = -(p * p.log()).sum(-1).mean()
+        top = logits.topk(2, dim=-1).values
+        right = logits.log_softmax(-1).gather(1, y[:, None]).mean()
+        self.log("acc", (logits.argmax(-1) == y).double().mean(), sync_dist=True, on_epoch=True)
+        self.log("max", logits.max(dim=-1).values.mean(), sync_dist=True, on_epoch=True)
+        return -right + 0.1 * entropy + 0.1 * (top[:, 0] - top[:, 1]).mean()
+
+
+class Noisy(Stranger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        # Equal on ranks with other samples too, as no rank draws what one process does.
+        random.random(), numpy.random.rand(), torch.rand(2)
+        x, y = batch
+        shift = batch_idx + 1.0
+        return self.loss(x + 0.1 * shift, y)
+
+
+class ClipsByHand(Stranger):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.note(clip_grad_norm_(self.parameters(), 0.2))
+
+
+class ClipsInHook(Stranger):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_norm_(self.parameters(), 0.2)
+
+
+class ClipsValues(Stranger):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_value_(self.parameters(), 0.01)
+
+
+class LogsNorms(Stranger):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note(grad_norm(self, 2)["grad_2.0_norm_total"])
+
+
+class NormByHand(Stranger):
+    def on_after_backward(self) -> None:
+        total = sum(p.grad.norm() ** 2 for p in self.parameters() if p.grad is not None)
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.div_(total.sqrt() + 1e-3)
+
+
+class NormOfEach(Stranger):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.div_(p.grad.norm() + 1e-3)
+
+
+class StackedNorms(Stranger):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+        scale = 1 / (1 + torch.cat(grads).norm())
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(scale)
+
+
+class Penalty(Stranger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weights = sum(p.square().sum() for p in self.parameters())
+        return self.loss(*batch) + 1e-2 * weights
+
+
+class PenaltyOfOne(Stranger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(*batch) + 1e-2 * self.net.up.weight.norm()
+
+
+class NoisyWeights(Stranger):
+    """Adds to weights what depends on their place."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(torch.linspace(0, 1e-2, p.numel(), dtype=p.dtype).view(p.shape))
+
+
+class Clamps(Stranger):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.2, 0.2)
+
+
+class ClampsData(Stranger):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for p in self.parameters():
+            p.data = p.data.clamp(-0.2, 0.2)
+
+
+class Vectors(Stranger):
+    def on_train_batch_end(self, *_: Any) -> None:
+        vector = torch.cat([p.detach().flatten() for p in self.parameters()])
+        vector_to_parameters(vector * 0.9, self.parameters())
+
+
+class NormalisesWeights(Stranger):
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.div_(p.norm() + 1.0)
+
+
+class TensorHooks(Stranger):
+    def on_fit_start(self) -> None:
+        for p in self.parameters():
+            p.register_hook(lambda g: g * 0.5)
+
+
+class ScalesGradients(Stranger):
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad *= 0.5
+
+
+class Signs(Stranger):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad = p.grad.sign()
+
+
+class Unfreezes(Stranger):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, p in self.named_parameters():
+            p.requires_grad_("up" not in name)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for p in self.parameters():
+                p.requires_grad_(True)
+
+
+class RateByHand(Stranger):
+    def on_train_epoch_end(self) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.5
+
+
+class RateOfLoss(Stranger):
+    """The next epoch's learning rate follows from this epoch's losses."""
+
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        mean = self.all_gather(torch.stack(self.losses).mean()).mean()
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] *= float(mean)
+
+
+class SetsInHook(Stranger):
+    def on_fit_start(self) -> None:
+        with torch.no_grad():
+            self.net.head.weight.fill_(0.1)
+
+
+class ByHand(Stranger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        lower, upper = self.optimizers()
+        for optimizer in (lower, upper):
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(*batch))
+        self.clip_gradients(lower, 0.1, "norm")
+        lower.step()
+        upper.step()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(self.net.up.parameters(), lr=0.3),
+            torch.optim.SGD([*self.net.down.parameters(), *self.net.head.parameters()], lr=0.1),
+        ]
+
+
+class HeadOnly(Stranger):
+    """Optimizes one layer; the others get gradients that nobody clears."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for n, p in self.named_parameters() if "head" in n], lr=0.3)
+
+
+class Trust(torch.optim.Optimizer):
+    """Scales each step by the ratio of norms of weight and gradient, as LARS does."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    ratio = p.norm() / (p.grad.norm() + 1e-6)
+                    p.add_(p.grad, alpha=-group["lr"] * float(ratio))
+        return loss
+
+
+class Lars(Stranger):
+    def configure_optimizers(self) -> Any:
+        return Trust(self.parameters())
+
+
+class NotesWeights(Stranger):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note(sum(float(p.abs().sum()) for p in self.parameters()))
+
+
+class NotesState(Stranger):
+    def on_train_epoch_end(self) -> None:
+        self.note(sum(float(v.sum()) for v in self.state_dict().values()))
+
+
+class CountsParameters(Stranger):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(*batch) / sum(p.numel() for p in self.parameters())
+
+
+class SavesWeights(Stranger):
+    """Keeps the best weights in memory and returns to them."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.kept = {k: v.detach().clone() for k, v in self.state_dict().items()}
+        else:
+            self.load_state_dict(self.kept)
+
+
+class Gathers(Stranger):
+    """Pulls each sample towards the mean over the batch, gathered from all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x)
+        everyone = self.all_gather(out, sync_grads=True).reshape(-1, CLASSES)
+        return F.cross_entropy(out, y) + (out - everyone.mean(0)).square().mean()
+
+
+STRANGERS: dict[str, type[Stranger]] = {
+    cls.__name__: cls
+    for cls in list(globals().values())
+    if isinstance(cls, type) and issubclass(cls, Stranger)
+}
+__all__ = ["STRANGERS", "L", "Stranger"]
