@@ -2,6 +2,7 @@
 # make test    the whole suite
 # make lint    ruff, mypy and the layering test
 # make gpu     on a machine with a GPU: the tests that need one, and the ladder of options
+#              (GPU_PYTHON=python3 takes that interpreter, OUTPUT=FOLDER is where the tables go)
 #
 # TORCH=2.12.0 installs another torch, PYTHON=python3.12 uses another interpreter, and PIP_ARGS goes
 # to pip: on Linux without a GPU, `PIP_ARGS='--extra-index-url <index of CPU builds>'` saves the
@@ -26,10 +27,24 @@ lint: .venv/dev-$(TORCH)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
 
-# Both run, whatever the first finds: such machines may be lent for an hour.
-gpu: .venv/dev-$(TORCH)
-	$(BIN)/python -m pytest -q -m gpu tests/gpu; tests=$$?; \
-	$(BIN)/python -m benchmarks.ladder && exit $$tests
+# All run, whatever the others find: such machines may be lent for an hour, a call for minutes. A
+# machine's own Python is taken where it can run them: it may have no way to a registry. They need
+# neither the command line's packages nor those of the linters.
+GPU_PYTHON ?=
+OUTPUT ?= benchmarks/results
+GPU_NEEDS := import hypothesis, lightning, pytest, pytest_timeout, torch; torch.zeros(1).cuda()
+
+gpu:
+	@python='$(GPU_PYTHON)'; failed=0; \
+	if test -z "$$python" && test ! -e .venv/dev-$(TORCH) \
+		&& $(PYTHON) -c '$(GPU_NEEDS)' 2>/dev/null; then python='$(PYTHON)'; fi; \
+	if test -z "$$python"; then \
+		$(MAKE) --no-print-directory .venv/dev-$(TORCH) && python=$(BIN)/python || exit; fi; \
+	echo "with $$python"; \
+	$$python -m pytest -q -p no:cacheprovider -m gpu tests/gpu || failed=1; \
+	for model in 1b 8b; do \
+		$$python -m benchmarks.ladder --model $$model --output '$(OUTPUT)' || failed=1; done; \
+	exit $$failed
 
 # One file per torch and set of extras says that they are installed.
 .venv/train-$(TORCH): EXTRAS = monitor

@@ -200,7 +200,8 @@ def parser(description: str | None, *, steps: int) -> argparse.ArgumentParser:
     """A parser for a benchmark whose variants do not take turns, or that has more options."""
     made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     made.add_argument("--steps", type=int, default=steps, help="steps per turn")
-    made.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    results = Path(__file__).parent / "results"
+    made.add_argument("--output", type=Path, default=results, help="folder of the tables")
     return made
 
 
@@ -209,8 +210,18 @@ def report(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Pat
     print(write(name, title, rows, output))
 
 
-def write(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Path) -> str:
-    """Write a table as Markdown and JSON with the machine it was measured on; the Markdown."""
+def write(
+    name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Path, threads: int = 1
+) -> str:
+    """Write a table as Markdown and JSON with the machine it was measured on; the Markdown.
+
+    Args:
+        name: of the files.
+        title: heading.
+        rows: lines of the table, all with the same keys.
+        output: folder.
+        threads: of each measured process; `WorkerPool` gives its own one.
+    """
     header = list(rows[0])
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(str(row[key]) for key in header) + " |" for row in rows]
@@ -221,7 +232,7 @@ def write(name: str, title: str, rows: Sequence[Mapping[str, Any]], output: Path
         "torch": torch.__version__,
         "lightning": pl.__version__,
         "python": platform.python_version(),
-        "threads per process": 1,  # as WorkerPool sets it
+        "threads per process": threads,
     }
     facts = ", ".join(f"{key} {value}" for key, value in machine.items())
     text = f"# {title}\n\n" + "\n".join(lines) + f"\n\n{facts}\n"

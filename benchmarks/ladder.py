@@ -13,21 +13,32 @@ recomputed. The peak is that of dense bfloat16 (`hardware.py`; 989 TFLOP/s on H1
 the FP8 rung too, so that its MFU may be compared with the others'. Peak memory is the allocator's
 on a GPU; on a CPU it is not counted.
 
-    python -m benchmarks.ladder [--model 1b 8b] [--steps 20]
+    python -m benchmarks.ladder --model 1b [--steps 20] [--seconds 540] [--output FOLDER]
+    python -m benchmarks.ladder --model 8b        # in another call
     python -m benchmarks.ladder --model tiny      # on a CPU, in seconds: that it runs, no figures
 
 The 8B shape has as many of its 32 layers as fit at 16 bytes a parameter with the eager rung's
-activations beside them. A rung whose option this version does not have is skipped by name, one that
-fails says of what, and the table is written again after every rung, so that a run that is cut off
-keeps what it had measured.
+activations beside them. A rung whose option this version does not have is skipped by name, and one
+that fails says of what.
+
+Machines with a GPU may be lent for minutes. The table is written again after every rung, no rung
+begins that would probably end after ``--seconds``, and the next call with the same folder goes on
+where this one has stopped (``--anew`` measures everything again).
+
+FP8 halves at best the time of the products that it computes. The share of the FLOPs that runs in it
+stands beside each rung: the head and what attention makes of keys and values do not, and by default
+neither do the first and the last block. With a share ``a`` the speedup is below ``1 / (1 - a / 2)``
+(Amdahl).
 """
 
 import gc
+import json
 import statistics
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -36,7 +47,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.harness import WARMUP, Tokens, parser, report, write
+from benchmarks.harness import WARMUP, Tokens, parser, write
 from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy
 from lightning_megatron.hardware import peak_flops
 from lightning_megatron.models.config import TransformerConfig
@@ -45,8 +56,11 @@ from lightning_megatron.parallel.memory import MemoryConfig, Mode
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in float32."""
-STATE_SHARE = 0.6
-"""Part of the device's memory that these may take; activations need the rest."""
+STATE_SHARE = 0.5
+"""Part of the device's memory that these may take. A copy of the weights in bfloat16, about 1 GiB
+of activations a layer and three copies of the logits in float32 need the rest."""
+FAILED = "failed"
+"""How the outcome of a rung begins that the next call tries again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +79,8 @@ class Rung:
     name: str
     memory: Mapping[str, Any]
     chunked_loss: bool = False
-    fp8: bool = False
+    fp8: int | None = None
+    """Blocks at either end of the stack that are left in bfloat16; None: all of them."""
 
     def lacks(self) -> str | None:
         """The option that this version does not have."""
@@ -86,7 +101,8 @@ def rungs(tiny: bool) -> list[Rung]:
         ("+ selective recompute", selective, {}),
         ("+ compile, no recompute", compiled, {}),
         ("+ chunked loss", {}, {"chunked_loss": True}),
-        ("+ FP8", {}, {"fp8": True}),
+        ("+ FP8", {}, {"fp8": 1}),
+        ("+ FP8 in the first and last block", {}, {"fp8": 0}),
     ]
     memory: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -176,20 +192,46 @@ def climb(load: Workload, rung: Rung | None, steps: int) -> tuple[float, int, fl
 
 def _options(rung: Rung) -> dict[str, Any]:
     strategy = MegatronStrategy(memory=MemoryConfig(**rung.memory))
-    if rung.fp8:
-        return {"plugins": [Fp8Precision()], "strategy": strategy}
+    if rung.fp8 is not None:
+        plugin = Fp8Precision(keep_first=rung.fp8, keep_last=rung.fp8)
+        return {"plugins": [plugin], "strategy": strategy}
     return {"precision": "bf16-mixed", "strategy": strategy}
 
 
-def row(model: str, load: Workload, name: str, found: Any, peak: float | None) -> dict[str, Any]:
+def flops_per_token(load: Workload) -> float:
+    """FLOPs of training on one token."""
+    return training_flops_per_token(load.config, load.length, causal="full")
+
+
+def fp8_share(load: Workload, rung: Rung | None) -> float:
+    """Part of the FLOPs of a step that are products in FP8.
+
+    >>> deep = workload("1b", 0)
+    >>> round(fp8_share(deep, Rung(name="", memory={}, fp8=1)), 2)
+    0.57
+    """
+    if rung is None or rung.fp8 is None:
+        return 0.0
+    config = load.config
+    blocks = max(config.num_layers - 2 * rung.fp8, 0)
+    return 6 * count_parameters(config).block * blocks / flops_per_token(load)
+
+
+def row(
+    model: str, load: Workload, rung: Rung | None, found: Any, peak: float | None
+) -> dict[str, Any]:
     """A line of the table; ``found`` is what `climb` returned, or why there is nothing."""
-    header = {"model": f"{model}, {load.config.num_layers} layers", "rung": name}
+    header = {
+        "model": f"{model}, {load.config.num_layers} layers",
+        "rung": name_of(rung),
+        "in FP8": f"{100 * fp8_share(load, rung):.0f} %",
+    }
     if isinstance(found, str):
         blank = dict.fromkeys(("tokens/s", "TFLOP/s", "MFU", "peak GiB", "last loss"), "-")
         return {**header, **blank, "ms/step": found}
     seconds, peak_bytes, loss = found
     rate = load.batch_size * load.length / seconds
-    flops = rate * training_flops_per_token(load.config, load.length, causal="full")
+    flops = rate * flops_per_token(load)
     return {
         **header,
         "tokens/s": round(rate),
@@ -201,19 +243,47 @@ def row(model: str, load: Workload, name: str, found: Any, peak: float | None) -
     }
 
 
-def measure(model: str, steps: int) -> Iterator[dict[str, Any]]:
-    """The rungs of one model, each as soon as it has run."""
+def name_of(rung: Rung | None) -> str:
+    """As the table calls it."""
+    return "plain Lightning" if rung is None else rung.name
+
+
+def measure(
+    model: str,
+    steps: int,
+    known: Sequence[dict[str, Any]] = (),
+    seconds: float = float("inf"),
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[dict[str, Any]]:
+    """The rungs of one model in their order, each as soon as it has run.
+
+    Args:
+        model: its name.
+        steps: to train on each rung.
+        known: lines of an earlier call, which are not measured again.
+        seconds: after the first, no rung begins that would end later, did it take as long as the
+            longest so far.
+        clock: of these seconds.
+    """
     gpu = torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if gpu else 0
     peak = peak_flops(torch.cuda.get_device_name()) if gpu else None
     load = workload(model, memory)
+    done = measured(known)
+    start, longest = clock(), 0.0
     for rung in (None, *rungs(model == "tiny")):
-        name = "plain Lightning" if rung is None else rung.name
-        yield row(model, load, name, outcome(load, rung, steps), peak)
+        if name_of(rung) in done:
+            yield done[name_of(rung)]
+            continue
+        begun = clock()
+        if longest and begun - start + longest > seconds:
+            return
+        yield row(model, load, rung, outcome(load, rung, steps), peak)
         gc.collect()
         torch.compiler.reset()
         if gpu:
             torch.cuda.empty_cache()
+        longest = max(longest, clock() - begun)
 
 
 def outcome(load: Workload, rung: Rung | None, steps: int) -> Any:
@@ -229,22 +299,45 @@ def outcome(load: Workload, rung: Rung | None, steps: int) -> Any:
         if not torch.cuda.is_available():
             raise
         traceback.print_exc()
-        return f"failed: {type(error).__name__}"
+        return f"{FAILED}: {type(error).__name__}"
+
+
+def measured(lines: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Those that need not be measured again, by rung."""
+    return {line["rung"]: line for line in lines if FAILED not in str(line["ms/step"])}
+
+
+def earlier(name: str, title: str, output: Path) -> list[dict[str, Any]]:
+    """Lines that an earlier call has written for the same device, steps and torch."""
+    path = output / f"{name}.json"
+    if not path.exists():
+        return []
+    data = json.loads(path.read_text())
+    same = data["title"] == title and data["machine"]["torch"] == torch.__version__
+    return list(data["rows"]) if same else []
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run and report."""
     options = parser(__doc__, steps=20)
-    options.add_argument("--model", nargs="+", choices=("1b", "8b", "tiny"), default=["1b", "8b"])
+    options.add_argument("--model", choices=("1b", "8b", "tiny"), default="1b")
+    options.add_argument("--seconds", type=float, default=540.0, help="time to begin rungs in")
+    options.add_argument("--anew", action="store_true", help="measure again what is known")
     given = options.parse_args(arguments)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, no figures"
-    title = f"Options added one by one, {device}, bf16-mixed"
+    name = f"ladder_{given.model}"
+    title = f"Options added one by one, {device}, bf16-mixed, {given.steps} steps"
+    known = [] if given.anew else earlier(name, title, given.output)
     rows: list[dict[str, Any]] = []
-    for line in (found for model in given.model for found in measure(model, given.steps)):
+    table = ""
+    for line in measure(given.model, given.steps, known, given.seconds):
         rows.append(line)
-        write("ladder", title, rows, given.output)
+        table = write(name, title, rows, given.output, threads=torch.get_num_threads())
         print(", ".join(f"{key} {value}" for key, value in line.items()), flush=True)
-    report("ladder", title, rows, given.output)
+    print(table)
+    left = 1 + len(rungs(given.model == "tiny")) - len(rows)
+    if left:
+        print(f"{left} rungs are left; the same call goes on with them")
 
 
 if __name__ == "__main__":

@@ -168,6 +168,9 @@ def _sdpa(call: Call) -> Tensor:
     mask = call.mask
     if mask is None and call.narrow is not None:
         mask = window_mask(k.shape[2], call.narrow, q.device)
+    if mask is not None and not q.is_cpu:
+        # The only fused kernel of GPUs that takes a mask takes no groups: all scores would be held.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     y_bnsd = F.scaled_dot_product_attention(
         q,
         k,

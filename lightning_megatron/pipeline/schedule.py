@@ -42,7 +42,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.pipeline.actions import Action, Kind, Rows, Schedule, looped, v_shaped
 from lightning_megatron.pipeline.schedules.breadth_first import breadth_first
 from lightning_megatron.pipeline.schedules.dual_pipe import dualpipev
@@ -50,6 +50,7 @@ from lightning_megatron.pipeline.schedules.one_f_one_b import interleaved, one_f
 from lightning_megatron.pipeline.schedules.table import load_schedule
 from lightning_megatron.pipeline.schedules.v_shaped import v_half, v_min, zbv
 from lightning_megatron.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+from lightning_megatron.pipeline.simulate import DeadlockError, simulate
 
 __all__ = [
     "SCHEDULES",
@@ -120,7 +121,8 @@ def make_schedule(
             be as many as the other arguments say.
 
     Raises:
-        ConfigError: when `schedule_problems` finds a fault.
+        ConfigError: when `schedule_problems` finds a fault, or the actions of a table wait for each
+            other in a circle.
 
     >>> schedule = make_schedule("1f1b", num_ranks=2, num_microbatches=3)
     >>> print(*schedule.row(0))
@@ -130,6 +132,13 @@ def make_schedule(
     if name == CUSTOM and table is not None:
         schedule = load_schedule(table)
         raise_if_any(_table_problems(schedule, num_ranks, num_microbatches, stages_per_rank, table))
+        try:
+            simulate(schedule)
+        except DeadlockError as error:
+            raise ConfigError(
+                f"table={str(table)!r}: {error}; nearest valid: actions in an order in which each "
+                "stands behind those that it needs"
+            ) from None
         return schedule
     family = _FAMILIES[name]
     count = stages_per_rank or default_stages_per_rank(name)

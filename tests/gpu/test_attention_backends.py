@@ -32,6 +32,8 @@ def test_kernel_is_the_reference(name: Any, case: str) -> None:
     if missing(name):
         pytest.skip(str(missing(name)))
     expected = _run("reference", torch.float32, CASES[case])
-    for one, other in zip(_run(name, torch.bfloat16, CASES[case]), expected, strict=True):
+    found = _run(name, torch.bfloat16, CASES[case])
+    # Kernels round the weights to bfloat16 once, and in backward what they make of them again.
+    for one, other, limit in zip(found, expected, (0.01, 0.03, 0.03, 0.03), strict=True):
         error = (one.float() - other).norm() / other.norm()
-        assert error < 0.01
+        assert error < limit

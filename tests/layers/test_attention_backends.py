@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import attention_backends as backends
@@ -62,6 +63,33 @@ def test_sdpa_is_the_reference(case):
         grads.append([y.detach(), call.q_bsnd.grad, call.k_btnd.grad, call.v_btnd.grad])
     for expected, found in zip(*grads, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+class _Calls(TorchFunctionMode):
+    """What `scaled_dot_product_attention` is called with."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.heads, self.grouped = [x.shape[1] for x in args], kwargs["enable_gqa"]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "heads"),
+    [
+        ("meta", {"window": 3}, [4, 4, 4]),
+        ("meta", {"mask": torch.ones(9, 9, dtype=torch.bool, device="meta")}, [4, 4, 4]),
+        ("meta", {}, [4, 2, 2]),
+        ("cpu", {"window": 3}, [4, 2, 2]),
+    ],
+)
+def test_keys_are_expanded_where_a_mask_and_groups_have_no_kernel(device, options, heads):
+    call = _call(kv_heads=2, grad=False)
+    tensors = [x.to(device) for x in (call.q_bsnd, call.k_btnd, call.v_btnd)]
+    with _Calls() as seen:
+        attend("sdpa", Call(*tensors, **options))
+    assert seen.heads == heads
+    assert seen.grouped is (heads[1] == 2)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -119,7 +119,7 @@ def unfinished(schedule: Schedule, group_of: GroupOf) -> dict[int, str]:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_schedule_blocks(name: str, ranks: int) -> None:
-    for microbatches in (1, 2, 3, 5, 8, 12, 16, 24) if ranks < 8 else (3, 8, 16, 24):
+    for microbatches in (1, 3, 7, 8, 16, 24) if ranks < 8 else (8, 16, 24):
         schedule = make_schedule(name, ranks, microbatches)
         assert unfinished(schedule, own_groups(schedule)) == {}
         evaluation = forward_only(ranks, microbatches, schedule.stage_ranks)
@@ -151,7 +151,7 @@ def any_schedule(draw: random.Random) -> Schedule:
     return Schedule("custom", microbatches, placement, tuple(map(tuple, rows)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_no_table_blocks(seed: int) -> None:
     schedule = any_schedule(random.Random(seed))
     assert unfinished(schedule, own_groups(schedule)) == {}

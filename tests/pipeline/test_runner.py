@@ -63,7 +63,10 @@ class Silent:
 
 
 def pipeline_of_rank(
-    items: list[nn.Module], topology: Topology, schedule: str
+    items: list[nn.Module],
+    topology: Topology,
+    schedule: str,
+    host_group: dist.ProcessGroup | None = None,
 ) -> tuple[PipelineSequential, Pipeline]:
     """The items cut into equal stages, of which this rank keeps its own."""
     size = topology.pp.size
@@ -75,7 +78,7 @@ def pipeline_of_rank(
         [stage for stage, rank in enumerate(placement) if rank == topology.pp.rank],
     )
     make = partial(make_schedule, schedule, size)
-    return trunk, Pipeline(topology, trunk, make, placement)
+    return trunk, Pipeline(topology, trunk, make, placement, host_group)
 
 
 def make_topology(stages: int) -> Topology:
@@ -127,9 +130,12 @@ def reference(microbatches: int, schedule: str, stages: int) -> dict[str, Tensor
     }
 
 
-def our_pipeline(schedule: str, microbatches: int, stages: int) -> dict[str, Tensor]:
+def our_pipeline(
+    schedule: str, microbatches: int, stages: int, *, device: bool = False
+) -> dict[str, Tensor]:
     topology = make_topology(dist_size())
-    trunk, pipeline = pipeline_of_rank(layers(stages), topology, schedule)
+    host_group = topology.new_group("pp") if device else None
+    trunk, pipeline = pipeline_of_rank(layers(stages), topology, schedule, host_group)
     x, y = (t.chunk(microbatches) for t in data())
 
     def step(index: int, to_end: bool) -> Tensor:
@@ -154,6 +160,19 @@ def compare_job(schedule: str, microbatches: int) -> float:
     assert ours
     assert ours.keys() == theirs.keys()
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+def streams_job(schedule: str, microbatches: int) -> float:
+    """Difference of gradients with a device's groups, for whose backend gloo stands in."""
+    stages = make_schedule(schedule, dist_size(), 1).num_stages
+    plain = our_pipeline(schedule, microbatches, stages)
+    found = our_pipeline(schedule, microbatches, stages, device=True)
+    return max(float((found[name] - plain[name]).abs().max()) for name in plain)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("interleaved", 3), ("dualpipev", 4)])
+def test_gradients_by_streams_of_a_device(pool: WorkerPool, schedule: str, ranks: int) -> None:
+    assert max(pool.run(ranks, streams_job, schedule, 8)) == 0.0
 
 
 def dist_size() -> int:

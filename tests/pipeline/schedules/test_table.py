@@ -90,3 +90,11 @@ def test_table_for_another_layout(tmp_path: Path) -> None:
         make_schedule("custom", 4, 5, 2, table=path)
     remedies = [problem.rpartition(": ")[2] for problem in error.value.problems]
     assert remedies == ["pp=2", "num_microbatches=3", "stages_per_rank=1"]
+
+
+def test_actions_that_wait_for_each_other_are_refused(tmp_path: Path) -> None:
+    """Rank 0 wants the first gradient before it makes the output for which rank 1 waits."""
+    path = tmp_path / "circle.csv"
+    path.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    with pytest.raises(ConfigError, match=r"rank 1 stands at F1\.1.*nearest valid: actions in an"):
+        make_schedule("custom", 2, 2, table=path)
