@@ -72,15 +72,6 @@ class RemoteItem(nn.Module):
         return super().parameters(recurse)
 
     @override
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Nothing: such a parameter is no part of the model."""
-        return kwargs.get("destination", {})
-
-    @override
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, likewise."""
-
-    @override
     def extra_repr(self) -> str:
         return f"{self.name!r}, stage={self.stage}"
 
@@ -91,6 +82,19 @@ class RemoteItem(nn.Module):
     @override
     def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
         """Miss nothing."""
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            given = self.__dict__
+            raise AttributeError(
+                f"item {given.get('name')!r} of the PipelineSequential lives on pipeline stage "
+                f"{given.get('stage')}, and so does its attribute {name!r}; nearest valid: "
+                f"getattr(item, {name!r}, None) to leave out other stages' items, "
+                "weights that configure_model sets, or pp=1"
+            ) from None
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -253,7 +253,10 @@ def command_line(run: Run) -> None:
 
 
 LOADED = ("on_load_checkpoint", "load_state_dict")
-AFTER_SETUP = "training goes on with the next sample, not with the first of the epoch; and a checkpoint is read when its shards have their place, as under FSDP"
+AFTER_SETUP = (
+    "training goes on with the next sample, not with the first of the epoch; and a checkpoint is "
+    "read when its shards have their place, as under FSDP"
+)
 
 RESUMED = {
     "after an epoch": Case(Momentum, script=after_epoch),
