@@ -7,12 +7,15 @@ per batch and as the mean of the ranks:
 ``comm/calls/tp``             transfers a rank starts
 ``comm/mib/tp``               MiB it sends (of the cheapest known way, see `topology.meter`)
 ``time/comm_exposed_s/tp``    seconds in which it does nothing but wait for them
-``time/comm_s/tp``            seconds that the transfers take, hidden behind other work or not (CPU)
+``time/comm_s/tp``            seconds that the transfers take: the exposed ones, and those hidden
+                              behind other work (CPU only)
 ============================  ======================================================================
 
 Exposed time is what a faster network, or more overlap, could win; in a pipeline it holds the bubble
-as well (`PipelineMonitor` tells how much that is). The total is taken in the last batch of a window
-only. One small collective a window brings the ranks together.
+as well (`PipelineMonitor` tells how much that is). Of pp all seconds are exposed ones: waiting of
+receivers, and of senders whose messages have not left. Hidden seconds are taken in the last batch
+of a window only, on a GPU exposed ones as well. One small collective a window brings the ranks
+together.
 """
 
 from typing import Any
@@ -67,9 +70,12 @@ class CommunicationMonitor(pl.Callback):
         if self._batches == 1:
             self._since = {kind: _read(meter) for kind, meter in _meters(trainer).items()}
         if (self._batches + 1) % self._every == 0:
-            for meter in _meters(trainer).values():
+            for kind, meter in _meters(trainer).items():
                 meter.settle()
-                meter.total_s, meter.timed = 0.0, True
+                meter.hidden_s, meter.timed = 0.0, True
+                if self._only_last(trainer) and kind in self._since:
+                    calls, sent, _ = self._since[kind]
+                    self._since[kind] = calls, sent, meter.exposed_s
 
     @override
     def on_train_batch_end(
@@ -91,13 +97,21 @@ class CommunicationMonitor(pl.Callback):
             calls, sent, exposed = self._since[kind]
             mine[f"comm/calls/{kind}"] = (meter.calls - calls) / batches
             mine[f"comm/mib/{kind}"] = (meter.bytes - sent) / batches / _MIB
-            mine[f"time/comm_exposed_s/{kind}"] = (meter.exposed_s - exposed) / batches
-            mine[f"time/comm_s/{kind}"] = meter.total_s
+            only_last = self._only_last(trainer)
+            waited = (meter.exposed_s - exposed) / (1 if only_last else batches)
+            mine[f"time/comm_exposed_s/{kind}"] = waited
+            if not only_last:
+                mine[f"time/comm_s/{kind}"] = waited + meter.hidden_s
             self._since[kind] = _read(meter)
         found = {name: s.mean for name, s in spread(mine, number_device(trainer.strategy)).items()}
         used = [k for k in _meters(trainer) if found[f"comm/calls/{k}"]]
         self.latest = {name: v for name, v in found.items() if name.rpartition("/")[2] in used}
         pl_module.log_dict(self.latest, batch_size=1)
+
+    @staticmethod
+    def _only_last(trainer: pl.Trainer) -> bool:
+        """Whether waiting is known of the last batch of a window only, and nothing else is."""
+        return trainer.strategy.root_device.type != "cpu"
 
 
 def _meters(trainer: pl.Trainer) -> dict[str, Meter]:

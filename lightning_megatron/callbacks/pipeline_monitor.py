@@ -4,9 +4,11 @@ Logs, every `every` batches, what the pipeline of the strategy measured in that 
 
 * ``pp/bubble_fraction``: share of the ranks' time between the beginning and the end of forwards and
   backwards in which they did not compute;
-* ``pp/bubble_fraction_ideal``: the same on paper, for the schedule and the times that the stages
-  really took, with transfers that take no time. A large ideal asks for another schedule, more
-  microbatches or another partition; a large difference between the two for faster transfers;
+* ``pp/bubble_fraction_ideal``: the same on paper, for the schedule and the time that each forward
+  and backward really took, with transfers that take no time; never above the measured one. A large
+  ideal asks for another schedule, more microbatches or another partition; a large difference
+  between the two for faster transfers. Waiting for tp ranks within a forward or backward counts as
+  computing in both;
 * ``pp/imbalance``: forward and backward time of the slowest pipeline rank over the mean of all,
   1 at best. What is above 1 another partition may win.
 

@@ -48,7 +48,13 @@ def schedule(args: Sequence[str]) -> int:
     times = {name: _number_or_list(getattr(options, name)) for name in _TIMES}
     try:
         made = _schedule(options, times)
-        timeline = simulate(made, **times)
+        timeline = simulate(
+            made,
+            forward=times["forward"],
+            backward_input=times["backward_input"],
+            backward_weight=times["backward_weight"],
+            send=times["send"],
+        )
         unit = "forwards of a rank" if options.forward == [1.0] else "in the unit of --forward"
         print(_report(timeline, options.width, unit))
         for path in (options.png, options.svg):

@@ -152,9 +152,14 @@ class Buffers:
 
 
 class _Outbox:
-    """Payloads that are on their way, the oldest first."""
+    """Payloads that are on their way, the oldest first.
 
-    def __init__(self) -> None:
+    Args:
+        meter: counts how long the sender waits for them to leave.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
         self._sending: deque[tuple[int, dist.Work, Tensor]] = deque()
 
     def keep(self, index: int, work: dist.Work, payload: Tensor) -> None:
@@ -164,7 +169,7 @@ class _Outbox:
     def settle(self, count: float) -> None:
         """Wait for the messages before ``count``."""
         while self._sending and self._sending[0][0] < count:
-            self._sending.popleft()[1].wait()
+            self._meter.wait(self._sending.popleft()[1])
 
     def __len__(self) -> int:
         """Return the number of messages."""
@@ -191,7 +196,7 @@ class InlineChannel:
         self._sizes: list[int] = []
         self._count = 0
         self._posted: deque[tuple[dist.Work, Tensor, int]] = deque()
-        self._outbox = _Outbox()
+        self._outbox = _Outbox(self._meter)
         self._structure: Any = None
         self.buffers = Buffers()
 
@@ -313,7 +318,7 @@ class DeviceChannel:
     ) -> None:
         self._meter = Meter() if meter is None else meter
         self._peer, self._group, self._host, self._device = peer, group, host, device
-        self._outbox, self._sent = _Outbox(), 0
+        self._outbox, self._sent = _Outbox(self._meter), 0
 
     def expect(self, count: int) -> None:
         """Start a step of ``count`` messages."""

@@ -2,8 +2,13 @@
 
 A `Clock` notes for every action when it began to compute and when it ended; waiting for messages is
 outside. From the notes of all ranks, `bubble` tells how large a share of the step the ranks stood
-idle, and how large it would be on paper with the very times that the stages took: what lies between
-the two is lost by the runner, its transfers and uneven speed.
+idle, and how large it would be on paper with the very times that the actions took: what lies
+between the two is lost by the runner and its transfers.
+
+With the mean times of each stage the paper may be worse than the step: ranks that share cores or
+power compute faster while others stand in the bubble, which is where the step gets longer. The step
+is that of the rank that took longest, from its own beginning, as ranks have no common clock; where
+the last action ran on a rank that began late, that is too short, and the time on paper counts.
 """
 
 import time
@@ -16,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.pipeline.schedule import Kind, Schedule
+from lightning_megatron.pipeline.schedule import Action, Kind, Schedule
 from lightning_megatron.pipeline.simulate import simulate
 
 
@@ -137,7 +142,8 @@ class Bubble:
     fraction: float
     """Share of all ranks' time in which they did not compute."""
     ideal: float
-    """What the simulation says for the same stage times, with transfers that take no time."""
+    """The same on paper, for the time that each action took, with transfers that take no time;
+    at most ``fraction``."""
     forward: tuple[float, ...]
     """Mean seconds of a microbatch's forward on every stage."""
     backward: tuple[float, ...]
@@ -158,9 +164,11 @@ def bubble(schedule: Schedule, ranks: Sequence[StepTimes]) -> Bubble:
         ranks: the times of every pipeline rank.
     """
     spent: dict[tuple[Kind, int], list[float]] = {}
+    measured: dict[Action, float] = {}
     for row, times in zip(schedule.actions, ranks, strict=True):
-        for (kind, stage, _), seconds in zip(row, times.busy, strict=True):
-            spent.setdefault((kind, stage), []).append(seconds)
+        for action, seconds in zip(row, times.busy, strict=True):
+            spent.setdefault((action.kind, action.stage), []).append(seconds)
+            measured[action] = seconds
 
     def mean(kind: Kind, stage: int) -> float | None:
         found = spent.get((kind, stage))
@@ -180,14 +188,8 @@ def bubble(schedule: Schedule, ranks: Sequence[StepTimes]) -> Bubble:
     together = [
         b if b is not None else i + w for b, i, w in zip(whole, inputs, weights, strict=True)
     ]
-    ideal = simulate(
-        schedule,
-        forward=forward,
-        backward=together,
-        backward_input=inputs,
-        backward_weight=weights,
-    )
-    longest = max(times.step for times in ranks)
+    ideal = simulate(schedule, measured=measured)
+    longest = max(ideal.step_time, *(times.step for times in ranks))
     busy = [sum(times.busy) for times in ranks]
     mean_busy = sum(busy) / len(busy)
     return Bubble(

@@ -129,6 +129,7 @@ def simulate(
     backward_input: float | Sequence[float] | None = None,
     backward_weight: float | Sequence[float] | None = None,
     send: float | Sequence[float] = 0.0,
+    measured: Mapping[Action, float] | None = None,
 ) -> Timeline:
     """Run ``schedule`` on paper.
 
@@ -142,6 +143,7 @@ def simulate(
         send: time of one transfer between neighbouring stages, for all boundaries or one for
             each (boundary ``i`` lies behind stage ``i``); the gradient takes as long as the
             activation.
+        measured: times of single actions, which go before those of their stages.
 
     Raises:
         DeadlockError: when the actions wait for each other.
@@ -174,7 +176,8 @@ def simulate(
             free = done[-1].end if done else 0.0
             start = max((arrival(action, needed) for needed in needs), default=0.0)
             start = max(start, free)
-            ends[action] = start + durations[action.kind][action.stage]
+            usual = durations[action.kind][action.stage]
+            ends[action] = start + (usual if measured is None else measured.get(action, usual))
             done.append(Span(start, ends[action], action))
         return len(done) > before
 

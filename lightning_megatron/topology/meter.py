@@ -7,13 +7,14 @@ Every collective over an axis, and every message of a pipeline, is counted on th
   What a backend really does may be more (gloo's reduce-scatter) or go through fewer links;
 * *exposed* seconds: the host stood still, or on a GPU the stream that computes, until the transfer
   was over. Waiting for a peer that is late is in it, and in a pipeline the bubble;
-* *total* seconds from the start of a transfer to its end, whether anybody waited or not; of the
-  messages between stages, which have no start that a receiver could know, those of waiting.
+* *hidden* seconds from the start of a transfer until it is over or somebody begins to wait for it.
+  Exposed and hidden seconds together are those that the transfers take. The messages between
+  stages have none: when one sets out its receiver does not know.
 
-Counting is two additions. Exposed time on a CPU is two looks at a clock, and always measured; the
-total, and exposed time on a GPU, need a callback or events per transfer, and are measured only
-while `Meter.timed` is set. Small sums that belong to no layer (norms of gradients, values that are
-logged, agreements) are not counted.
+Counting is two additions. Exposed time on a CPU is two looks at a clock, and always measured;
+hidden time, and exposed time on a GPU, need a callback or events per transfer, and are measured
+only while `Meter.timed` is set. Small sums that belong to no layer (norms of gradients, values that
+are logged, agreements) are not counted.
 """
 
 import time
@@ -23,6 +24,25 @@ import torch
 import torch.distributed as dist
 
 
+class _Flight:
+    """A transfer that nobody has waited for yet."""
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, begin: float) -> None:
+        self._begin = begin
+        self._end: float | None = None
+
+    def end(self, _: Any) -> None:
+        """The transfer is over; called in a thread of the backend."""
+        self._end = time.perf_counter()
+
+    def seconds(self, now: float) -> float:
+        """Until its end, or ``now`` if it has not come."""
+        end = self._end
+        return (now if end is None else min(end, now)) - self._begin
+
+
 class Meter:
     """Counts the transfers of one rank over one kind of axis.
 
@@ -30,18 +50,19 @@ class Meter:
         calls: transfers that this rank has started.
         bytes: that it has sent.
         exposed_s: seconds in which nothing else was done.
-        total_s: seconds of the transfers that were started while ``timed``; of CPUs only.
+        hidden_s: seconds in which transfers that were started while ``timed`` went on and nobody
+            waited for them; on CPUs only.
         timed: whether transfers are timed that need more than a clock for it.
     """
 
-    __slots__ = ("_ended", "_events", "bytes", "calls", "exposed_s", "timed", "total_s")
+    __slots__ = ("_events", "_flying", "bytes", "calls", "exposed_s", "hidden_s", "timed")
 
     def __init__(self) -> None:
         self.calls = self.bytes = 0
-        self.exposed_s = self.total_s = 0.0
+        self.exposed_s = self.hidden_s = 0.0
         self.timed = False
         self._events: list[tuple[Any, Any]] = []
-        self._ended: list[float] = []
+        self._flying: dict[dist.Work, _Flight] = {}
 
     def count(self, sent: float) -> None:
         """A transfer in which this rank sends so many bytes."""
@@ -52,12 +73,8 @@ class Meter:
         """Take the time of a transfer that has just been started, if ``timed``."""
         if not self.timed or work is None or torch.cuda.is_available():
             return
-        begin = time.perf_counter()
-
-        def ended(_: Any) -> None:  # in a thread of the backend
-            self._ended.append(time.perf_counter() - begin)
-
-        work.get_future().then(ended)
+        flight = self._flying[work] = _Flight(time.perf_counter())
+        work.get_future().then(flight.end)
 
     def wait(self, work: dist.Work) -> None:
         """Wait for a transfer, and know how long."""
@@ -66,6 +83,8 @@ class Meter:
             before, after = (torch.Event("cuda", enable_timing=True) for _ in range(2))
             before.record()
         begin = time.perf_counter()
+        if self._flying and (flight := self._flying.pop(work, None)) is not None:
+            self.hidden_s += flight.seconds(begin)
         work.wait()
         if on_device:
             after.record()
@@ -76,13 +95,12 @@ class Meter:
     def stood(self, seconds: float) -> None:
         """A transfer during which the host stood still."""
         self.exposed_s += seconds
-        if self.timed:
-            self.total_s += seconds
 
     def settle(self) -> None:
         """Take in what was timed elsewhere; waits for the device."""
-        while self._ended:
-            self.total_s += self._ended.pop()
+        now = time.perf_counter()
+        self.hidden_s += sum(flight.seconds(now) for flight in self._flying.values())
+        self._flying.clear()  # of those that are under way, what follows is not counted
         for before, after in self._events:
             after.synchronize()
             self.exposed_s += before.elapsed_time(after) / 1e3

@@ -26,9 +26,9 @@ class Parallel(pl.LightningModule):
         self.up, self.down = ColumnParallelLinear(8, 16), RowParallelLinear(16, 8)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        # The second of four ranks is late.
+        # The second rank is late, most of all in a batch in the middle of a window.
         if self.trainer.global_rank == 1:
-            time.sleep(0.03)
+            time.sleep(0.15 if batch_idx == 2 else 0.03)
         x = batch.requires_grad_()
         return self.down(self.up(x)).square().mean()
 
@@ -71,8 +71,7 @@ def test_data_parallel_ranks_send_each_gradient_once_and_gather_shards(
         assert first["comm/mib/dp"] == pytest.approx(whole + 8 * 8 / MIB)
     else:
         assert 2 * whole / 2 < first["comm/mib/dp"] <= 3 * whole / 2
-    assert 0 < first["time/comm_exposed_s/dp"] < 1
-    assert 0 < first["time/comm_s/dp"] < 1
+    assert 0 < first["time/comm_exposed_s/dp"] <= first["time/comm_s/dp"] < 1
     assert {name.rpartition("/")[2] for name in first} == {"dp"}
 
 
@@ -82,7 +81,7 @@ def test_stages_send_activations_and_their_gradients(pool: WorkerPool) -> None:
     assert found["comm/calls/pp"] == 4
     payload = GLOBAL_BATCH * WIDTH * 8
     assert payload <= found["comm/mib/pp"] * MIB <= payload + 4 * 4096
-    assert found["time/comm_exposed_s/pp"] > 0
+    assert 0 < found["time/comm_exposed_s/pp"] <= found["time/comm_s/pp"]
 
 
 LATE_S = 0.4
@@ -119,7 +118,7 @@ def test_waiting_agrees_with_an_outside_clock(pool: WorkerPool) -> None:
     # when it is there itself until the other one is.
     exposed = [(a + b) / 2 for a, b in zip(first, second, strict=True)][1:]
     assert LATE_S / 2 * 0.8 < found["time/comm_exposed_s/tp"] < sum(exposed) / 2 * 1.01
-    assert LATE_S / 2 * 0.8 < found["time/comm_s/tp"] < exposed[-1] * 1.01
+    assert found["time/comm_exposed_s/tp"] <= found["time/comm_s/tp"] < max(exposed) * 1.01
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -135,7 +134,8 @@ def test_tensor_parallel_ranks_sum_activations_and_wait_for_the_late_one(
         assert found["comm/mib/tp"] * MIB == pytest.approx(4 * 8 * 4 * 8 * 8)
     # The mean of one rank that waits 30 ms and one that hardly does.
     assert found["time/comm_exposed_s/tp"] > 0.01
-    assert found["time/comm_s/tp"] > 0.01
+    # Also where the last batch, whose hidden seconds are known, was the quicker one.
+    assert found["time/comm_s/tp"] >= found["time/comm_exposed_s/tp"]
 
 
 def test_nothing_is_logged_where_nothing_is_sent() -> None:

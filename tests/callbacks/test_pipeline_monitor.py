@@ -39,8 +39,7 @@ def test_the_bubble_is_logged_alike_on_every_rank(
     assert first == second
     logged, measured, _ = first
     assert measured == stages
-    assert 0 < logged["pp/bubble_fraction_ideal"] < 1
-    assert 0 < logged["pp/bubble_fraction"] < 1
+    assert 0 < logged["pp/bubble_fraction_ideal"] <= logged["pp/bubble_fraction"] + 1e-6 < 1
     assert 1 <= logged["pp/imbalance"] < 2
 
 

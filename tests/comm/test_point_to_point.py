@@ -1,5 +1,6 @@
 """Messages between pipeline stages."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_megatron.comm.point_to_point import (
     rebuild,
 )
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.topology.meter import Meter
 
 TAG = 5
 KINDS = ("inline", "device")
@@ -152,6 +154,25 @@ def reuse_job(kind: str) -> list[float]:
 
 def test_a_sent_tensor_may_change_at_once(pool: WorkerPool) -> None:
     assert pool.run(2, reuse_job, "inline")[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def late_job() -> float:
+    dist.init_process_group("gloo")
+    meter = Meter()
+    channel = InlineChannel(1 - dist.get_rank(), dist.new_group([0, 1]), TAG, meter)
+    channel.expect(1)
+    if dist.get_rank() == 0:
+        channel.send(torch.zeros(1000))
+        channel.flush()
+    else:
+        time.sleep(0.2)
+        channel.prepost()
+        channel.receive()
+    return meter.exposed_s
+
+
+def test_a_sender_that_waits_for_its_receiver_knows_how_long(pool: WorkerPool) -> None:
+    assert pool.run(2, late_job)[0] > 0.1
 
 
 def both_ways_job(kind: str) -> bool:

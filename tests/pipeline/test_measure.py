@@ -45,6 +45,41 @@ def test_waiting_and_imbalance_show() -> None:
     assert found.ideal < found.fraction
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
+def test_no_step_beats_the_paper(name: str) -> None:
+    """Ranks that share cores are slower while all of them compute than beside a bubble."""
+    schedule = make_schedule(name, 4, 8)
+    even = simulate(schedule)
+    measured = {}
+    for spans in even.spans:
+        for start, end, action in spans:
+            together = all(
+                any(s.start < end and start < s.end for s in other) for other in even.spans
+            )
+            measured[action] = (end - start) * (3.0 if together else 1.0)
+    run = simulate(schedule, measured=measured)
+    times = [
+        # A rank's own clock begins when it does, not with the first rank's.
+        StepTimes(tuple(measured[a] for a in row), run.step_time - run.spans[rank][0].start)
+        for rank, row in enumerate(schedule.actions)
+    ]
+    found = bubble(schedule, times)
+    assert found.fraction == pytest.approx(run.bubble_fraction)
+    assert found.ideal == pytest.approx(run.bubble_fraction)
+    halves = {"backward_input": found.backward_input, "backward_weight": found.backward_weight}
+    means = simulate(schedule, forward=found.forward, backward=found.backward, **halves)
+    assert means.bubble_fraction > found.fraction + 0.01  # by the mean times of the stages
+
+
+def test_a_last_action_on_a_rank_that_began_late() -> None:
+    schedule = make_schedule("gpipe", 2, 1)
+    times = [StepTimes((4.0, 1.0), 8.0), StepTimes((1.0, 2.0), 3.0)]
+    assert bubble(schedule, times).fraction == pytest.approx(0.5)
+    short = [StepTimes((4.0, 1.0), 5.0), StepTimes((1.0, 2.0), 3.0)]
+    found = bubble(schedule, short)
+    assert found.fraction == found.ideal == pytest.approx(0.5)
+
+
 def test_the_clock_leaves_waiting_out() -> None:
     clock = Clock(torch.device("cpu"))
     clock.begin()
