@@ -70,6 +70,7 @@ def curve(
     title: str,
     readings: Sequence[Reading],
     marks: Sequence[Mark],
+    steps: tuple[int, int],
     *,
     robust: bool = False,
     label: Callable[[float], str] = number,
@@ -80,6 +81,7 @@ def curve(
         title: of the figure.
         readings: in the order in which they happened.
         marks: faults to be drawn.
+        steps: the first and the last of the run, which all figures share.
         robust: whether a few large values may leave the picture at its top.
         label: how values are written.
     """
@@ -87,7 +89,7 @@ def curve(
     finite = [v for _, v in values if math.isfinite(v)]
     if not finite:
         return ""
-    first, last = min(p.step for p, _ in values), max(p.step for p, _ in values)
+    first, last = steps
     kept = thin_out(((p.step, v) for p, v in values if not p.redone), first, last, BUCKETS)
     again: dict[int, list[tuple[int, float]]] = {}
     for p, v in values:
@@ -158,8 +160,8 @@ class _Frame:
 
     def line(self, buckets: Sequence[Bucket]) -> str:
         if len(buckets) == 1:  # would be no line at all
-            only = buckets[0]
-            return f"M{self.at(only.step - 0.3, only.mean)}L{self.at(only.step + 0.3, only.mean)}"
+            only, half = buckets[0], max(0.3, 0.003 * (self.last - self.first))
+            return f"M{self.at(only.step - half, only.mean)}L{self.at(only.step + half, only.mean)}"
         return "M" + "L".join(self.at(b.step, b.mean) for b in buckets) if buckets else ""
 
     def band(self, buckets: Sequence[Bucket]) -> str:

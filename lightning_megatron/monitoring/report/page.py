@@ -157,11 +157,13 @@ def _curves(story: Story) -> str:
         key=lambda name: ("loss" not in name, name),
     )
     rates = sorted(name for name in story.readings if not name.startswith("val"))
-    drawn = curve("Loss", losses, marks)
+    every = [r.step for readings in (seconds, *story.readings.values()) for r in readings]
+    steps = (min(every, default=0), max(every, default=0))
+    drawn = curve("Loss", losses, marks, steps)
     for name in (*validations[:_VALIDATIONS], *rates[:1]):
         title = f"Learning rate, {name}" if name in rates else f"Validation, {name}"
-        drawn += curve(title, story.readings[name], marks)
-    drawn += curve("Time of a step", seconds, marks, robust=True, label=duration)
+        drawn += curve(title, story.readings[name], marks, steps)
+    drawn += curve("Time of a step", seconds, marks, steps, robust=True, label=duration)
     if not drawn:
         return "<p>No step was recorded.</p>"
     key = []

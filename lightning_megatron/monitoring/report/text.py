@@ -15,20 +15,26 @@ def escape(value: Any) -> str:
 
 _PATH = re.compile(r"(: )?(['\"]?)((?<![\w./])/(?:[^\s/:'\"]+/)+[^\s/:'\",;()]+)\2")
 
+_DRAFT = re.compile(r"/\.([^/]+)\.tmp-.*")
+"""A checkpoint that is being written, and what is in it."""
+
 
 def with_short_paths(text: str, run_dir: str | os.PathLike[str]) -> str:
     """A message in which each absolute path stands once, seen from the run's directory.
 
     >>> with_short_paths("/a/run/x.ckpt: Disk full: '/a/run/x.ckpt'", "/a/run")
     'x.ckpt: Disk full'
+    >>> with_short_paths("saving /a/run/x.ckpt: /a/run/.x.ckpt.tmp-1f/0.distcp: Full", "/a/run")
+    'saving x.ckpt: Full'
     """
     seen: set[str] = set()
 
     def shorten(match: re.Match[str]) -> str:
         colon, quote, path = match[1] or "", match[2], match[3]
-        if path in seen:
+        meant = _DRAFT.sub(r"/\1", path)
+        if meant in seen:
             return "" if colon else "it"
-        seen.add(path)
+        seen.add(meant)
         return f"{colon}{quote}{seen_from(path, run_dir)}{quote}"
 
     return _PATH.sub(shorten, text)
@@ -61,7 +67,7 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return "–"
     if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
+        return f"{round(1000 * seconds, 6):.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
     whole = round(seconds)

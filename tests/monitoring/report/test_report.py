@@ -356,6 +356,7 @@ def test_curves_of_validations_and_of_the_learning_rate(story: Story, long_page:
         "Time of a step",
     ]  # fmt: skip
     assert text.count('<span class="axis">step</span>') == 5
+    assert text.count("over steps 1 to 10000") == 5  # validations and faults below each other
     assert "mean of the steps around" in text
     assert [r.step for r in story.readings["val_loss"] if r.redone] == [4000]
 
