@@ -52,24 +52,23 @@ class RemoteItem(nn.Module):
     Args:
         name: the item's name in the trunk.
         stage: the stage that holds it.
-
-    Attributes:
-        stands_in: whether it has a parameter, of no elements, for whoever asks.
     """
-
-    stands_in = False
 
     def __init__(self, name: str, stage: int) -> None:
         super().__init__()
         self.name = name
         self.stage = stage
 
-    @override
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """An empty parameter while optimizers are made, which fail on an empty list."""
-        if self.stands_in and not self._parameters:
-            self.placeholder = nn.Parameter(torch.empty(0))
-        return super().parameters(recurse)
+    def stand_in(self) -> nn.Parameter | None:
+        """Have a parameter of no elements from now on; None if there is one."""
+        if self._parameters:
+            return None
+        self.placeholder = nn.Parameter(torch.empty(0))
+        return self.placeholder
+
+    def stand_back(self) -> None:
+        """Have it no longer."""
+        del self.placeholder
 
     @override
     def extra_repr(self) -> str:

@@ -417,18 +417,37 @@ class MegatronStrategy(
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        remote = [m for m in self._module().modules() if isinstance(m, RemoteItem)]
-        for item in remote:
-            item.stands_in = True  # for `Optimizer(self.trunk.head.parameters())` on other stages
-        super().setup_optimizers(trainer)
-        for item in remote:
-            item.stands_in = False
+        with self._stand_ins():
+            super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
             )
             if warning:
                 rank_zero_warn(warning)
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[None]:
+        """Make optimizers of a few items, on whatever stage they are, not fail on an empty list.
+
+        ``SGD(self.trunk.head.parameters())`` gets a parameter without elements on other stages.
+        Where it is all that an optimizer has, it stays.
+        """
+        remote = [m for m in self._module().modules() if isinstance(m, RemoteItem)]
+        made: dict[Tensor, RemoteItem] = {
+            p: item for item in remote if (p := item.stand_in()) is not None
+        }
+        yield
+        for optimizer in self.optimizers:
+            groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+            held = [p for group in groups for p in group]
+            kept = [] if any(p not in made for p in held) else held[:1]
+            for group in groups:
+                group[:] = [p for p in group if p not in made or any(p is k for k in kept)]
+            for parameter in kept:
+                made.pop(parameter, None)
+        for item in made.values():
+            item.stand_back()
 
     @override
     def model_to_device(self) -> None:
