@@ -16,6 +16,7 @@ from lightning_megatron._torch.collectives import watch_waits as watch_waits
 from lightning_megatron._torch.dtensor import copy_hooks as copy_hooks
 from lightning_megatron._torch.dtensor import forget_meshes as forget_meshes
 from lightning_megatron._torch.dtensor import has_hooks as has_hooks
+from lightning_megatron._torch.dtensor import has_storage as has_storage
 from lightning_megatron._torch.dtensor import lend_gradients as lend_gradients
 from lightning_megatron._torch.dtensor import mend_operation_keys as mend_operation_keys
 from lightning_megatron._torch.dtensor import shard_of as shard_of
