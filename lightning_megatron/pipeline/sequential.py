@@ -46,6 +46,18 @@ class StagePort(Protocol):
         ...
 
 
+class _Visited(dict[str, Any]):
+    """The parameters of a `RemoteItem`: none, and it tells when somebody asks for them."""
+
+    on_visit: Callable[[], None] | None = None
+
+    @override
+    def items(self) -> Any:
+        if self.on_visit is not None:
+            self.on_visit()
+        return super().items()
+
+
 class RemoteItem(nn.Module):
     """Stands for an item that another pipeline stage holds.
 
@@ -58,6 +70,11 @@ class RemoteItem(nn.Module):
         super().__init__()
         self.name = name
         self.stage = stage
+        self.__dict__["_parameters"] = _Visited()
+
+    def on_visit(self, tell: Callable[[], None] | None) -> None:
+        """Have ``tell`` called when a walk over parameters comes by, which misses some."""
+        self.__dict__["_parameters"].on_visit = tell
 
     def stand_in(self) -> nn.Parameter | None:
         """Have a parameter of no elements from now on; None if there is one."""
@@ -77,6 +94,7 @@ class RemoteItem(nn.Module):
     @override
     def _save_to_state_dict(self, *_: Any, **__: Any) -> None:
         """Save nothing: the placeholder of an empty stage is no part of the network."""
+        dict(self._parameters.items())  # a walk over a state_dict comes by here
 
     @override
     def _load_from_state_dict(self, *_: Any, **__: Any) -> None:

@@ -129,7 +129,7 @@ class NoisyWeights(Stranger):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
             for p in self.parameters():
-                p.add_(torch.linspace(0, 1e-2, p.numel(), dtype=p.dtype).view(p.shape))
+                p.add_(torch.linspace(0, 1e-2, p.shape[-1], dtype=p.dtype).expand(p.shape))
 
 
 class Clamps(Stranger):
