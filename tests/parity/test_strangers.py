@@ -5,6 +5,7 @@ Lightning gives in one process, or the run ends in an error that says what to wr
 way to spread a model belongs in `LAYOUTS`, a new habit in `tests.parity.strangers`.
 """
 
+import re
 from typing import Any
 
 import lightning as L
@@ -13,7 +14,7 @@ import torch
 
 import lightning_megatron
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.testing import WorkerPool
+from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity.jobs import quiet_trainer
 from tests.parity.strangers import STRANGERS
 
