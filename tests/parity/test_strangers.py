@@ -20,9 +20,7 @@ from tests.parity.strangers import STRANGERS
 
 TOLERANCE = 1e-10
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "zero 0": (2, {"zero": 0}),
     "zero 1": (2, {"zero": 1}),
-    "zero 2": (2, {"zero": 2}),
     "zero 3": (2, {"zero": 3}),
     "tp": (2, {"tp": 2}),
     "pp": (2, {"pp": 2, "num_microbatches": 1}),
