@@ -89,9 +89,11 @@ class EndingHooks(ParallelStrategy):
         """Post the cause, or find it; the first thing to do after an exception."""
         if self._watch is not None:
             self._watch.close()
-        leaves = isinstance(exception, SIGTERMException | KeyboardInterrupt | SystemExit)
-        if self.board is None or leaves:
+        if self.board is None or isinstance(exception, SIGTERMException | SystemExit):
             return  # teardown posts that it has left
+        if isinstance(exception, KeyboardInterrupt):
+            self.board.post("failed", "was interrupted (KeyboardInterrupt)")
+            return  # others may have been as well, or wait for this one
         if is_echo(exception):
             self._find_cause(exception, self.board)
             return
