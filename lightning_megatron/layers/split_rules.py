@@ -107,8 +107,9 @@ def elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     def fit(leaf: Any) -> Any:
         return leaf if split_of(leaf) is not None else beside(leaf, size, from_right, split.axis)
 
-    if len(tensors) > 1:
-        args, kwargs = tree_map(fit, (args, kwargs))
+    if any(split_of(t) is None for t in tensors):
+        args = tuple(fit(a) for a in args)  # elementwise functions take no lists
+        kwargs = {name: fit(value) for name, value in kwargs.items()}
     return _put(func(*args, **kwargs), first, from_right=from_right)
 
 
@@ -593,8 +594,11 @@ def _learns(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
+_FLAT = (Tensor, int, float)
+
+
 def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    if not kwargs and all(isinstance(a, Tensor | int | float) for a in args):
+    if not kwargs and all(isinstance(a, _FLAT) for a in args):
         return [a for a in args if isinstance(a, Tensor)]
     return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
 
