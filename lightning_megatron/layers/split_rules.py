@@ -193,7 +193,11 @@ def _local_shape(
 
 
 def shaped_as(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``view_as`` and ``reshape_as`` of a tensor that is split alike (autograd views x as x)."""
+    """``view_as`` and ``reshape_as`` of a tensor that is split alike.
+
+    A function of autograd that returns its input (hooks of modules' backwards are some, FSDP2's
+    on the inputs of a unit, too) views it as itself.
+    """
     x, other = (*args, None)[:2]
     if split_of(x) is None or split_of(x) != split_of(other):
         return on_whole(func, args, kwargs)

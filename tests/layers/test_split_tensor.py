@@ -343,8 +343,12 @@ def up_to(y: Tensor) -> Tensor:
 
 
 def _check_hooks_of_modules(module: nn.ModuleDict, x: Tensor) -> None:
-    module["head"].register_full_backward_hook(lambda *_: None)
-    assert isinstance(module["head"](x), SplitTensor)
+    softmax, seen = nn.Softmax(-1), []
+    for part in (module["head"], softmax):
+        part.register_full_backward_hook(lambda _, into, out: seen.append((into, out)))
+    close("softmax", whole(softmax(module["head"](x))), whole(module["head"](x)).softmax(-1))
+    softmax(module["head"](x)).sum().backward()
+    assert len(seen) == 2
 
 
 def _check_compiled_head(topology: Topology) -> None:
