@@ -210,6 +210,12 @@ class ModulePlan:
 
     def _sequence_problems(self) -> list[str]:
         """Plain modules among parallel layers: they would see a part of the sequence unawares."""
+        if not any(isinstance(m, ParallelLayer) for m in self._module.modules()):
+            return [
+                f"sequence_parallel=True: {type(self._module).__name__} has no parallel layer, "
+                "between which a sequence could be split; nearest valid: "
+                "sequence_parallel=False, or layers of lightning_megatron.layers"
+            ]
         return [
             f"sequence_parallel=True: {prefix}.{name} ({type(child).__name__}) is no parallel "
             "layer, so the gradients of its parameters would miss the other ranks' part of the "
