@@ -23,6 +23,7 @@ torchdistx had deferred initialisation on the same principle, below Python (``de
 """
 
 import hashlib
+import heapq
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -324,11 +325,12 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if view.storage in shared and not self._is_left_empty(view.storage):
                 views[name] = view
         needed = self._needed({view.storage for view in views.values()})
-        fillers = {}
-        for index in needed:
-            step = self._steps[index]
-            if step.layer is not None:
-                fillers[index] = self._filler(step, {c: n for n, c in module.named_modules()})
+        names = {child: name for name, child in module.named_modules()}
+        fillers = {
+            index: self._filler(self._steps[index], names)
+            for index in needed
+            if self._steps[index].layer is not None
+        }
         return WrittenValues(self, views, needed, fillers)
 
     def _filler(
@@ -372,14 +374,27 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _needed(self, storages: set[int]) -> list[int]:
         """Indices of the steps that what is in ``storages`` depends on."""
-        need, found = set(storages), []
-        for index in reversed(range(len(self._steps))):
+        need: set[int] = set()
+        left: list[int] = []  # what may be needed, negated: the latest comes first
+
+        def add(keys: Iterable[int], before: int) -> None:
+            for key in keys:
+                if key not in need:
+                    need.add(key)
+                    for index in self._events.get(key, ()):
+                        if index < before:
+                            heapq.heappush(left, -index)
+
+        add(storages, len(self._steps))
+        found: list[int] = []
+        while left:
+            index = -heapq.heappop(left)
             step = self._steps[index]
-            if need.isdisjoint(step.touched):
+            if index in found[-1:] or need.isdisjoint(step.touched):
                 continue
             found.append(index)
             need -= step.erased
-            need |= step.reads
+            add(step.reads, index)
         return found[::-1]
 
 

@@ -215,7 +215,8 @@ class Attempt:
         if self._tape.reason is not None:
             return f"configure_model needs values: {self._tape.reason}"
         if self.error is not None:
-            return f"configure_model fails on the meta device: {self.error}"
+            said = str(self.error).partition("\n")[0]
+            return f"configure_model fails on the meta device ({type(self.error).__name__}: {said})"
         if without_rule:
             return (
                 "these modules own parameters, buffers or other tensors but have no "

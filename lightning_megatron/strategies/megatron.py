@@ -303,6 +303,8 @@ class MegatronStrategy(
 
     def _is_written_alike(self) -> bool:
         """Whether ``configure_model`` gave the same values everywhere, as far as it is noted."""
+        if self.world_size == 1:
+            return self._written is not None
         mine = None if self._written is None else self._written.signature()
         return self.reduce_boolean_decision(mine is not None and mine == self.broadcast(mine))
 
