@@ -34,7 +34,7 @@ from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
-from lightning_megatron.layers.init_tape import WrittenValues
+from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import (
     ParallelModule,

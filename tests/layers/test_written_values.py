@@ -6,6 +6,7 @@ from torch import nn
 
 from lightning_megatron._torch import TorchDispatchMode, tree_flatten
 from lightning_megatron.layers.init_tape import InitTape
+from lightning_megatron.layers.written_values import written_values
 
 CPU = torch.device("cpu")
 
@@ -17,7 +18,7 @@ def record(build, write):
     with torch.device("meta"), tape, torch.no_grad():
         holder.net = build()
         write(holder.net)
-    return tape.written(holder), tape.reason
+    return written_values(tape, holder), tape.reason
 
 
 class Allocations(TorchDispatchMode):
