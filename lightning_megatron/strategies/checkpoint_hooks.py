@@ -48,7 +48,7 @@ from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.restore import is_whole
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.resilience.attempt import Attempt
-from lightning_megatron.strategies.averaging import averages
+from lightning_megatron.strategies.averaging import averages, leave_schedulers_to_averages
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.data_position import DataPosition
@@ -284,6 +284,8 @@ class CheckpointHooks:
         if averages(module.trainer) and is_whole(self.parallel):
             # Callbacks that average look for them, beside what they have stored themselves.
             checkpoint["state_dict"] = {k: v.clone() for k, v in module.state_dict().items()}
+        if fitting:
+            leave_schedulers_to_averages(module.trainer, checkpoint.get("callbacks", {}))
         if fitting and self._saver is not None:
             self._saver.go_on_from(reader.directory, reader.manifest)
         if fitting:

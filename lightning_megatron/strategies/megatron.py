@@ -33,7 +33,7 @@ from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
-from lightning_megatron.layers.init_tape import WrittenValues
+from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import (
     ParallelModule,
@@ -294,6 +294,8 @@ class MegatronStrategy(
 
     def _is_written_alike(self) -> bool:
         """Whether ``configure_model`` gave the same values everywhere, as far as it is noted."""
+        if self.world_size == 1:
+            return self._written is not None
         mine = None if self._written is None else self._written.signature()
         return self.reduce_boolean_decision(mine is not None and mine == self.broadcast(mine))
 

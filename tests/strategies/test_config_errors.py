@@ -190,6 +190,12 @@ CASES = {
     "microbatch larger than the batch": Case(
         layout={"microbatch_size": 16}, says=("microbatch_size=16", "batch_size=8")
     ),
+    "nowhere to write to": Case(
+        layout={},
+        trainer={"default_root_dir": f"{__file__}/runs", "enable_checkpointing": True},
+        says=("default_root_dir=", "test_config_errors.py is no folder"),
+        devices=2,
+    ),
     "misspelt schedule": Case(layout={"pp": 2, "schedule": "1f2b"}, says=("1f2b", "'1f1b'")),
     "unknown schedule": Case(layout={"pp": 2, "schedule": "fast"}, says=("fast", "gpipe")),
     "more stages than items": Case(
