@@ -58,6 +58,23 @@ class OptimizerSnapshot:
         """Return the part that is small."""
         return replace(self, tensors={})
 
+    def renamed(self, names: Mapping[str, str]) -> "OptimizerSnapshot":
+        """Return the same state of parameters that have other names."""
+
+        def new(name: str) -> str:
+            parameter, _, key = name.rpartition(".")
+            return f"{names.get(parameter, parameter)}.{key}"
+
+        return replace(
+            self,
+            tensors={new(name): chunk for name, chunk in self.tensors.items()},
+            values={names.get(name, name): v for name, v in self.values.items()},
+            groups=[
+                replace(g, parameters=tuple(names.get(n, n) for n in g.parameters))
+                for g in self.groups
+            ],
+        )
+
 
 def capture_optimizer(
     optimizer: Optimizer, names: Mapping[Tensor, str], chunks: Mapping[str, Any]
@@ -135,13 +152,15 @@ class OptimizerRestore:
         optimizer: its state is replaced.
         names: canonical name of every tensor that the optimizer updates.
         chunks: the chunk of every parameter.
-        stored_names: for every canonical name, the name in the checkpoint.
+        stored_names: for canonical names, the name in the checkpoint; their own where none is.
         prefix: of this optimizer's tensors in the checkpoint, like ``optimizer.0``.
         metadata: the index of the checkpoint.
         saved: the result of `merge_snapshots`, decoded.
 
     Attributes:
         chunks: what to read, by stored name.
+        anew: parameters of which the checkpoint has no state, or one of another shape, which begin
+            anew.
 
     Raises:
         ConfigError: parameters of one group have different stored options, or none.
@@ -168,11 +187,24 @@ class OptimizerRestore:
             for g in saved["groups"]
         ]
         self._options: list[Mapping[str, Any]] = []
+        self.anew: list[str] = []
+        known = {name for group in groups for name in group.parameters}
         for index, group in enumerate(optimizer.param_groups):
-            local = [_name_of(p, names, optimizer) for p in group["params"]]
-            stored = [stored_names.get(name, name) for name in local]
-            self._options.append(_find_options(index, stored, groups, type(optimizer).__name__))
-            for parameter, name, stored_name in zip(group["params"], local, stored, strict=True):
+            local = {_name_of(p, names, optimizer): p for p in group["params"]}
+            stored = {name: stored_names.get(name, name) for name in local}
+            for name, stored_name in list(stored.items()):
+                model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
+                lacks = stored_name not in known and model_entry is None
+                if lacks or _is_of_other_shape(chunks[name], model_entry, entries.get(stored_name)):
+                    del stored[name]
+                    self.anew.append(name)
+            beginning = bool(local) and not stored
+            kind = type(optimizer).__name__
+            self._options.append(
+                {} if beginning else _find_options(index, list(stored.values()), groups, kind)
+            )
+            for name, stored_name in stored.items():
+                parameter = local[name]
                 state = dict(saved["values"].get(stored_name, {}))
                 self._held_in[parameter] = chunks[name].tensor.dtype
                 model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
@@ -267,6 +299,17 @@ def _entries_by_parameter(
             name, _, key = full_name[len(prefix) + 1 :].rpartition(".")
             found.setdefault(name, {})[key] = entry
     return found
+
+
+def _is_of_other_shape(
+    parameter: Chunk, stored: Any, state: Mapping[str, TensorStorageMetadata] | None
+) -> bool:
+    """Whether the state of a parameter is of another shape than the parameter."""
+    if isinstance(stored, TensorStorageMetadata):
+        return tuple(stored.size) != parameter.full_shape
+    sizes = [tuple(entry.size) for entry in (state or {}).values()]
+    alike = [size for size in sizes if len(size) == len(parameter.full_shape) > 0]
+    return bool(alike) and parameter.full_shape not in alike
 
 
 def _find_options(

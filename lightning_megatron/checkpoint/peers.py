@@ -82,6 +82,14 @@ class Peers:
         """Return the first rank's ``value`` on every rank."""
         return self._broadcast(value)
 
+    def collect(self, value: T) -> list[T]:
+        """Return the values of all ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def _conclude(
         self,
         what: str,
