@@ -10,6 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -126,6 +127,7 @@ def load_directory(
     state: Mapping[str, Any] | None = None,
     layout: Layout = Layout(),
     strict: bool = True,
+    exclude: Sequence[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Bring a module and its optimizers to the state of a checkpoint of any layout; collective.
@@ -143,6 +145,7 @@ def load_directory(
             checkpoint when None.
         layout: how the module lies on this rank.
         strict: whether names that only one side has are an error; else they are logged.
+        exclude: patterns of names that ``state`` lacks on purpose.
         group: the ranks that load; all when None; without process groups, this process.
 
     Returns:
@@ -153,7 +156,8 @@ def load_directory(
         CheckpointError: the checkpoint does not exist or is damaged.
     """
     reader = path if isinstance(path, CheckpointReader) else CheckpointReader(path, group=group)
-    loading = _Loading(reader, module, layout, stored_state(reader) if state is None else state)
+    given = stored_state(reader) if state is None else state
+    loading = _Loading(reader, module, layout, given, exclude)
 
     def plan() -> _Report:
         loading.plan_model(strict)
@@ -191,9 +195,15 @@ class _Loading:
     """One rank's part of `load_directory`."""
 
     def __init__(
-        self, reader: CheckpointReader, module: nn.Module, layout: Layout, state: Mapping[str, Any]
+        self,
+        reader: CheckpointReader,
+        module: nn.Module,
+        layout: Layout,
+        state: Mapping[str, Any],
+        exclude: Sequence[str],
     ) -> None:
         self._reader, self._module, self._state = reader, module, state
+        self._exclude = exclude
         self._layout = layout
         self._chunks = own_chunks(module, layout.canonical, layout.rows)
         names = parameter_names(module, layout.canonical)
@@ -216,7 +226,7 @@ class _Loading:
         taken = found.taken.values()
         return _Report(
             problems=found.problems or self._optimizer_problems,
-            missing=[] if self._overrides else list(found.missing),
+            missing=[] if self._overrides else [n for n in found.missing if not self._leaves(n)],
             unplaced=[] if self._overrides else found.unplaced,
             anew=self._anew,
             used=frozenset(v.source for v in taken if isinstance(v, LazyTensor)),
@@ -301,7 +311,11 @@ class _Loading:
     def _stored_names(self) -> dict[str, str]:
         """Names in the files of the parameters whose optimizer state is to be theirs."""
         taken = self._found.taken.items()
-        return {owner: v.source for owner, v in taken if isinstance(v, LazyTensor)}
+        nowhere = {name: "" for name in self._chunks if self._leaves(name)}
+        return nowhere | {owner: v.source for owner, v in taken if isinstance(v, LazyTensor)}
+
+    def _leaves(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._exclude)
 
     def read(self) -> None:
         """Read all tensors of this rank."""

@@ -19,13 +19,16 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from fnmatch import fnmatchcase
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io import CheckpointIO
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -34,7 +37,7 @@ from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.asynchronous import Saver
 from lightning_megatron.checkpoint.commit import remove
-from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.config import PARTS, CheckpointConfig, exclusion_problems
 from lightning_megatron.checkpoint.io import (
     Layout,
     load_directory,
@@ -54,7 +57,7 @@ from lightning_megatron.checkpoint.state import (
 )
 from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.precision.sharded import ShardedPrecision
@@ -88,6 +91,8 @@ class _Opened:
     reader: CheckpointReader
     stored: Mapping[str, Any]
     with_optimizers: bool
+    excluded: tuple[str, ...]
+    """Patterns of names that are not loaded."""
 
 
 class CheckpointHooks:
@@ -97,6 +102,8 @@ class CheckpointHooks:
     optimizers: list[Optimizer]
     lightning_module: LightningModule | None
     checkpoint_io: CheckpointIO
+    _checkpoint_io: CheckpointIO | None
+    _checkpoint: CheckpointConfig
     is_global_zero: bool
     events: EventLog
     attempt: Attempt
@@ -241,6 +248,7 @@ class CheckpointHooks:
     def start_saver(self, config: CheckpointConfig, timeout_s: float) -> None:
         """Have checkpoints saved as ``config`` says, until `stop_saver`; collective."""
         self.stop_saver()
+        self._warn_of_loggers()
         background = None
         if config.mode == "async":
             if self._background_group is None and dist.get_world_size() > 1:
@@ -256,6 +264,32 @@ class CheckpointHooks:
                 "returns, so saves wait for the disk; save_last=True does not need that"
             )
         self._saver = Saver(config, Peers(self._host_world()), background, self._report)
+
+    def _warn_of_loggers(self) -> None:
+        for given in self._trainer().loggers:
+            uploads = (getattr(given, f"_log_model{end}", False) for end in ("", "_checkpoints"))
+            if any(uploads):
+                rank_zero_warn(
+                    f"{type(given).__name__}(log_model=...) uploads nothing: it takes files, and "
+                    "checkpoints of MegatronStrategy are directories. Log a file that "
+                    "`lightning-megatron convert` makes of one, or log_model=False"
+                )
+
+    def checkpoint_problems(self) -> list[str]:
+        """Faults of what the Trainer was given to save with."""
+        given = self._checkpoint_io
+        if given is None or type(given) is TorchCheckpointIO:
+            return []
+        name = type(given).__name__
+        instead = (
+            "checkpoint=CheckpointConfig(mode='async')"
+            if isinstance(given, AsyncCheckpointIO)
+            else "on_save_checkpoint and on_load_checkpoint of the module or of a callback"
+        )
+        return [
+            f"plugins=[{name}]: MegatronStrategy writes checkpoints itself, from all ranks "
+            f"together, and would never call it; nearest valid: {instead}"
+        ]
 
     def stop_saver(self, timeout_s: float | None = None) -> None:
         """Wait for what is in flight; from now on saving takes place at once. Not collective."""
@@ -323,8 +357,14 @@ class CheckpointHooks:
         starts = fitting and reader.is_pretrained
         stored = stored_state(reader)
         kept = [StoredOptimizer(i) for i in range(len(reader.optimizers))]
-        checkpoint = {**reader.state, "state_dict": OrderedDict(stored), "optimizer_states": kept}
-        self._opened = _Opened(reader, stored, fitting and not starts)
+        checkpoint = {
+            "pytorch-lightning_version": version("lightning"),
+            **reader.state,
+            "state_dict": OrderedDict(stored),
+            "optimizer_states": kept,
+        }
+        excluded = self._exclude(checkpoint)
+        self._opened = _Opened(reader, stored, fitting and not starts, excluded)
         if is_overridden("on_load_checkpoint", module):
             self._view = WholeState(self.parallel, group, "on_load_checkpoint")
             if self._view.is_cut:
@@ -380,8 +420,26 @@ class CheckpointHooks:
                 bring_together=self._weights_were_loaded,
             ),
             strict=strict,
+            exclude=opened.excluded,
             group=self._host_world(),
         )
+
+    def _exclude(self, checkpoint: dict[str, Any]) -> tuple[str, ...]:
+        """Take what the user does not want out of a checkpoint; return patterns of weights."""
+        state = checkpoint["state_dict"]
+        patterns = self._checkpoint.exclude
+        raise_if_any(exclusion_problems(patterns, state))
+        weights = tuple(p for p in patterns if p not in PARTS)
+        for name in [n for n in state if any(fnmatchcase(n, p) for p in weights)]:
+            del state[name]
+        empty: dict[str, Any] = {"optimizer": [], "lr_schedulers": [], "callbacks": {}}
+        for part in patterns:
+            if part == "loops":
+                for key in ("loops", KEY, "epoch", "global_step"):
+                    checkpoint.pop(key, None)
+            elif part in empty:
+                checkpoint["optimizer_states" if part == "optimizer" else part] = empty[part]
+        return weights
 
     def _weights_were_loaded(self) -> None:
         """Bring what was read into this rank's part of the parameters to the others."""

@@ -196,7 +196,11 @@ class MegatronStrategy(
             module.trainer, module, self.options, self._sharding, self.memory, self.world_size
         )
         host = self._sharding.offload_parameters
-        problems = (*self._connection.problems(host), *self._checkpoint.problems())
+        problems = (
+            *self._connection.problems(host),
+            *self._checkpoint.problems(),
+            *self.checkpoint_problems(),
+        )
         raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.defer_init
         if findings.real_because:
