@@ -7,9 +7,10 @@ read.
 
 import logging
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -164,7 +165,7 @@ def load_directory(
         loading.plan_optimizers(optimizers)
         return loading.report
 
-    reader.peers.run(reader.what, plan, lambda reports: _judge(reports, reader, strict))
+    reader.peers.run(reader.what, plan, lambda reports: _judge(reports, reader, module, strict))
     reader.peers.run(reader.what, loading.read, lambda _: None)
     loading.apply()
     layout.bring_together()
@@ -179,6 +180,7 @@ class _Report:
     """What one rank found when it compared its module with the checkpoint."""
 
     problems: list[str]
+    misfits: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     missing: list[str]
     unplaced: list[str]
     anew: list[str]
@@ -187,6 +189,8 @@ class _Report:
     """Names in the files that the module took."""
     given: Mapping[str, str]
     """For names of the state that come from the files, the name there."""
+    names: Sequence[str]
+    """Of the state."""
     settled: bool
     """Whether nobody may yet say that a missing name does not matter."""
 
@@ -226,11 +230,13 @@ class _Loading:
         taken = found.taken.values()
         return _Report(
             problems=found.problems or self._optimizer_problems,
+            misfits=found.misfits,
             missing=[] if self._overrides else [n for n in found.missing if not self._leaves(n)],
             unplaced=[] if self._overrides else found.unplaced,
             anew=self._anew,
             used=frozenset(v.source for v in taken if isinstance(v, LazyTensor)),
             given=lazy,
+            names=list(self._state),
             settled=not found.has_hooks and not self._overrides,
         )
 
@@ -265,7 +271,7 @@ class _Loading:
 
         def take(module: nn.Module, state: dict[str, Any], prefix: str) -> Any:
             keys = self._found.find_below(module, state, prefix)
-            raise_if_any(self._found.problems)
+            raise_if_any([*self._found.problems, *misfit_problems(self._found.misfits, "")])
             self._note()
             self._read_model()
             self._found.finish()
@@ -280,7 +286,7 @@ class _Loading:
     def plan_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Allocate the state of the optimizers."""
         saved = self._reader.optimizers
-        if not optimizers or self._found.problems:
+        if not optimizers or self._found.problems or self._found.misfits:
             return
         if len(optimizers) != len(saved):
             kept = f"{len(saved)} optimizers" if saved else "only weights, no optimizer state"
@@ -342,19 +348,65 @@ class _Loading:
         return self.report
 
 
-def _judge(reports: Sequence[_Report], reader: CheckpointReader, strict: bool) -> None:
+def _judge(
+    reports: Sequence[_Report], reader: CheckpointReader, module: nn.Module, strict: bool
+) -> None:
     """Decide on the first rank whether the checkpoint fits all ranks' modules."""
     problems = list(dict.fromkeys(p for report in reports for p in report.problems))
-    if all(report.settled for report in reports):
-        problems = [*problems, *_differences(reports)] if strict else problems
-    if len(problems) > 20:
-        problems = [*problems[:20], f"and {len(problems) - 20} more of this kind"]
+    misfits = {name: shapes for report in reports for name, shapes in report.misfits.items()}
+    names = _differences(reports) if strict and all(r.settled for r in reports) else []
+    if misfits or names:  # why an optimizer does not fit is plain then
+        hint = _hyper_parameters(reader, module)
+        problems = [p for p in problems if "optimizer" not in p]
+        problems = [*misfit_problems(misfits, hint), *problems, *names]
     raise_if_any(problems)
     anew = list(dict.fromkeys(name for report in reports for name in report.anew))
     if anew:
         logger.warning(
             "%s has no optimizer state for %s: it begins anew", reader.directory, summary(anew)
         )
+
+
+def misfit_problems(
+    misfits: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], hint: str
+) -> list[str]:
+    """Say which parameters have other shapes; one sentence for many.
+
+    Args:
+        misfits: shapes in the checkpoint and in the module, by name.
+        hint: which hyper-parameters differ.
+    """
+    texts = [
+        f"parameter {name!r}: the checkpoint has shape {stored}, the module {ours}"
+        for name, (stored, ours) in misfits.items()
+    ]
+    if len(texts) > 3:
+        texts = [f"{len(texts)} parameters have other shapes; {texts[0]}"]
+    remedy = "; nearest valid: the hyper-parameters of the saved module" + hint
+    return [text + remedy for text in texts]
+
+
+def _hyper_parameters(reader: CheckpointReader, module: nn.Module) -> str:
+    """Name the hyper-parameters that differ, with both values."""
+    stored = _flat(reader.state.get("hyper_parameters", {}))
+    ours = _flat(dict(getattr(module, "hparams", {})))
+    differing = [
+        f"{name}={stored[name]!r} instead of {ours[name]!r}"
+        for name in stored
+        if name in ours and repr(stored[name]) != repr(ours[name])
+    ]
+    return f": {summary(differing)}" if differing else ""
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 def _judge_names(reports: Sequence[_Report], reader: CheckpointReader, strict: bool) -> None:
@@ -373,7 +425,9 @@ def _differences(reports: Sequence[_Report]) -> list[str]:
     common = frozenset.intersection(*(frozenset(report.unplaced) for report in reports))
     given = reports[0].given
     unexpected = [n for n in dict.fromkeys(reports[0].unplaced) if n in common]
-    unexpected = [n for n in unexpected if given.get(n, None) not in used]
+    unexpected = [n for n in unexpected if given.get(n) not in used]
+    if counts := _layer_counts(missing, unexpected, reports[0].names):
+        return counts
     return [
         f"{len(some)} names of the {one} are not in the {other}: {summary(some)}"
         "; nearest valid: the module that was saved, or strict_loading=False"
@@ -383,3 +437,39 @@ def _differences(reports: Sequence[_Report]) -> list[str]:
         )
         if some
     ]
+
+
+def _layer_counts(
+    missing: Sequence[str], unexpected: Sequence[str], stored: Sequence[str]
+) -> list[str]:
+    """Say that a list of layers is longer on one side, where nothing else differs."""
+    lacking, differing = _numbered(missing), [*missing, *unexpected]
+    if len(_numbered(differing)) != 1 or not all(_NUMBERED.match(name) for name in differing):
+        return []
+    (above, numbers), held = next(iter(_numbered(differing).items())), _numbered(stored)
+    both = held.get(above, frozenset())
+    if missing and unexpected or not both:
+        return []
+    theirs = len(both)
+    ours = theirs + len(numbers) if lacking else theirs - len(numbers)
+    if ours < 1 or (lacking and both & numbers) or (not lacking and not numbers <= both):
+        return []
+    kept = both - numbers
+    if not lacking and any(n > min(numbers) for n in kept):
+        return []
+    return [
+        f"{above}: the checkpoint has {theirs} layers, the module {ours}; nearest valid: {theirs} "
+        "layers, or strict_loading=False"
+    ]
+
+
+_NUMBERED = re.compile(r"(.+?)\.(\d+)\.")
+
+
+def _numbered(names: Sequence[str]) -> dict[str, frozenset[int]]:
+    """Numbers of the layers in lists, by the name of the list."""
+    found: dict[str, frozenset[int]] = {}
+    for name in names:
+        if (match := _NUMBERED.match(name)) is not None:
+            found[match[1]] = found.get(match[1], frozenset()) | {int(match[2])}
+    return found

@@ -55,7 +55,8 @@ class ModuleState:
         parts: what each chunk gets as it is: this rank's part.
         missing: names of the module that the state lacks.
         unplaced: names of the state that no module of this rank takes.
-        problems: what does not fit.
+        problems: what cannot be.
+        misfits: shapes in the state and in the module of what does not fit, by name.
         resized: buffers that got another shape.
     """
 
@@ -79,6 +80,7 @@ class ModuleState:
         self.parts: dict[str, Tensor] = {}
         self.missing: list[str] = []
         self.problems: list[str] = []
+        self.misfits: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.resized: list[tuple[nn.Module, str, Tensor]] = []
 
     @property
@@ -195,7 +197,7 @@ class ModuleState:
                 f"parameter {key!r} has no memory (meta device): materialise it before loading"
             )
         elif tuple(value.shape) != chunk.full_shape:
-            self.problems.append(shape_problem(key, tuple(value.shape), chunk.full_shape))
+            self.misfits[key] = tuple(value.shape), chunk.full_shape
         else:
             return False
         return True
@@ -230,7 +232,7 @@ class ModuleState:
             if name in module._buffers:
                 self.resized.append((module, name, value))
             else:
-                self.problems.append(shape_problem(owner, tuple(value.shape), chunk.full_shape))
+                self.misfits[owner] = tuple(value.shape), chunk.full_shape
         elif not _is_held(tensor, chunk) and value.is_floating_point() and value.isnan().any():
             self.problems.append(
                 f"{type(module).__name__}._load_from_state_dict, parameter {owner!r}: it keeps "
@@ -239,14 +241,6 @@ class ModuleState:
             )
         else:
             self.parts[owner] = cut(value, chunk).clone()
-
-
-def shape_problem(name: str, stored: tuple[int, ...], ours: tuple[int, ...]) -> str:
-    """Say that two shapes differ."""
-    return (
-        f"parameter {name!r}: the checkpoint has shape {stored}, the module {ours}; nearest valid: "
-        "the hyper-parameters of the saved module"
-    )
 
 
 def _takes_extra_state(module: nn.Module) -> bool:

@@ -53,6 +53,8 @@ class OptimizerSnapshot:
     """State that is not a tensor, by parameter and key."""
     groups: Sequence[GroupOptions] = ()
     """Options of the local parameters."""
+    kind: str | None = None
+    """Class of the optimizer."""
 
     def without_tensors(self) -> "OptimizerSnapshot":
         """Return the part that is small."""
@@ -120,20 +122,24 @@ def capture_optimizer(
         )
         for index, group in enumerate(optimizer.param_groups)
     ]
-    return OptimizerSnapshot(tensors=tensors, values=values, groups=groups)
+    kind = type(optimizer).__name__
+    return OptimizerSnapshot(tensors=tensors, values=values, groups=groups, kind=kind)
 
 
 def merge_snapshots(snapshots: Iterable[OptimizerSnapshot]) -> dict[str, Any]:
     """Unite what the ranks hold of one optimizer, without tensors, to plain data."""
     values: dict[str, Mapping[str, Any]] = {}
     groups: dict[tuple[int, str], tuple[GroupOptions, dict[str, None]]] = {}
+    kind = None
     for snapshot in snapshots:
+        kind = kind or snapshot.kind
         values |= {name: v for name, v in snapshot.values.items() if name not in values}
         for group in snapshot.groups:
             key = group.index, _fingerprint(group.options)
             _, parameters = groups.setdefault(key, (group, {}))
             parameters |= dict.fromkeys(group.parameters)
     return {
+        "kind": kind,
         "values": values,
         "groups": [
             {"index": g.index, "options": dict(g.options), "parameters": list(parameters)}
@@ -163,7 +169,8 @@ class OptimizerRestore:
             anew.
 
     Raises:
-        ConfigError: parameters of one group have different stored options, or none.
+        ConfigError: an optimizer of another kind wrote it; parameters of one group have different
+            stored options, or none.
     """
 
     def __init__(
@@ -177,6 +184,7 @@ class OptimizerRestore:
         metadata: Metadata,
         saved: Mapping[str, Any],
     ) -> None:
+        _refuse_other_kind(type(optimizer).__name__, saved.get("kind"))
         self._optimizer = optimizer
         self.chunks: dict[str, Chunk] = {}
         self._state: dict[Tensor, dict[str, Any]] = {}
@@ -234,6 +242,16 @@ class OptimizerRestore:
                     group[key].copy_(torch.as_tensor(value))
                 else:
                     group[key] = value
+
+
+def _refuse_other_kind(ours: str, stored: str | None) -> None:
+    alike = stored is None or ours == stored or {ours, stored} == {"Adam", "AdamW"}
+    if not alike:
+        raise ConfigError(
+            f"the checkpoint has the state of {stored}, the module's optimizer is {ours}, to which "
+            f"it means nothing; nearest valid: {stored}, or "
+            "checkpoint=CheckpointConfig(exclude=['optimizer', 'lr_schedulers']) to begin anew"
+        )
 
 
 def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimizer) -> str:

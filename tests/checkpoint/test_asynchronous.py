@@ -209,7 +209,7 @@ def test_failures_are_reported_once_and_keep_the_old_one(tmp_path, gate, caplog,
         message = caplog.records[0].getMessage()
         assert "new.ckpt" in message
         assert "[Errno 28] No space left on device" in message
-        assert "training goes on (failed save 1 in a row; it ends at 3)" in message
+        assert "training goes on (1 save failed in a row; this run has 1 checkpoint)" in message
         gate.fails = False
         background.save(tmp_path / "next.ckpt", model_chunks(linear(3.0)), {})
         background.drain()
