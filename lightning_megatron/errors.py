@@ -70,3 +70,7 @@ class CheckpointError(RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """The content of a checkpoint is not what was written: looking again will not help."""
+
+
+class NoSuchCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""

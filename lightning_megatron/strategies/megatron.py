@@ -210,7 +210,11 @@ class MegatronStrategy(
             module.trainer, module, self.options, self._sharding, self.memory, self.world_size
         )
         host = self._sharding.offload_parameters
-        problems = (*self._connection.problems(host), *self._checkpoint.problems())
+        problems = (
+            *self._connection.problems(host),
+            *self._checkpoint.problems(),
+            *self.checkpoint_problems(),
+        )
         raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.real_because is None and layout_of(module) is None
         if findings.real_because is not None:
