@@ -22,7 +22,7 @@ from lightning_megatron.comm.functional import gather_from
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
-from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.config import TransformerConfig, field_problems
 from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.optim.choice import (
     OptimizerName,
@@ -231,8 +231,7 @@ def _as_config(config: TransformerConfig | str | Mapping[str, Any]) -> Transform
         return stored_config(config)
     if isinstance(config, str):
         return TransformerConfig.preset(config)
-    unknown = [name for name in config if name not in TransformerConfig.__dataclass_fields__]
-    raise_if_any([f"config.{name}: TransformerConfig has no such field" for name in unknown])
+    raise_if_any(field_problems(config, "config."))
     return TransformerConfig(**config)
 
 

@@ -3,8 +3,9 @@
 Arithmetic only: imports no torch, so that planning and ``--help`` are quick.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError, raise_if_any
@@ -160,11 +161,27 @@ class TransformerConfig:
             4096
         """
         if name not in _PRESETS:
-            valid = ", ".join(_PRESETS)
-            raise ConfigError(f"preset={name}: there is no such model; valid: {valid}")
-        unknown = [field for field in overrides if field not in cls.__dataclass_fields__]
-        raise_if_any([f"{field}: TransformerConfig has no such field" for field in unknown])
+            valid, close = ", ".join(_PRESETS), get_close_matches(name, _PRESETS, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(f"preset={name}: there is no such model; {hint}valid: {valid}")
+        raise_if_any(field_problems(overrides))
         return cls(**{**_PRESETS[name], **overrides})
+
+
+def field_problems(names: Iterable[str], prefix: str = "") -> list[str]:
+    """Problems of names that are no fields of a `TransformerConfig`.
+
+    >>> field_problems(["num_head"], "config.")
+    ['config.num_head: TransformerConfig has no such field; did you mean num_heads?']
+    """
+    fields = TransformerConfig.__dataclass_fields__
+    problems = []
+    for name in names:
+        if name not in fields:
+            close = get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; it has {', '.join(fields)}"
+            problems.append(f"{prefix}{name}: TransformerConfig has no such field{hint}")
+    return problems
 
 
 def preset_names() -> tuple[str, ...]:
