@@ -44,6 +44,9 @@ _ALIASES = {"train": "fit", "evaluate": "validate", "sample": "generate"}
 _FILES = {"report": "run_report"}
 """Where a subcommand is, if not in a file of its name."""
 
+_NEEDED = ("torch", "lightning", "jsonargparse", "numpy", "safetensors", "torchmetrics")
+"""Packages without which most commands do not run; `doctor` does."""
+
 _READER_GONE = 128 + signal.SIGPIPE
 """Exit code of a program whose output nobody reads any more, as a shell reports it."""
 
@@ -72,8 +75,12 @@ def main(args: Sequence[str] | None = None) -> int:
         if name not in _TRAINER_COMMANDS and not name.startswith("-"):
             raise ConfigError(_unknown(name))
         return _run_trainer(args if args is None else given)
-    except (ValueError, MegatronError) as error:
+    except (ValueError, MegatronError, ModuleNotFoundError) as error:
         mistake = error_in(error)
+        if isinstance(error, ModuleNotFoundError) and error.name in _NEEDED:
+            mistake = ConfigError(
+                f"{error.name} is not installed; `lightning-megatron doctor` says what is missing"
+            )
         if mistake is None:
             raise
         tell(mistake)

@@ -1,6 +1,7 @@
 """`fit`, `validate`, `test` and `predict` through LightningCLI."""
 
 import logging
+import os
 import sys
 import warnings
 from argparse import ArgumentError
@@ -10,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
@@ -34,6 +35,9 @@ _DEFAULTS = {
     "trainer.strategy": "lightning_megatron.strategies.megatron.MegatronStrategy",
 }
 """Classes that are used where neither a file nor an option names others."""
+
+_LIMITS = ("max_steps", "max_epochs")
+"""What ends a run."""
 
 
 def is_main_process() -> bool:
@@ -66,6 +70,7 @@ class MegatronCLI(LightningCLI):
         # What stands below the fields of a configuration is read for its help only: it takes time.
         wants_help = any(arg == "-h" or "help" in arg.partition("=")[0] for arg in self._args)
         set_parsing_settings(docstring_parse_attribute_docstrings=wants_help)
+        self._began = _Began()
         super().__init__(
             # Any subclass; the default is what the recipes use.
             pl.LightningModule,
@@ -75,6 +80,7 @@ class MegatronCLI(LightningCLI):
             # A rerun into the same folder is no mistake.
             save_config_kwargs={"overwrite": True},
             seed_everything_default=1,
+            trainer_defaults={"callbacks": [self._began]},
             # A module's own hyperparameters go into the checkpoint, not the parser's view of them.
             load_from_checkpoint_support=False,
             # Modules configure their optimizers; LightningCLI would replace what they configure.
@@ -118,8 +124,26 @@ class MegatronCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Say where things are; LightningCLI calls this when `fit` is done."""
-        if is_main_process():
+        if not is_main_process():
+            return
+        if self._began.training:
             print("\n" + report(self._args, _outcome(self.trainer)))
+            return
+        limits = (f"trainer.{name}={getattr(self.trainer, name)}" for name in _LIMITS)
+        print(
+            f"\nTrained nothing: the run is at step {self.trainer.global_step}, and "
+            f"{' and '.join(limits)} let it go no further."
+        )
+
+
+class _Began(Callback):
+    """Knows whether there was anything to train."""
+
+    training = False
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.training = True
 
 
 def _help_of(commands: Iterable[str]) -> dict[str, Any]:
@@ -143,6 +167,8 @@ def _outcome(trainer: pl.Trainer) -> Outcome:
     checkpoint = None
     if isinstance(callback, ModelCheckpoint):
         checkpoint = callback.last_model_path or callback.best_model_path or None
+        if checkpoint and "://" not in checkpoint and not os.path.exists(checkpoint):
+            checkpoint = None  # of a run that this one went on from, in another folder
     strategy = trainer.strategy
     layout = strategy.options if isinstance(strategy, MegatronStrategy) else None
     config: Any = getattr(trainer.lightning_module, "config", None)
@@ -161,8 +187,6 @@ def _quieten() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip: For seamless" not in record.getMessage()
     )
-    # Lightning 2.6 with torch 2.13; both are right and the user can do nothing about it.
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
     # A resumed run has a folder of its own; Lightning says so from every rank.
     warnings.filterwarnings("ignore", message="The dirpath has changed from")
     # Whether a second loader process pays off is the user's decision, taken in the datamodule.

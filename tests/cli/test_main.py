@@ -1,5 +1,6 @@
 """The command itself, in this process; `test_quickstart` starts it as a user does."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,10 +9,13 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401  its log handler keeps the stderr that it was imported under
 import pytest
 import torch
+import yaml
 
 from lightning_megatron.cli import _COMMANDS, _TRAINER_COMMANDS, error_in, main
 from lightning_megatron.errors import ConfigError
 from tests.cli.tiny import TINY
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_fit_then_the_other_subcommands(
@@ -24,10 +28,34 @@ def test_fit_then_the_other_subcommands(
     assert "Trained to step 2." in printed
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     assert str(checkpoint) in printed
+    options = [place, f"--ckpt_path={checkpoint}"]
+    assert main(["fit", *TINY, *options]) == 0  # where it has already ended
+    printed = capsys.readouterr().out
+    assert "Trained nothing: the run is at step 2, and trainer.max_steps=2" in printed
+    assert "Go on" not in printed
     assert main(["validate", *TINY, place, f"--ckpt_path={checkpoint}"]) == 0
     assert "val_perplexity" in capsys.readouterr().out
     assert main(["test", *TINY, place, "--trainer.limit_test_batches=1"]) == 0
     assert "test_perplexity" in capsys.readouterr().out
+
+
+def test_the_module_of_the_current_folder_under_our_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python -m` finds it, and not DDP, where nobody names a strategy."""
+    (tmp_path / "own_file.py").write_text(
+        "from lightning.pytorch import LightningModule\nclass Own(LightningModule): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    # As a console script has it, and put back afterwards.
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--model", "own_file.Own", "--print_config"])
+    assert end.value.code == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"]["class_path"] == "own_file.Own"
+    assert config["trainer"]["strategy"]["class_path"].endswith(".MegatronStrategy")
 
 
 @pytest.mark.parametrize(
@@ -116,3 +144,27 @@ def test_help_of_the_strategy_explains_nested_options(
     assert len(re.findall(nested, printed)) > 40
     assert re.findall(nested + r"\(type", printed) == []  # each has a text before its type
     assert "(what None stands for)" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("doctor", "BAD      torch: not installed"),
+        ("doctor", "BAD      devices: not looked at, as torch cannot be imported"),
+        ("fit", "lightning-megatron: lightning is not installed; `lightning-megatron doctor`"),
+        ("generate none --prompt a", "lightning-megatron: torch is not installed"),
+    ],
+)
+def test_an_environment_without_torch(command: str, said: str) -> None:
+    bare = [sys.executable, "-S", "-m", "lightning_megatron", *command.split()]
+    done = subprocess.run(
+        bare,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
