@@ -33,6 +33,10 @@ _EXPECTED = re.compile(r"Expected a (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _SUBTYPES = re.compile(r"^\s*(?:- )?Subtypes: \[(.*)\]$", re.MULTILINE)
 _LITERAL = re.compile(r"Literal\[([^\]]*)\]")
 _CLASS = re.compile(r"<class '([\w.]+)'>")
+_CAUSE = re.compile(
+    r"^ *- (?!Expected a|Does not validate|Not a valid|Problem with|a (?:class|dict))(.+)$",
+    re.MULTILINE,
+)
 _BOILERPLATE = re.compile(
     r"^\s*(?:- )?(?:Does not validate|Subtypes|Errors:|Given value|Expected a )"
 )
@@ -97,12 +101,16 @@ def explain(message: str, parser: Any, defaults: dict[str, str], args: Sequence[
         )
     if no_class or _OTHER_CLASS.search(place.text):
         return _wrong_class(place, no_class[1] if no_class else value, found=no_class is None)
+    cause = _CAUSE.search(place.text)
+    if cause:
+        return f"{place.key}={value}: {cause[1]}"
     own = _GIVEN.search(place.text)
     if own or _EXPECTED.search(place.text):
         return _wrong_value(place, own[1] if own else value)
     lines = [line for line in place.text.splitlines() if line.strip()]
     lines = [line for line in lines if not _BOILERPLATE.search(line)] or lines
-    about = f"{place.key}: " if place.key else ""
+    owner = f" ({place.owner})" if place.owner else ""
+    about = f"{place.key}{owner}: " if place.key else ""
     return about + "\n".join(line.rstrip() for line in lines[:_LINES])
 
 
@@ -201,7 +209,7 @@ def _unknown(name: str, place: _Place, parser: Any, defaults: dict[str, str]) ->
     except (AttributeError, ImportError, TypeError, ValueError):
         known = []
     close = nearest(name, known)
-    hint = f"did you mean `{close}`?" if close else _listed(known, place.key, kind)
+    hint = f"did you mean `{close}`?" if close else _listed(known, place)
     return f"no option `{name}` of {kind} ({place.key}.{name}); {hint}"
 
 
@@ -213,11 +221,11 @@ def _given_like_options(text: str) -> list[str]:
     return [word.partition("=")[0] for word in stray[1].split() if word.startswith("--")]
 
 
-def _listed(names: list[str], key: str, kind: str) -> str:
+def _listed(names: list[str], place: _Place) -> str:
     own = [name for name in names if "." not in name]
     if 0 < len(own) <= _MANY:
         return f"it has {', '.join(own)}"
-    return f"`lightning-megatron fit --{key}.help {kind}` lists all"
+    return f"`lightning-megatron fit --{place.key}.help {place.owner}` lists all"
 
 
 def _wrong_value(place: _Place, value: str) -> str:

@@ -36,6 +36,9 @@ _DEFAULTS = {
 }
 """Classes that are used where neither a file nor an option names others."""
 
+_WRAPPED = "Does not validate against any of the Union subtypes"
+"""How jsonargparse begins its message about an error of a constructor."""
+
 _LIMITS = ("max_steps", "max_epochs")
 """What ends a run."""
 
@@ -111,6 +114,18 @@ class MegatronCLI(LightningCLI):
             known = self._subcommand_parsers[next((c for c in commands if c in self._args), "fit")]
             message = explain(str(error), known, _DEFAULTS, self._args)
             raise ConfigError(message) from error
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # jsonargparse tells of what a constructor raised in a message of its own, which hides
+            # the user's line behind fifty others.
+            cause: BaseException = error
+            while cause.__cause__ is not None and _WRAPPED in str(cause):
+                cause = cause.__cause__
+            raise cause from None
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:

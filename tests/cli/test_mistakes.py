@@ -1,6 +1,8 @@
 """What users mistype: each ends with exit code 2 and in a few lines that say what was meant."""
 
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  its log handler keeps the stderr that it was imported under
@@ -9,15 +11,22 @@ import pytest
 from lightning_megatron.cli import main
 from lightning_megatron.cli.mistakes import explain
 
+MODULE = """
+from lightning.pytorch import LightningModule
+class Module(LightningModule):
+    def __init__(self, height: int) -> None:
+        super().__init__()
+        self.example_input_array = 1 / height
+"""
 STRATEGY = "--trainer.strategy"
 COMMANDS = [
     ("", "  doctor "),
     ("trian", "no command `trian`; did you mean `fit`?"),
     ("fti", "did you mean `fit`?"),
     ("frobnicate", "there are fit, validate"),
-    ("--config {file} fti", "fti"),
+    ("--config fine.yaml fti", "fti"),
     ("fit --config nowhere.yaml", "--config nowhere.yaml: there is no such file"),
-    ("fit --config {folder}/fine.yml", "did you mean {file}?"),
+    ("fit --config fine.yml", "did you mean fine.yaml?"),
     ("fit strayword", "strayword"),
     ("fit --trainer.max_steps", "--trainer.max_steps"),
     ("fit --trainer.max_step 3", "did you mean `trainer.max_steps`?"),
@@ -51,6 +60,10 @@ COMMANDS = [
     ("fit --model.lr x", "model.lr=x: must be a number"),
     ("fit --model.config.num_head 3", "did you mean num_heads?"),
     ("fit --model.config gpt2-124", "did you mean gpt2-124m?"),
+    ("fit --model wrong_file.Module", "wrong_file.Module: invalid syntax"),
+    ("fit --model right_file.Other", "has no attribute 'Other'"),
+    ("fit --model right_file.Module", "(right_file.Module): the following arguments are required"),
+    ("fit --model right_file.Module --model.hight=1", "did you mean `height`?"),
     ("fit --model NoSuch", "no LightningModule of this package"),
     ("fit --model pathlib.Path", "is no LightningModule"),
     ("fit --model no_such_module.Thing", "there is no module 'no_such_module'"),
@@ -80,17 +93,21 @@ def mistaken(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A folder with modules, in which there are no arguments of pytest's."""
+    (tmp_path / "fine.yaml").write_text("seed_everything: 1\n")
+    (tmp_path / "wrong_file.py").write_text("x = = 1\n")
+    (tmp_path / "right_file.py").write_text(MODULE)
     monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("right_file", None)
 
 
 @pytest.mark.parametrize(("command", "said"), COMMANDS)
-def test_a_mistyped_command(
-    command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (file := tmp_path / "fine.yaml").write_text("seed_everything: 1\n")
-    places = {"file": str(file), "folder": str(tmp_path)}
-    assert said.format(**places) in mistaken(command.format(**places), capsys)
+def test_a_mistyped_command(command: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in mistaken(command, capsys)
 
 
 @pytest.mark.parametrize(("text", "said"), FILES)
@@ -99,6 +116,15 @@ def test_a_mistyped_file(
 ) -> None:
     (file := tmp_path / "config.yaml").write_text(text)
     assert said in mistaken(f"fit --config {file}", capsys)
+
+
+def test_an_error_in_the_constructor_of_a_module_is_the_users_own(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ZeroDivisionError) as failure:
+        main(["fit", "--model", "right_file.Module", "--model.height=0"])
+    assert failure.value.__cause__ is None
+    assert failure.traceback[-1].path == tmp_path / "right_file.py"
 
 
 def test_a_message_of_another_form_is_cut_short() -> None:
