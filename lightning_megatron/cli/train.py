@@ -5,7 +5,8 @@ import os
 import sys
 import warnings
 from argparse import ArgumentError
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,6 +36,9 @@ _DEFAULTS = {
     "trainer.strategy": "lightning_megatron.strategies.megatron.MegatronStrategy",
 }
 """Classes that are used where neither a file nor an option names others."""
+
+_RECIPES = Path(__file__).parents[1] / "recipes"
+"""Files that `--config` finds by their names."""
 
 _WRAPPED = "Does not validate against any of the Union subtypes"
 """How jsonargparse begins its message about an error of a constructor."""
@@ -108,7 +112,7 @@ class MegatronCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:
-            super().parse_arguments(parser, args)
+            self.config = parser.parse_args(_with_recipes(self._args))
         except ArgumentError as error:
             commands = self.subcommands()
             known = self._subcommand_parsers[next((c for c in commands if c in self._args), "fit")]
@@ -161,16 +165,32 @@ class _Began(Callback):
         self.training = True
 
 
+def _with_recipes(args: Sequence[str]) -> list[str]:
+    """A command line in which recipes of this package stand with their paths."""
+    replaced = list(args)
+    for index, arg in enumerate(replaced):
+        option, equals, name = arg.partition("=")
+        if option not in ("-c", "--config"):
+            continue
+        place = index if equals else index + 1
+        name = name if equals else "".join(replaced[place : place + 1])
+        recipe = _RECIPES / f"{name}.yaml"
+        if os.sep not in name and recipe.is_file() and not os.path.exists(name):
+            replaced[place] = f"{option}={recipe}" if equals else str(recipe)
+    return replaced
+
+
 def _help_of(commands: Iterable[str]) -> dict[str, Any]:
     """Options of the parsers by command: Lightning's usage lists every option without a word."""
     return {
         name: {
             "usage": f"lightning-megatron {name} [options]",
             "description": (
-                f"{name.capitalize()} with the options of a YAML file (--config FILE) and those "
-                "given here, which count for more. Classes have options of their own: `lightning-"
-                f"megatron {name} --trainer.strategy.help MegatronStrategy` shows those of the "
-                "layout, --trainer.callbacks.help Monitor those of a callback."
+                f"{name.capitalize()} with the options of a YAML file (--config FILE; --config "
+                "quickstart is a recipe of this package) and those given here, which count for "
+                "more. Classes have options of their own: `lightning-megatron "
+                f"{name} --trainer.strategy.help MegatronStrategy` shows those of the layout, "
+                "--trainer.callbacks.help Monitor those of a callback."
             ),
         }
         for name in commands

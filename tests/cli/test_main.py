@@ -56,6 +56,11 @@ def test_the_module_of_the_current_folder_under_our_strategy(
     config = yaml.safe_load(capsys.readouterr().out)
     assert config["model"]["class_path"] == "own_file.Own"
     assert config["trainer"]["strategy"]["class_path"].endswith(".MegatronStrategy")
+    for recipe in (["--config", "quickstart"], ["--config=quickstart"]):
+        with pytest.raises(SystemExit):
+            main(["fit", *recipe, "--print_config"])
+        config = yaml.safe_load(capsys.readouterr().out)
+        assert config["trainer"]["strategy"]["init_args"]["pp"] == 2
 
 
 @pytest.mark.parametrize(
