@@ -6,12 +6,10 @@ module is put back as it was.
 """
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,7 +222,6 @@ def examine(
     problems += _loop_problems(module, options)
     if layout_is_legal and memory.compile != "none":
         problems += _compile_problems(options, memory.compile)
-    problems += _folder_problems(trainer)
     problems += _data_problems(trainer, options) + averaging_problems(
         trainer, module, whole=world_size == 1 or (options.zero != 3 and _is_flat(options))
     )
@@ -339,30 +336,6 @@ def _is_single(options: LayoutOptions) -> bool:
 
 def _is_flat(options: LayoutOptions) -> bool:
     return options.tp == 1 and options.pp == 1
-
-
-def _folder_problems(trainer: Trainer) -> list[str]:
-    """Folders of rank 0 that cannot be written: else a logger says so when training begins."""
-    if not (trainer.is_global_zero and trainer.training):
-        return []
-    folders = {
-        f"save_dir of {type(logger).__name__}": logger.save_dir for logger in trainer.loggers
-    }
-    for callback in trainer.checkpoint_callbacks:
-        name = f"dirpath of {type(callback).__name__}"
-        folders[name] = getattr(callback, "dirpath", None) or trainer.default_root_dir
-    problems = []
-    for name, folder in folders.items():
-        if folder is None or "://" in str(folder):
-            continue
-        place = Path(folder).absolute()
-        there = next(path for path in (place, *place.parents) if path.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            problems.append(
-                f"{name}={folder}: {there} cannot be written; nearest valid: another folder, or "
-                "its permissions"
-            )
-    return problems
 
 
 def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:

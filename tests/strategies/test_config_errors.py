@@ -3,19 +3,13 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -512,26 +506,3 @@ def two_trainers() -> None:
 def test_units_are_known_by_their_class_to_a_second_trainer(pool: WorkerPool) -> None:
     """The first has given them classes of FSDP2."""
     pool.run(2, two_trainers)
-
-
-def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
-    """Before anything is connected, and not by the logger when training begins."""
-    (file := tmp_path / "file").touch()
-    trainer = make_trainer(
-        {},
-        enable_checkpointing=True,
-        logger=CSVLogger(file / "logs"),
-        callbacks=[ModelCheckpoint(dirpath=file / "checkpoints")],
-    )
-    with pytest.raises(ConfigError) as error:
-        trainer.fit(Small(), DataLoader(samples()))
-    assert error.value.problems == tuple(
-        f"{name}={file / folder}: {file} cannot be written; nearest valid: another folder, or its "
-        "permissions"
-        for name, folder in (
-            ("save_dir of CSVLogger", "logs"),
-            ("dirpath of ModelCheckpoint", "checkpoints"),
-        )
-    )
-    with pytest.raises(RuntimeError, match="topology"):
-        _ = trainer.strategy.topology
