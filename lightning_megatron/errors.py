@@ -26,9 +26,10 @@ from lightning_megatron import env
 EXIT_CODE = 2
 """Of a process that ends with an error of this package."""
 
-_PATIENCE_S = 4.0
-"""How long the other ranks leave the word to rank 0, with whose end the launcher ends them."""
-_LONG_PATIENCE_S = 20.0
+_PATIENCE_S = 10.0
+"""How long the other ranks leave the word to rank 0, with whose end the launcher ends them. Python
+takes seconds to end on a busy machine."""
+_LONG_PATIENCE_S = 30.0
 """How long they wait for that where rank 0 is known to say the same."""
 
 
@@ -36,10 +37,10 @@ class MegatronError(Exception):
     """Base of this package's errors, whose text says all that there is to know.
 
     Attributes:
-        told_by_rank_0: whether rank 0 is known to end with the same error.
+        told_by_rank_0: whether rank 0 ends with the same error; None if that is not known.
     """
 
-    told_by_rank_0 = False
+    told_by_rank_0: bool | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -125,7 +126,7 @@ def tell(error: MegatronError) -> None:
         traceback.print_exception(error)
         return
     rank = env.rank()
-    if rank:
+    if rank and error.told_by_rank_0 is not False:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_LONG_PATIENCE_S if error.told_by_rank_0 else _PATIENCE_S)

@@ -31,7 +31,7 @@ from lightning_megatron.resilience.root_cause import (
 from lightning_megatron.resilience.signals import StopFlag
 from lightning_megatron.strategies.launcher import Launcher
 
-_GRACE_S = 5.0
+_GRACE_S = 3.0
 """How long after a failure of rank 0 the processes that it started may go on."""
 _SEARCH_S = 2.0
 """How long to look for a cause."""
