@@ -8,6 +8,7 @@ in `strategies.preflight` (is the run legal), `parallel.apply` (put the module o
 """
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -200,6 +201,10 @@ class MegatronStrategy(
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        # Lightning 2.6 does this with torch 2.13, on every rank; the user can do nothing about it.
+        warnings.filterwarnings(
+            "ignore", ".*LeafSpec.*is deprecated", module=r"lightning\.pytorch\.utilities\._pytree"
+        )
         # Lightning's launcher does this for the first process of a node only; the others would
         # compute with as many threads each as there are cores.
         _set_num_threads_if_needed(self.num_processes)
