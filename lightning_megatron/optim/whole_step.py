@@ -146,9 +146,9 @@ def check_optimizer(
     divided = any(p in (rows or {}) or (p in pieces and not pieces[p].is_whole) for p in members)
     if name == "ZeroRedundancyOptimizer" and divided:
         raise ConfigError(
-            f"optimizer={name}: it divides its state over the ranks itself, and here parameters are "
-            "divided already; nearest valid: the optimizer that it wraps, under zero=1 or higher, "
-            "or zero=0"
+            f"optimizer={name}: it divides its state over the ranks itself, and here parameters "
+            "are divided already; nearest valid: the optimizer that it wraps, under zero=1 or "
+            "higher, or zero=0"
         )
     if not steps_on_whole(optimizer, pieces):
         if isinstance(optimizer, torch.optim.LBFGS) and any(p in (rows or {}) for p in members):
