@@ -242,11 +242,12 @@ class WholeReductions(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
             in_place = name.startswith("foreach") and name != "foreach_norm"
-            same = name in _SAME_SHAPE or in_place
+            same = name in _SAME_SHAPE or name in _VIEWS or in_place
+            cut = next((part for _, part in parts if part.cut_by_tp), None)
             given = isinstance(result, Tensor | list) or name in _TO_PYTHON
-            if part.cut_by_tp and given and not same:
+            if cut is not None and given and not same:
                 raise ConfigError(
-                    f"{part.name}: {name} was called on a parameter or gradient of which each of "
+                    f"{cut.name}: {name} was called on a parameter or gradient of which each of "
                     f"tp={self._topology.tp.size} ranks holds a part, and would give a part of "
                     f"the result; {_REMEDY}"
                 )
