@@ -45,6 +45,20 @@ def test_waiting_and_imbalance_show() -> None:
     assert found.ideal < found.fraction
 
 
+def test_the_slowest_rank_ends_the_step_and_actions_have_their_mean() -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    ranks = [
+        StepTimes(tuple(1.0 + 2 * (i % 2) for i, _ in enumerate(row)), 30.0 + 10 * rank)
+        for rank, row in enumerate(schedule.actions)
+    ]
+    found = bubble(schedule, ranks)
+    assert found.fraction == pytest.approx(1 - 16 / 40)
+    first = [
+        t for a, t in zip(schedule.actions[0], ranks[0].busy, strict=True) if a.kind is Kind.FORWARD
+    ]
+    assert min(first) < found.forward[0] == pytest.approx(sum(first) / len(first)) < max(first)
+
+
 def test_the_clock_leaves_waiting_out() -> None:
     clock = Clock(torch.device("cpu"))
     clock.begin()
