@@ -71,3 +71,10 @@ def test_the_clock_leaves_waiting_out() -> None:
     assert len(times.busy) == 3
     assert all(seconds > 0.009 for seconds in times.busy)
     assert times.step - sum(times.busy) > 0.059
+
+
+def test_a_backward_in_one_piece_has_two_equal_halves() -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    times = [StepTimes(tuple(COSTS[a.kind] for a in row), 15.0) for row in schedule.actions]
+    found = bubble(schedule, times)
+    assert found.backward_input == found.backward_weight == (1.0, 1.0)
