@@ -180,7 +180,8 @@ class EventLogWriter(pl.Callback):
         seconds = time.perf_counter() - self._validation_began
         self._apart += seconds
         sanity = {"sanity": True} if trainer.sanity_checking else {}
-        self._log.write("validation", seconds=round(seconds, 6), **sanity)
+        found = {n: v for n, v in metrics_of(trainer).items() if n.startswith("val")}
+        self._log.write("validation", seconds=round(seconds, 6), metrics=found, **sanity)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -178,7 +178,7 @@ class Ledger:
                 self._step(attempt, event)
         back = event.get("updates_back")  # weights went back while steps are counted on
         if mine and kind == "rollback" and isinstance(back, int) and self._kept.position:
-            self._undo(max(self._kept.position - back, 0))
+            self.undo(max(self._kept.position - back, 0))
         self.rollbacks += mine and kind == "rollback"
         if kind == "hang":  # an event for each of its culprits
             self._reports.add(f"{event.get('attempt')} {event.get('report') or event['t']}")
@@ -208,7 +208,7 @@ class Ledger:
         low = high - count
         if attempt.from_step is None:
             self._begin_anew_if_over(low)
-        self._undo(low)
+        self.undo(low)
         self._kept.push(low, high, seconds, attempt.number)
         attempt.kept_s += seconds
         attempt.to_step = high
@@ -232,8 +232,8 @@ class Ledger:
             self.steps_lost, self._idle_s, self._kept = 0, 0.0, _Kept()
             self.rollbacks, self._reports = 0, set()
 
-    def _undo(self, step: int) -> None:
-        """What was done above ``step`` does not count any more."""
+    def undo(self, step: int) -> None:
+        """Take back what was done above ``step``: it does not count any more."""
         position = self._kept.position
         if position is None or step >= position:
             return

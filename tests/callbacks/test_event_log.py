@@ -34,6 +34,7 @@ class Slow(Small):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         time.sleep(0.15)
+        self.log("val_loss", 1.5)
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
@@ -70,6 +71,8 @@ def test_events_of_an_ordinary_run(tmp_path: Path) -> None:
     events = read_events(tmp_path)
     assert kinds(events)[:3] == ["start", "validation", "step"]
     assert events[1]["sanity"]
+    last = [e for e in events if e["kind"] == "validation"][-1]
+    assert last["metrics"] == {"val_loss": 1.5}
     assert kinds(events)[-1] == "end"
     assert sorted(kinds(events)[3:-1]) == sorted(
         ["step"] * 3 + ["save"] * 2 + ["window"] * 2 + ["validation"]

@@ -7,7 +7,7 @@ from lightning_megatron.monitoring.report.text import duration, escape, percent
 
 PARTS = {
     "kept": "steps that count",
-    "redone": "steps done again later, or undone",
+    "redone": "steps repeated, undone or lost",
     "save": "saving (training waits)",
     "check": "validation",
     "start": "starting",

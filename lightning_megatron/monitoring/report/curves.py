@@ -9,14 +9,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.monitoring.report.story import Mark, Point
+from lightning_megatron.monitoring.report.story import Mark, Reading
 from lightning_megatron.monitoring.report.text import escape, number
 
 BUCKETS = 480
 _AGAIN_BUCKETS = 120
 _WIDTH, _HEIGHT = 1000.0, 300.0
+_TICKS = 4
 _NEAR = 0.03
 """Marks that are nearer to each other than this share of the width have one label."""
+_NEAR_END = 0.06
+"""The first and the last step are labelled; no other label comes nearer to them."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +53,22 @@ def thin_out(
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Return round numbers between two, about so many."""
-    span = high - low
-    if not span > 0:
+    if not high > low:
         return [low]
-    unit = 10 ** math.floor(math.log10(span / count))
-    step = next(unit * m for m in (1, 2, 2.5, 5, 10) if span / (unit * m) <= count + 0.5)
+    step = _distance(high - low, count)
     begin = math.ceil(low / step - 1e-9)
     return [round(i * step, 12) for i in range(begin, int(math.floor(high / step + 1e-9)) + 1)]
 
 
+def _distance(span: float, count: int) -> float:
+    """Round distance of ticks of which about ``count`` lie within ``span``."""
+    unit = 10 ** math.floor(math.log10(span / count))
+    return next(unit * m for m in (1, 2, 2.5, 5, 10) if span / (unit * m) <= count + 0.5)
+
+
 def curve(
     title: str,
-    points: Sequence[Point],
-    value: Callable[[Point], float | None],
+    readings: Sequence[Reading],
     marks: Sequence[Mark],
     *,
     robust: bool = False,
@@ -72,13 +78,12 @@ def curve(
 
     Args:
         title: of the figure.
-        points: in the order in which they happened.
-        value: what is drawn of each; None for nothing.
+        readings: in the order in which they happened.
         marks: faults to be drawn.
         robust: whether a few large values may leave the picture at its top.
         label: how values are written.
     """
-    values = [(p, v) for p in points if (v := value(p)) is not None]
+    values = [(r, r.value) for r in readings if r.value is not None]
     finite = [v for _, v in values if math.isfinite(v)]
     if not finite:
         return ""
@@ -94,7 +99,7 @@ def curve(
         lines.append(_path("again", frame.line(thin_out(old, first, last, _AGAIN_BUCKETS))))
     labels = _labels(frame, label) + _mark_labels(frame, marks)
     lines += [_path("fault", frame.upright(mark.step)) for mark in marks]
-    grid = [_path("grid", frame.level(y)) for y in ticks(frame.low, frame.high)]
+    grid = [_path("grid", frame.level(y)) for y in frame.heights]
     wild = len(values) - len(finite)
     note = f" <small>({wild} not finite and left out)</small>" if wild else ""
     beyond = sum(v > frame.high for v in finite)
@@ -110,13 +115,17 @@ def curve(
     )
 
 
-def _range(values: list[float], robust: bool) -> tuple[float, float]:
+def _range(values: list[float], robust: bool) -> tuple[float, float, float]:
     ordered = sorted(values)
     low, high = ordered[0], ordered[-1]
     if robust:
         low, high = 0.0, min(high, 2.5 * ordered[int(0.98 * (len(ordered) - 1))])
-    margin = 0.06 * (high - low) or abs(high) * 0.05 or 1.0
-    return (0.0 if robust else low - margin), high + margin
+    if not high > low:
+        margin = abs(high) * 0.05 or 1.0
+        low, high = low - (0.0 if robust else margin), high + margin
+    # To the next ticks, so that there is one at either end.
+    tick = _distance(high - low, _TICKS)
+    return tick * math.floor(low / tick + 1e-9), tick * math.ceil(high / tick - 1e-9), tick
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,14 @@ class _Frame:
     last: int
     low: float
     high: float
+    tick: float
+    """Distance of the values that are labelled; divides ``low`` and ``high``."""
+
+    @property
+    def heights(self) -> list[float]:
+        """Values that have a tick, the lowest and the highest among them."""
+        first, last = round(self.low / self.tick), round(self.high / self.tick)
+        return [round(i * self.tick, 12) for i in range(first, last + 1)]
 
     def x(self, step: float) -> float:
         """From 0 to 1."""
@@ -168,12 +185,16 @@ def _path(kind: str, data: str) -> str:
 def _labels(frame: _Frame, label: Callable[[float], str]) -> list[str]:
     found = [
         f'<span class="y" style="bottom:{100 * frame.y(y):.2f}%">{escape(label(y))}</span>'
-        for y in ticks(frame.low, frame.high)
+        for y in frame.heights
     ]
-    steps = [t for t in ticks(frame.first, frame.last, 6) if t == int(t)]
-    return found + [
-        f'<span class="x" style="left:{100 * frame.x(x):.2f}%">{int(x):,}</span>' for x in steps
+    ends = {frame.first, frame.last}
+    inner = (t for t in ticks(frame.first, frame.last, 6) if t == int(t))
+    steps = ends.union(t for t in inner if _NEAR_END < frame.x(t) < 1 - _NEAR_END)
+    found += [
+        f'<span class="x" style="left:{100 * frame.x(x):.2f}%">{int(x):,}</span>'
+        for x in sorted(steps)
     ]
+    return [*found, '<span class="axis">step</span>']
 
 
 def _mark_labels(frame: _Frame, marks: Sequence[Mark]) -> list[str]:

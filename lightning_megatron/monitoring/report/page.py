@@ -5,7 +5,7 @@ import statistics
 
 from lightning_megatron.monitoring.report.bars import goodput_bars
 from lightning_megatron.monitoring.report.curves import curve
-from lightning_megatron.monitoring.report.story import Story
+from lightning_megatron.monitoring.report.story import Reading, Story
 from lightning_megatron.monitoring.report.style import CSS
 from lightning_megatron.monitoring.report.tables import (
     alerts_table,
@@ -23,10 +23,14 @@ from lightning_megatron.monitoring.report.text import (
     moment,
     number,
     percent,
+    plural,
 )
 
 _MARKS = 60
 """Faults that are drawn into the curves; of more, the last."""
+
+_VALIDATIONS = 4
+"""Curves of validations; of more metrics, those whose names speak of a loss first."""
 
 _ENDS = {
     "completed": ("good", "✓ Completed"),
@@ -48,7 +52,7 @@ def page(story: Story) -> str:
         _facts(story),
         _section("Where the time went", goodput_bars(story) + attempts_table(story)),
         _section("What went wrong", _faults(story)),
-        _section("Loss and time of a step", _curves(story)),
+        _section("Loss, learning rate and time of a step", _curves(story)),
         _section("Ranks", ranks_table(story.ranks, story.end)),
         _section("Checkpoints", _checkpoints(story)),
     ]
@@ -72,17 +76,28 @@ def page(story: Story) -> str:
 
 
 def verdict(story: Story) -> str:
-    """Return how the run ended and what became of its time, in two sentences."""
+    """Return how the run ended and what became of its time and of its steps."""
     ledger = story.ledger
     step = max((a.to_step or 0 for a in ledger.attempts), default=0)
     title = _ENDS.get(story.status, ("", story.status))[1]
-    lost = f"{ledger.steps_lost:,} step" + ("" if ledger.steps_lost == 1 else "s")
-    restarts = f"{ledger.restarts} restart" + ("" if ledger.restarts == 1 else "s")
     return (
         f"{title} at step {step:,}. Goodput {percent(ledger.goodput(story.end))}: "
         f"{duration(ledger.productive_s)} of {duration(ledger.wall_s(story.end))} went into steps "
-        f"that count; {restarts}, {lost} lost."
+        f"that count; {plural(ledger.restarts, 'restart')}, "
+        f"{plural(ledger.steps_lost, 'step')} lost.{_saved(story)}"
     )
+
+
+def _saved(story: Story) -> str:
+    """Say what is left of a run whose saves did not go well, or which ended without its last."""
+    if story.status == "running" or not story.tells_saves:
+        return ""
+    tried = f" ({plural(story.failed_saves, 'save')} failed)" if story.failed_saves else ""
+    if story.saved_step == 0:
+        return f" No checkpoint was written{tried}."
+    if story.status != "completed":
+        return f" The newest checkpoint holds step {story.saved_step:,}{tried}."
+    return ""
 
 
 def _verdict(story: Story) -> str:
@@ -116,12 +131,14 @@ def _facts(story: Story) -> str:
         "Ranks": f"{last.get('world', len(story.ranks))}",
         "Layout": shape or None,
     }
-    items = (
+    items = [
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in facts.items()
         if value is not None
-    )
-    return f'<dl class="facts">{"".join(items)}</dl>'
+    ]
+    # As many in each row as leave the fewest places of the last one empty.
+    columns = min((6, 5, 4, 3), key=lambda count: -len(items) % count)
+    return f'<dl class="facts" style="--columns:{columns}">{"".join(items)}</dl>'
 
 
 def _metric(story: Story, name: str, written: object) -> str | None:
@@ -133,23 +150,36 @@ def _metric(story: Story, name: str, written: object) -> str | None:
 
 def _curves(story: Story) -> str:
     marks = story.marks[-_MARKS:]
-    drawn = curve("Loss", story.points, lambda p: p.loss, marks)
-    drawn += curve(
-        "Time of a step", story.points, lambda p: p.seconds, marks, robust=True, label=duration
+    losses = [Reading(p.step, p.loss, p.attempt, p.redone) for p in story.points]
+    seconds = [Reading(p.step, p.seconds, p.attempt, p.redone) for p in story.points]
+    validations = sorted(
+        (name for name in story.readings if name.startswith("val")),
+        key=lambda name: ("loss" not in name, name),
     )
+    rates = sorted(name for name in story.readings if not name.startswith("val"))
+    drawn = curve("Loss", losses, marks)
+    for name in (*validations[:_VALIDATIONS], *rates[:1]):
+        title = f"Learning rate, {name}" if name in rates else f"Validation, {name}"
+        drawn += curve(title, story.readings[name], marks)
+    drawn += curve("Time of a step", seconds, marks, robust=True, label=duration)
     if not drawn:
-        return "<p>No step was written.</p>"
-    key = [("stroke line", "mean of the steps around"), ("fill", "from smallest to largest")]
-    if any(p.redone for p in story.points):
-        key.append(("stroke dash", "done again later, or undone"))
+        return "<p>No step was recorded.</p>"
+    key = []
+    if 'class="band"' in drawn:
+        key.append(("stroke line", "mean of the steps around"))
+        key.append(("fill", "from the smallest to the largest of them"))
+    if 'class="again"' in drawn:
+        key.append(("stroke dash", "repeated later, or undone"))
     if marks:
         key.append(("stroke dots", "a fault, by its number above"))
     items = "".join(f'<li><i class="{kind}"></i>{text}</li>' for kind, text in key)
-    return f'{drawn}<ul class="key">{items}</ul>'
+    return drawn + (f'<ul class="key">{items}</ul>' if items else "")
 
 
 def _faults(story: Story) -> str:
-    return faults_table(story.marks) if story.marks else "<p>Nothing that was written down.</p>"
+    if not story.marks:
+        return "<p>No fault, hang, rollback or failed save was recorded.</p>"
+    return faults_table(story.marks)
 
 
 def _dumps(story: Story) -> str:
@@ -162,8 +192,9 @@ def _dumps(story: Story) -> str:
 def _checkpoints(story: Story) -> str:
     found = verified_list(story)
     if not story.saves:
-        found += "<p>No save was written down. (MegatronStrategy does so; others do not tell.)</p>"
-        return found
+        none = "No checkpoint was written."
+        unknown = "Saves are recorded under MegatronStrategy only."
+        return f"{found}<p>{none if story.tells_saves else unknown}</p>"
     return found + checkpoints_strip(story) + checkpoints_table(story)
 
 
@@ -181,8 +212,10 @@ def _footer(story: Story) -> str:
         "Goodput: time of the steps that were kept over the time since the first start, pauses "
         "after an attempt that ended as it should left out. A step lasts from the end of the one "
         "before, waiting for data included.",
-        "Noticed after: from the last step of the rank that stopped first until any rank said so, "
-        "or the next start; it holds the step that was under way.",
+        "Detected after: from the last step of the rank that stopped first until any rank reported "
+        "the failure, or the next start; the step that was under way is in it. Resumed after: from "
+        "there until the first step of the next attempt was done. Steps lost: those that had to be "
+        "repeated, were undone, or stand in no checkpoint of a run that did not complete.",
     ]
     if story.formula:
         lines.append(f"FLOPs: {escape(story.formula)}")

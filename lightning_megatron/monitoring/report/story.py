@@ -6,10 +6,11 @@ holds one number a step and not a dictionary.
 """
 
 import os
+import re
 import statistics
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import FOLDER, event_files, iterate_events, read_events
 from lightning_megatron.monitoring.ledger import Ledger, runs_of
 from lightning_megatron.monitoring.redact import redact
+from lightning_megatron.monitoring.report.text import with_short_paths
 
+_SAVES = "MegatronStrategy"
+"""Name of the strategy that writes an event for each save."""
+_RATE = re.compile(r"(^|/)lr([-_/]|$)")
+"""Names of learning rates: ``optim/lr``, and ``lr-AdamW`` of Lightning's LearningRateMonitor."""
 _STALE_S = 60.0
 """Silence after which an attempt that wrote no end counts as ended, if its steps are short."""
 MAX_DUMP = 150_000
@@ -104,6 +110,18 @@ class Point:
     """Whether a later attempt did it again, or it was undone."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """A logged number at a step."""
+
+    step: int
+    value: float | None
+    """None where nothing is drawn."""
+    attempt: int
+    redone: bool
+    """Whether the step was done again later."""
+
+
 @dataclass
 class Story:
     """Everything that the page shows."""
@@ -118,6 +136,8 @@ class Story:
     ranks: list[RankFigures] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
+    readings: dict[str, list[Reading]] = field(default_factory=dict)
+    """By name of the metric: those of validations, and learning rates."""
     saves: list[dict[str, Any]] = field(default_factory=list)
     verified: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By attempt, the event of the checkpoint that it went on from."""
@@ -133,6 +153,33 @@ class Story:
     """Title and text of reports of hangs."""
     states: dict[str, str] = field(default_factory=dict)
     """What stands on the disk, by path of a checkpoint."""
+
+    @property
+    def tells_saves(self) -> bool:
+        """Whether a save would have left an event; other strategies write none."""
+        return bool(self.saves) or any(s.get("strategy") == _SAVES for s in self.starts)
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the checkpoint that the run would go on from; 0 if there is none."""
+        until = float("inf")
+        for attempt in reversed(self.ledger.attempts):
+            good = [
+                save["step"]
+                for save in self.saves
+                if save.get("ok") and attempt.started <= save["t"] < until and _int(save["step"])
+            ]
+            if good:
+                return int(max(good))
+            if attempt.from_step is not None:
+                return attempt.from_step
+            until = attempt.started
+        return 0
+
+    @property
+    def failed_saves(self) -> int:
+        """Number of saves that raised an error."""
+        return sum(_failed(save) for save in self.saves)
 
     @property
     def end(self) -> float:
@@ -201,6 +248,9 @@ def read_story(
         if figures.last:
             story.ranks.append(figures)
     _mark_silence(story)
+    if story.tells_saves and story.status not in ("completed", "running"):
+        # Whoever goes on begins at the checkpoint.
+        story.ledger.undo(story.saved_step)
     # What ends an attempt comes last, also where the cause was found out after it.
     story.marks.sort(key=lambda mark: (mark.attempt, mark.ends, mark.t))
     for number, mark in enumerate(story.marks, 1):
@@ -215,6 +265,7 @@ class _Teller:
         self._story, self._reference = story, reference
         self._starts = [a.started for a in story.ledger.attempts]
         self._told: dict[tuple[Any, ...], Mark] = {}
+        self._failed_saves: list[Mark] = []
 
     def tell(self, events: Sequence[dict[str, Any]]) -> None:
         story = self._story
@@ -226,6 +277,8 @@ class _Teller:
                 story.starts.append(event)
             elif kind == "save" and mine:
                 story.saves.append(event)
+                if _failed(event):
+                    self._mark_failed_save(event)
                 _count(story.stall_s, self._attempt(event), event.get("stall"))
             elif kind == "verified" and mine:
                 story.verified[self._attempt(event)] = event
@@ -237,7 +290,9 @@ class _Teller:
                 story.formula = str(event.get("text", ""))
             elif kind == "alert":
                 story.alerts.append(event)
-        story.points = list(self._points([e for e in events if e["kind"] == "step"]))
+        for count, mark in enumerate(self._failed_saves, 1):
+            mark.text = f"save {count} of {len(self._failed_saves)} that failed: {mark.text}"
+        self._read_steps([e for e in events if e["rank"] == self._reference])
         self._read_dumps(events)
 
     def _attempt(self, event: dict[str, Any]) -> int:
@@ -266,7 +321,7 @@ class _Teller:
             step=_int(event.get("step")),
             kind=kind,
             ranks=ranks,
-            text=text,
+            text=with_short_paths(text, self._story.run_dir),
             section=str(event.get("section") or ""),
             action=str(event.get("action") or ""),
             attempt=attempt,
@@ -275,27 +330,64 @@ class _Teller:
         self._told[key] = mark
         self._story.marks.append(mark)
 
-    def _points(self, steps: Sequence[dict[str, Any]]) -> Iterable[Point]:
-        mine = [e for e in steps if e["rank"] == self._reference]
+    def _mark_failed_save(self, event: dict[str, Any]) -> None:
+        text = with_short_paths(str(event["error"]), self._story.run_dir)
+        mark = Mark(
+            t=event["t"],
+            step=_int(event.get("step")),
+            kind="save",
+            ranks=[],
+            text=text,
+            section="checkpoint",
+            attempt=self._attempt(event),
+        )
+        self._failed_saves.append(mark)
+        self._story.marks.append(mark)
+
+    def _read_steps(self, mine: Sequence[dict[str, Any]]) -> None:
+        """Gather the numbers over steps; what a later event of the log repeats is marked."""
         lowest, redone = float("inf"), []
         for event in reversed(mine):
             high = _int(event.get("step"))
             redone.append(high > lowest)
-            lowest = min(lowest, high - max(_int(event.get("steps", 1)), 1))
+            if event["kind"] == "step":
+                lowest = min(lowest, high - max(_int(event.get("steps", 1)), 1))
         for event, again in zip(mine, reversed(redone), strict=True):
-            loss = event.get("loss")
-            yield Point(
-                step=_int(event.get("step")),
-                seconds=_float(event.get("seconds")) / max(_int(event.get("steps", 1)), 1),
-                loss=None if loss is None else _float(loss),
-                attempt=self._attempt(event),
-                redone=again,
-            )
+            step, attempt = _int(event.get("step")), self._attempt(event)
+            if event["kind"] == "step":
+                loss = event.get("loss")
+                self._story.points.append(
+                    Point(
+                        step=step,
+                        seconds=_float(event.get("seconds")) / max(_int(event.get("steps", 1)), 1),
+                        loss=None if loss is None else _float(loss),
+                        attempt=attempt,
+                        redone=again,
+                    )
+                )
+            for name, value in _drawn(event).items():
+                reading = Reading(step, _float(value), attempt, again)
+                self._story.readings.setdefault(name, []).append(reading)
 
     def _read_dumps(self, events: Sequence[dict[str, Any]]) -> None:
         paths = [e["report"] for e in events if e["kind"] == "hang" and e.get("report")]
         for path in list(dict.fromkeys(map(str, paths)))[:MAX_DUMPS]:
             self._story.dumps.append((path, _dump(Path(path), self._story.run_dir)))
+
+
+def _drawn(event: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of an event that curves show."""
+    metrics: dict[str, Any] = event.get("metrics") or {}
+    if event["kind"] == "validation":
+        return {} if event.get("sanity") else metrics
+    if event["kind"] == "window":
+        return {name: value for name, value in metrics.items() if _RATE.search(name)}
+    return {}
+
+
+def _failed(save: dict[str, Any]) -> bool:
+    """Whether it was not merely given up for a newer one."""
+    return not save.get("ok") and bool(save.get("error"))
 
 
 _FAULTS = frozenset({"fault", "hang", "rollback", "slow_rank", "preempted", "injected"})

@@ -20,7 +20,7 @@ code, pre { font: 13px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
   background: var(--panel); padding: .8rem 1.1rem; border-radius: .4rem; }
 .verdict strong { font-size: 1.15rem; } .verdict.good { border-left-color: var(--good); }
 .verdict.bad { border-left-color: var(--bad); }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr));
+.facts { display: grid; grid-template-columns: repeat(var(--columns), 1fr);
   gap: .6rem; margin: .9rem 0 0; }
 .facts div { background: var(--panel); border-radius: .4rem; padding: .5rem .8rem; }
 .facts dt { color: var(--faint); font-size: .85rem; } .facts dd { margin: 0; font-size: 1.2rem;
@@ -28,9 +28,10 @@ code, pre { font: 13px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--faint); padding-bottom: .3rem; }
-th, td { text-align: left; padding: .28rem 1rem .28rem 0; vertical-align: top;
+th, td { text-align: left; padding: .28rem .7rem .28rem 0; vertical-align: top;
   border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--faint); font-weight: 600; font-size: .85rem; }
+th { color: var(--faint); font-weight: 600; font-size: .85rem; white-space: normal;
+  vertical-align: bottom; }
 td.n, th.n { text-align: right; }
 td.t { min-width: 12rem; white-space: normal; overflow-wrap: anywhere; }
 .strip { position: relative; height: 1.6rem; margin: 0 .6rem .6rem; font-weight: 700;
@@ -56,7 +57,7 @@ td.t { min-width: 12rem; white-space: normal; overflow-wrap: anywhere; }
 .key i { width: 1.75rem; height: .9rem; border-radius: .15rem; border: 1px solid var(--line);
   display: inline-block; }
 figure { margin: 1.1rem 0 0; } figcaption { font-weight: 600; margin-bottom: 1.35rem; }
-.area { position: relative; height: 13rem; margin: 0 .6rem 1.6rem 3.6rem;
+.area { position: relative; height: 13rem; margin: 0 .6rem 2.8rem 3.6rem;
   border-left: 1px solid var(--line); border-bottom: 1px solid var(--line); }
 .area svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
 .area path { fill: none; vector-effect: non-scaling-stroke; }
@@ -68,6 +69,7 @@ figure { margin: 1.1rem 0 0; } figcaption { font-weight: 600; margin-bottom: 1.3
   font-variant-numeric: tabular-nums; }
 .area .y { right: calc(100% + .45rem); transform: translateY(50%); }
 .area .x { top: calc(100% + .2rem); transform: translateX(-50%); }
+.area .axis { top: calc(100% + 1.3rem); left: 50%; transform: translateX(-50%); }
 .area .m { bottom: calc(100% + .1rem); transform: translateX(-50%); color: var(--mark);
   font-weight: 700; }
 .stroke { border: 0 !important; height: 0 !important; }
@@ -84,6 +86,7 @@ details pre { margin: 0; padding: .6rem .8rem; overflow-x: auto; border-top: 1px
 footer { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: .8rem;
   color: var(--faint); font-size: .88rem; }
 @media (max-width: 40rem) { body { font-size: 14px; } .area { height: 10rem; }
+  .facts { grid-template-columns: repeat(2, 1fr); }
   .bars { grid-template-columns: auto 1fr; } .bars .how { display: none; } }
 @media print { body { max-width: none; } details { break-inside: avoid; } }
 """

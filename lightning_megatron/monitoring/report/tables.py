@@ -1,6 +1,5 @@
 """The tables of the page."""
 
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
@@ -8,15 +7,20 @@ from lightning_megatron.monitoring.report.story import Mark, RankFigures, Story
 from lightning_megatron.monitoring.report.text import (
     duration,
     escape,
+    middle_cut,
     moment,
     number,
     percent,
+    seen_from,
     size,
 )
 
 MAX_ROWS = 200
 """Rows of a table; of more, the last."""
 _SIGNS = 120
+_PATH_CHARACTERS = 34
+"""Room for a path beside the other columns on a page of 1100 pixels."""
+_HOST_CHARACTERS = 16
 _OUTLIER = 1.2
 """Times the median of all ranks, from which on a figure is pointed out."""
 
@@ -24,6 +28,7 @@ SYMBOLS = {
     "failed": "✕ failed",
     "silent": "✕ no end",
     "fault": "✕ fault",
+    "save": "✕ failed save",
     "hang": "‖ hang",
     "slow_rank": "▼ slow rank",
     "rollback": "← rollback",
@@ -33,8 +38,8 @@ SYMBOLS = {
     "stopped": "■ stopped",
 }
 STATES = {
-    "verified": "✓ verified: all hashes agree",
-    "complete": "✓ complete; hashes were not compared",
+    "verified": "✓ verified",
+    "complete": "✓ complete",
     "damaged": "✕ damaged",
     "torn": "✕ torn",
     "gone": "– deleted",
@@ -92,8 +97,9 @@ def attempts_table(story: Story) -> str:
             duration(attempt.detect_s),
             duration(attempt.recover_s),
         ])  # fmt: skip
-    header = ["Attempt", "Started", "Lasted", "Steps", "Counts", "Done again", "End"]
-    return table([*header, "Noticed after", "Training again after"], rows, "n-n-nn-nn")
+    header = ["Attempt", "Started", "Lasted", "Steps", "Time of steps kept"]
+    header += ["Time of steps repeated or lost", "End", "Detected after", "Resumed after"]
+    return table(header, rows, "n-n-nn-nn")
 
 
 def faults_table(marks: Sequence[Mark]) -> str:
@@ -152,11 +158,11 @@ def ranks_table(ranks: Sequence[RankFigures], now: float) -> str:
     rows = [
         [
             str(rank.rank),
-            escape(rank.host),
+            _cut(rank.host, _HOST_CHARACTERS),
             f"{rank.steps:,}",
             *row,
             f"{escape(rank.last['kind'])} at step {escape(rank.last.get('step', ''))}, "
-            f"{duration(max(now - rank.last['t'], 0.0))}",
+            f"{duration(max(now - rank.last['t'], 0.0))} before the end",
         ]
         for rank, row in zip(ranks, cells, strict=True)
     ]
@@ -165,15 +171,16 @@ def ranks_table(ranks: Sequence[RankFigures], now: float) -> str:
         "Host",
         "Steps",
         *(title for title, _, _ in columns),
-        "Last event, how long before the end",
+        "Last event",
     ]
     caption = f"▲ more than {_OUTLIER} times the median of all ranks."
-    return table(header, rows, "n-n" + "n" * len(columns) + "-", caption)
+    return table(header, rows, "n-n" + "n" * len(columns) + "t", caption)
 
 
 def checkpoints_table(story: Story) -> str:
     """Return the saves in their order, with what stands on the disk now."""
     rows, seen = [], set()
+    numbers = {mark.t: mark.number for mark in story.marks if mark.kind == "save"}
     for save in reversed(story.saves):
         path = str(save.get("path", ""))
         latest = path not in seen  # an earlier save under the same name is no more
@@ -181,31 +188,35 @@ def checkpoints_table(story: Story) -> str:
         rows.append([
             f"{save.get('step', 0):,}",
             moment(save["t"]),
-            _outcome(save),
+            _outcome(save, numbers.get(save["t"])),
             STATES.get(story.states.get(path, ""), "–") if latest and save.get("ok") else "–",
             size(save.get("bytes")),
             duration(save.get("seconds")),
             duration(save.get("stall")),
-            escape(_short(path, story.run_dir)),
+            _cut(seen_from(path, story.run_dir), _PATH_CHARACTERS),
         ])  # fmt: skip
     header = ["Step", "When", "Save", "Now on the disk", "Size", "Took", "Training waited", "Path"]
-    return table(header, reversed(rows), "n-t-nnnt")
+    caption = "Verified: all hashes agree. Complete: sizes agree, hashes were not compared."
+    return table(header, reversed(rows), "n---nnn-", caption)
 
 
 def verified_list(story: Story) -> str:
     """Return which checkpoints attempts went on from, and how long it took to verify them."""
     items = [
         f"<li>Attempt {attempt + 1} went on from "
-        f"<code>{escape(_short(str(event.get('path', '')), story.run_dir))}</code>, verified in "
+        f"<code>{escape(seen_from(str(event.get('path', '')), story.run_dir))}</code>, verified in "
         f"{duration(event.get('seconds'))} ({size(event.get('bytes'))}).</li>"
         for attempt, event in sorted(story.verified.items())[-MAX_ROWS:]
     ]
     return f"<ul>{''.join(items)}</ul>" if items else ""
 
 
-def _short(path: str, run_dir: str) -> str:
-    """The path as seen from the directory of the run, if it is below it."""
-    return path.removeprefix(os.path.join(os.path.abspath(run_dir), ""))
+def _cut(text: str, count: int) -> str:
+    """A cell of so many characters, which shows the whole text to who points at it."""
+    short = middle_cut(text, count)
+    if short == text:
+        return escape(text)
+    return f'<span title="{escape(text)}">{escape(short)}</span>'
 
 
 def checkpoints_strip(story: Story) -> str:
@@ -224,12 +235,12 @@ def checkpoints_strip(story: Story) -> str:
     return f'<div class="strip">{"".join(signs)}</div>'
 
 
-def _outcome(save: dict[str, object]) -> str:
+def _outcome(save: dict[str, object], fault: int | None) -> str:
     if save.get("ok"):
-        return "✓ stands"
+        return "✓ written"
     if save.get("error"):
-        return f'<span class="stand">✕ failed</span>: {escape(str(save["error"])[:300])}'
-    return "○ given up for a newer one"
+        return f'<span class="stand">✕ failed</span>, see {fault}'
+    return '<span title="given up for a newer one">○ given up</span>'
 
 
 def metrics_table(metrics: dict[str, float]) -> str:

@@ -2,6 +2,8 @@
 
 import html
 import math
+import os
+import re
 import time
 from typing import Any
 
@@ -9,6 +11,49 @@ from typing import Any
 def escape(value: Any) -> str:
     """Text that cannot be taken for HTML."""
     return html.escape(str(value), quote=True)
+
+
+_PATH = re.compile(r"(: )?(['\"]?)((?<![\w./])/(?:[^\s/:'\"]+/)+[^\s/:'\",;()]+)\2")
+
+
+def with_short_paths(text: str, run_dir: str | os.PathLike[str]) -> str:
+    """A message in which each absolute path stands once, seen from the run's directory.
+
+    >>> with_short_paths("/a/run/x.ckpt: Disk full: '/a/run/x.ckpt'", "/a/run")
+    'x.ckpt: Disk full'
+    """
+    seen: set[str] = set()
+
+    def shorten(match: re.Match[str]) -> str:
+        colon, quote, path = match[1] or "", match[2], match[3]
+        if path in seen:
+            return "" if colon else "it"
+        seen.add(path)
+        return f"{colon}{quote}{seen_from(path, run_dir)}{quote}"
+
+    return _PATH.sub(shorten, text)
+
+
+def seen_from(path: str, run_dir: str | os.PathLike[str]) -> str:
+    """The path relative to the run's directory, if it is below it."""
+    return path.removeprefix(os.path.join(os.path.abspath(run_dir), ""))
+
+
+def middle_cut(text: str, count: int) -> str:
+    """At most ``count`` characters; what is longer loses its middle.
+
+    >>> middle_cut("runs/an-experiment/step=100.ckpt", 20)
+    'runs/an-e…p=100.ckpt'
+    """
+    if len(text) <= count:
+        return text
+    tail = count // 2
+    return f"{text[: count - 1 - tail]}…{text[-tail:]}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 step``, ``2,000 steps``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def duration(seconds: float | None) -> str:

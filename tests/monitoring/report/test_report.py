@@ -1,5 +1,6 @@
 """The page says what happened, however the run ended, and opens anywhere."""
 
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import event_file
 from lightning_megatron.monitoring.report.bars import spent
 from lightning_megatron.monitoring.report.curves import thin_out, ticks
-from lightning_megatron.monitoring.report.page import page
+from lightning_megatron.monitoring.report.page import page, verdict
 from lightning_megatron.monitoring.report.story import Story, read_story
 from lightning_megatron.monitoring.report.text import duration, number, size
 from tests.checkpoint.damage import flip, save
@@ -62,8 +63,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     shutil.rmtree(directory)
 
 
-def test_the_page_of_a_long_run(story: Story) -> None:
-    text = page(story)
+@pytest.fixture(scope="module")
+def long_page(story: Story) -> str:
+    return page(story)
+
+
+def test_the_page_of_a_long_run(long_page: str) -> None:
+    text = long_page
     assert len(text.encode()) < 200_000
     parsed = WellFormed(text)
     said = " ".join(" ".join(parsed.text).split())
@@ -103,9 +109,10 @@ def test_the_times_add_up(story: Story) -> None:
     assert sum(p.redone for p in story.points) == 2000
     assert [(m.number, m.kind, m.step, m.ranks[:1]) for m in story.marks] == [
         (1, "silent", 4000, [1]),
-        (2, "hang", 7000, [2]),
-        (3, "failed", 7000, [2]),
-        (4, "fault", 8000, [1]),
+        (2, "save", 5000, []),
+        (3, "hang", 7000, [2]),
+        (4, "failed", 7000, [2]),
+        (5, "fault", 8000, [1]),
     ]
     assert story.ranks[1].steps == 11_999
     assert (story.ranks[3].host, story.ranks[3].share("data")) == (
@@ -129,7 +136,7 @@ def test_how_it_ended(tmp_path: Path, end: str | None, later: float, verdict: st
     now = read_story(tmp_path).end + later
     story = read_story(tmp_path, now=now)
     assert verdict in " ".join(WellFormed(page(story)).text)
-    assert len(story.marks) == 4 + (end != "completed" and later != 5.0)
+    assert len(story.marks) == 5 + (end != "completed" and later != 5.0)
 
 
 def test_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +203,7 @@ def test_what_stands_on_the_disk(tmp_path: Path) -> None:
         text = (tmp_path / "report.html").read_text("utf-8").split("<h2>Checkpoints")[1]
         assert "Attempt 2 went on from <code>runs/step=12.ckpt</code>, verified in 750 ms" in text
         rows = re.findall(r"<tr><td class=\"n\">(\d+)</td>(?:<td.*?</td>){2}<td>(.*?)</td>", text)
-        assert {step: re.split("[:;]", state)[0] for step, state in rows} == {
+        assert dict(rows) == {
             **dict.fromkeys(("4", "8", "16"), "– deleted"),
             **{"12": "– deleted", "20": "–", "24": flipped, "28": "✕ damaged"},
             **{"32": "✕ torn", "36": "✕ damaged", "40": sound},
@@ -219,8 +226,157 @@ def test_a_run_without_anything_to_draw(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text('{"v":1,"t":5.0,"run":"a","rank":0,"step":0,"kind":"start"}\n')
     said = " ".join(WellFormed(page(read_story(tmp_path))).text)
-    assert "No step was written." in said
-    assert "No save was written down." in said
+    assert "No step was recorded." in said
+    assert "Saves are recorded under MegatronStrategy only." in said
+
+
+def write_short_run(directory: Path, *, saves: list[bool], end: str, steps: int = 9) -> None:
+    """A run of one rank and of steps of one second, that saves after every third step."""
+    lines, t = [], 100.0
+
+    def write(kind: str, step: int, **fields: Any) -> None:
+        event = {"v": 1, "t": t, "run": "short", "rank": 0, "step": step, "kind": kind, **fields}
+        lines.append(json.dumps(event))
+
+    write("start", 0, strategy="MegatronStrategy", world=1, host="a-node-with-a-very-long-name")
+    for step in range(1, steps + 1):
+        t += 1.0
+        write("step", step, seconds=1.0, loss=0.53 + 0.07 * step)
+        if step % 3 == 0:
+            ok = saves[step // 3 - 1] if saves else None
+            path = f"{directory.absolute()}/experiments/with-a-long-name/version_0/step={step}.ckpt"
+            error = f"{path}: [Errno 28] No space left on device: '{path}'"
+            fields = {"path": path, "seconds": 0.2, "stall": 0.1, "bytes": 10}
+            if ok is not None:
+                write("save", step, ok=ok, error=None if ok else error, **fields)
+    error = f"CheckpointError: {error}"
+    write("end", steps, status=end, exit_code=1, error=None if end == "completed" else error)
+    path = event_file(directory, 0)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("saves", "end", "expected"),
+    [
+        (
+            [False, False, False],
+            "failed",
+            "Goodput 0.0 %: 0 ms of 9 s went into steps that count; 0 restarts, 9 steps lost. "
+            "No checkpoint was written (3 saves failed).",
+        ),
+        ([], "failed", "9 steps lost. No checkpoint was written."),
+        ([], "interrupted", "9 steps lost. No checkpoint was written."),
+        (
+            [True, True, False],
+            "failed",
+            "Goodput 66.7 %: 6 s of 9 s went into steps that count; 0 restarts, 3 steps lost. "
+            "The newest checkpoint holds step 6 (1 save failed).",
+        ),
+        ([True, True, True], "failed", "0 steps lost. The newest checkpoint holds step 9."),
+        ([False] * 3, "completed", "0 steps lost. No checkpoint was written (3 saves failed)."),
+        ([True, True, True], "completed", "0 steps lost."),
+    ],
+)
+def test_steps_that_no_checkpoint_holds_are_lost(
+    tmp_path: Path, saves: list[bool], end: str, expected: str
+) -> None:
+    write_short_run(tmp_path, saves=saves, end=end)
+    said = verdict(read_story(tmp_path))
+    assert said.endswith(expected)
+
+
+def test_every_failed_save_is_listed_and_each_text_names_a_path_once(tmp_path: Path) -> None:
+    write_short_run(tmp_path, saves=[False, False, False], end="failed")
+    story = read_story(tmp_path)
+    text = page(story)
+    assert [(mark.kind, mark.step) for mark in story.marks] == [
+        ("save", 3), ("save", 6), ("save", 9), ("failed", 9),
+    ]  # fmt: skip
+    faults = text.split("<h2>What went wrong")[1].split("</table>")[0]
+    for count in (1, 2, 3):
+        place = f"experiments/with-a-long-name/version_0/step={3 * count}.ckpt"
+        assert f"save {count} of 3 that failed: {place}: [Errno 28] No space left" in faults
+    assert all(row.count(".ckpt") <= 1 for row in text.split("<tr>") if "Errno" in row)
+    head = re.search(r'<div class="verdict bad">.*?</div>', text)
+    assert head is not None
+    assert head[0].count("step=9.ckpt") == 1
+    assert "✕ failed</span>, see 3</td>" in text.split("<h2>Checkpoints")[1]
+
+
+class Tables(HTMLParser):
+    """The characters of the widest cell of each column, by table."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: list[dict[int, int]] = []
+        self.column, self.open, self.text = 0, False, ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "table":
+            self.tables.append({})
+        elif tag == "tr":
+            self.column = 0
+        elif tag in ("td", "th"):
+            # Heads, and the cells of class t, are broken where there is a space.
+            self.breaks = tag == "th" or ("class", "t") in attrs
+            self.open, self.text = True, ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.open else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            needed = 16 if self.breaks else len(self.text)
+            needed = max(map(len, self.text.split()), default=0) if tag == "th" else needed
+            widths = self.tables[-1]
+            widths[self.column] = max(widths.get(self.column, 0), needed)
+            self.column, self.open = self.column + 1, False
+
+
+def test_tables_fit_on_a_page_of_1100_pixels(tmp_path: Path, long_page: str) -> None:
+    write_short_run(tmp_path, saves=[True, False, True], end="failed")
+    for text in (page(read_story(tmp_path)), long_page):
+        for widths in Tables(text).tables:
+            # 7.5 pixels a character and 10.5 of padding a column, within margins of 44.
+            assert sum(7.5 * width + 10.5 for width in widths.values()) <= 1100 - 2 * 44, widths
+    text = page(read_story(tmp_path)).split("<h2>Checkpoints")[1]
+    assert text.count("<br") == 0
+    assert 'class="t"' not in text.split("</table>")[0]  # such cells would be of several lines
+    path = "experiments/with-a-long-name/version_0/step=9.ckpt"
+    assert f'<span title="{path}">experiments/with…ion_0/step=9.ckpt</span>' in text
+
+
+def test_curves_of_validations_and_of_the_learning_rate(story: Story, long_page: str) -> None:
+    text = long_page
+    titles = re.findall(r"<figcaption>(.*?)[ ]?<|<figcaption>(.*?)</fig", text)
+    assert [first or second for first, second in titles] == [
+        "Loss", "Validation, val_loss", "Validation, val_acc", "Learning rate, optim/lr",
+        "Time of a step",
+    ]  # fmt: skip
+    assert text.count('<span class="axis">step</span>') == 5
+    assert "mean of the steps around" in text
+    assert [r.step for r in story.readings["val_loss"] if r.redone] == [4000]
+
+
+def test_the_page_of_a_short_run_explains_what_is_drawn(tmp_path: Path) -> None:
+    write_short_run(tmp_path, saves=[True, True, True], end="completed")
+    text = page(read_story(tmp_path))
+    assert 'class="band"' not in text
+    assert "mean of the steps" not in text
+    assert "from the smallest" not in text
+    figure = text.split("<figcaption>Loss")[1].split("</figure>")[0]
+    at = re.findall(r'<span class="y" style="bottom:(.*?)%">(.*?)</span>', figure)
+    assert (at[0], at[-1]) == (("0.00", "0.6"), ("100.00", "1.2"))  # losses from 0.6 to 1.16
+    steps = re.findall(r'<span class="x" style="left:(.*?)%">(.*?)</span>', figure)
+    assert (steps[0], steps[-1]) == (("0.00", "1"), ("100.00", "9"))
+    columns = re.search(r'<dl class="facts" style="--columns:(\d)">(.*?)</dl>', text)
+    assert columns is not None
+    assert (columns[2].count("<dt>"), columns[1]) == (7, "4")  # one place stays empty
+    assert "No fault, hang, rollback or failed save was recorded." in text
+    for riddle in ("Counts", "Done again", "Noticed after", "Nothing that was written down"):
+        assert riddle not in text
 
 
 def test_thinning_keeps_peaks_and_the_mean() -> None:
