@@ -533,9 +533,10 @@ class MegatronStrategy(
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        callbacks: list[Any] = self._module().trainer.callbacks  # type: ignore[attr-defined]
-        if self._step_state in callbacks:
+        if self._step_state is not None:
+            callbacks: list[Any] = self._module().trainer.callbacks  # type: ignore[attr-defined]
             callbacks.remove(self._step_state)
+            self._step_state = None
         self.end_watch()
         self.unwatch_weights()
         self.forget_interface()

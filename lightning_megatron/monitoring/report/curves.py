@@ -62,7 +62,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 def _distance(span: float, count: int) -> float:
     """Round distance of ticks of which about ``count`` lie within ``span``."""
-    unit = 10 ** math.floor(math.log10(span / count))
+    unit: float = 10.0 ** math.floor(math.log10(span / count))
     return next(unit * m for m in (1, 2, 2.5, 5, 10) if span / (unit * m) <= count + 0.5)
 
 
