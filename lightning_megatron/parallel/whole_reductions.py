@@ -215,6 +215,7 @@ class WholeReductions(TorchFunctionMode):
         parts: Sequence[tuple[Tensor, _Part]],
     ) -> Any:
         tensor, part = parts[0]
+        result: Any
         if name == "set_data" and tensor is args[0]:
             return _assign(part.name, tensor, args[1], func)
         if name in _REDUCTIONS and (part.groups or part.copies > 1):
