@@ -73,6 +73,7 @@ _REDUCTIONS = frozenset(
     ("sum", "mean", "norm", "vector_norm", "max", "min", "amax", "amin", "any", "all")
 )
 _VIEWS = frozenset(("view", "reshape", "flatten", "ravel", "unsqueeze", "squeeze"))
+_UNITING = frozenset(("cat", "stack", "concat", "concatenate", "hstack"))
 _TO_PYTHON = frozenset(
     ("item", "tolist", "numpy", "array", "bool", "float", "int", "index", "complex")
 )
@@ -231,6 +232,7 @@ class WholeReductions(TorchFunctionMode):
         tensor, part = parts[0]
         if name in ("numel", "nelement") and part.cut_by_tp:
             return part.numel
+        result: Any
         if name == "set_data" and tensor is args[0]:
             return _assign(part.name, tensor, args[1], func)
         if name in _REDUCTIONS and (part.groups or part.copies > 1):
@@ -240,11 +242,11 @@ class WholeReductions(TorchFunctionMode):
             with self.lifted():
                 return func(tensor.full_tensor(), *args[1:], **kwargs)
         else:
-            result = func(*args, **kwargs)
             in_place = name.startswith("foreach") and name != "foreach_norm"
             same = name in _SAME_SHAPE or name in _VIEWS or in_place
             cut = next((part for _, part in parts if part.cut_by_tp), None)
-            given = isinstance(result, Tensor | list) or name in _TO_PYTHON
+            result = None if cut is not None and name in _UNITING else func(*args, **kwargs)
+            given = isinstance(result, Tensor | list) or name in _TO_PYTHON or name in _UNITING
             if cut is not None and given and not same:
                 raise ConfigError(
                     f"{cut.name}: {name} was called on a parameter or gradient of which each of "
@@ -319,9 +321,7 @@ class WholeReductions(TorchFunctionMode):
 
     def _refuse_sums(self, name: str, parts: set[str], numbers: set[str]) -> None:
         """Refuse what unites several parameters, where each rank has those of its stages."""
-        united = len(numbers) > 1 or (
-            name in ("cat", "stack", "concat", "concatenate", "hstack") and len(parts) > 1
-        )
+        united = len(numbers) > 1 or (name in _UNITING and len(parts) > 1)
         if united:
             raise ConfigError(
                 f"{name} unites values of several parameters ({', '.join(sorted(numbers or parts))}"
