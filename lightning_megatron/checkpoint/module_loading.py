@@ -157,10 +157,11 @@ class ModuleState:
                 self._unexpected.append(key)
 
     def _is_shadowed(self, tensor: Tensor, value: Any) -> bool:
-        """Whether a shared parameter has got another entry than this one."""
+        """Whether a shared parameter has got other values than these."""
         taken = self.taken.get(self._names.get(tensor, ""))
-        both = isinstance(taken, LazyTensor) and isinstance(value, LazyTensor)
-        return both and taken.source != value.source  # type: ignore[union-attr]
+        if not isinstance(taken, LazyTensor) or not isinstance(value, LazyTensor):
+            return False
+        return taken.source != value.source and not torch.equal(taken, value)
 
     def _take(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         for name, tensor in tensors_of(module).items():

@@ -138,6 +138,7 @@ class CheckpointHooks:
         Descriptions of it; or, where hooks may look, what a single process would have
         (`WholeState`), which takes all ranks.
         """
+        self._refuse_to_save_alone("the checkpoint")
         self.end_view()
         self.parallel.data.come_to_rest()
         module = self.parallel.module
