@@ -1,9 +1,14 @@
 """`lightning-megatron schedule`: what a pipeline schedule looks like, and what it costs.
 
 It simulates, so it needs no model, no process group and no torch.
+
+The times that are given are those of a whole rank, whatever the number of stages on it, so that
+step times of all schedules are in one unit: the forward of a microbatch through a rank, unless
+`--forward` says otherwise.
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +16,23 @@ from pathlib import Path
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.choose import StageCosts, choose_schedule
 from lightning_megatron.pipeline.draw import draw_timeline, write_trace
-from lightning_megatron.pipeline.schedule import SCHEDULES, Schedule, load_schedule, make_schedule
+from lightning_megatron.pipeline.schedule import (
+    AUTO,
+    SCHEDULES,
+    Kind,
+    Schedule,
+    load_schedule,
+    make_schedule,
+)
 from lightning_megatron.pipeline.simulate import Timeline, render, simulate
 
 _TIMES = ("forward", "backward_input", "backward_weight", "send")
+_LETTERS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input half",
+    Kind.BACKWARD_WEIGHT: "backward, weight half",
+}
 
 
 def schedule(args: Sequence[str]) -> int:
@@ -31,10 +49,11 @@ def schedule(args: Sequence[str]) -> int:
     try:
         made = _schedule(options, times)
         timeline = simulate(made, **times)
-        print(_report(timeline, options.width))
+        unit = "forwards of a rank" if options.forward == [1.0] else "in the unit of --forward"
+        print(_report(timeline, options.width, unit))
         for path in (options.png, options.svg):
             if path is not None:
-                draw_timeline(timeline, path)
+                draw_timeline(timeline, path, unit=unit)
                 print(f"wrote {path}")
         if options.trace is not None:
             write_trace(timeline, options.trace)
@@ -59,21 +78,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--stages-per-rank", type=int, help="parts of the network on each rank")
     add("--table", type=Path, help="for custom: .csv or .json file with the actions of each rank")
     for name in _TIMES:
-        where = "for all stage boundaries or each" if name == "send" else "for all stages or each"
+        where = (
+            "between neighbouring stages, or between each two"
+            if name == "send"
+            else "on a whole rank, or on each stage"
+        )
         add(
             f"--{name.replace('_', '-')}",
             type=float,
             nargs="+",
             default=[0.0 if name == "send" else 1.0],
             metavar="TIME",
-            help=f"time of one microbatch, {where} (with auto: for all ranks or each)",
+            help=f"time of one microbatch {where} (with auto: or for each rank)",
         )
     add(
         "--memory-limit",
         type=float,
         help="for auto: activations of a microbatch on a whole rank that a rank has room for",
     )
-    add("--width", type=int, help="columns for the time axis; all that is needed by default")
+    add("--width", type=int, help="columns for the time axis; by default those of the terminal")
     add("--png", type=Path, metavar="FILE.png", help="draw the timeline into this file")
     add("--svg", type=Path, metavar="FILE.svg", help="the same as a vector graphic")
     add("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
@@ -87,39 +110,72 @@ def _number_or_list(given: list[float]) -> float | list[float]:
 def _schedule(options: argparse.Namespace, times: dict[str, float | list[float]]) -> Schedule:
     name = options.schedule
     if name == "custom" and options.table is not None and options.pp is None:
-        return load_schedule(options.table)
+        return _with_split_times(load_schedule(options.table), times)
     missing = [f"--{o}" for o in ("pp", "microbatches") if getattr(options, o) is None]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} not given: the layout is needed; nearest valid: "
             f"--pp 4 --microbatches 8"
         )
-    if name != "auto":
-        return make_schedule(
+    if name != AUTO:
+        made = make_schedule(
             name, options.pp, options.microbatches, options.stages_per_rank, options.table
         )
+        return _with_split_times(made, times)
     whole = StageCosts(**times)
     numbers = [options.stages_per_rank] if options.stages_per_rank else [1, 2]
     costs = {number: whole.split(number) for number in numbers}
     choice = choose_schedule(options.pp, options.microbatches, costs, options.memory_limit)
-    print(choice.table(), end="\n\n")
+    unit = "forwards of a rank" if options.forward == [1.0] else "unit of --forward"
+    print(choice.table(unit), end="\n\n")
     made = choice.schedule
     chosen = costs[made.stages_per_rank]
     times.update({n: getattr(chosen, n) for n in _TIMES})
     return made
 
 
-def _report(timeline: Timeline, width: int | None) -> str:
+def _with_split_times(made: Schedule, times: dict[str, float | list[float]]) -> Schedule:
+    """Divide the times of a whole rank among its stages; transfers keep theirs."""
+    for name, given in times.items():
+        if isinstance(given, float) and name != "send":
+            times[name] = given / made.stages_per_rank
+    return made
+
+
+def _report(timeline: Timeline, width: int | None, unit: str) -> str:
     made = timeline.schedule
     stages = f"{made.stages_per_rank} stage{'s' if made.stages_per_rank > 1 else ''}"
     live = " ".join(map(str, timeline.peak_live))
+    short = made.stages_per_rank == 2
+    drawn = render(timeline, width, short=short)
+    room = shutil.get_terminal_size().columns
+    needed = max(map(len, drawn.splitlines()))
+    hint = []
+    if width is None and needed > room:
+        beside = len(f"rank {made.num_ranks - 1}  ")
+        drawn = render(timeline, max(room - beside, 1), short=short)
+        hint = [f"there is no room for the numbers; --width {needed - beside} shows them"]
     return "\n".join(
         [
             f"{made.name}: {made.num_ranks} ranks with {stages} each, "
             f"{made.num_microbatches} microbatches",
-            render(timeline, width, short=made.stages_per_rank == 2),
-            f"step time {timeline.step_time:.6g}, bubble {timeline.bubble_fraction:.1%} of it; "
-            f"{timeline.flowing_step_time:.6g} when steps flow into each other",
+            drawn,
+            _legend(made),
+            *hint,
+            f"step time {timeline.step_time:.6g} {unit}, bubble {timeline.bubble_fraction:.1%} of "
+            f"it; {timeline.flowing_step_time:.6g} when steps flow into each other",
             f"peak live activations of each rank, counted in stages: {live}",
         ]
     )
+
+
+def _legend(made: Schedule) -> str:
+    """What the letters and numbers of the text mean."""
+    kinds = {action.kind for row in made.actions for action in row}
+    parts = [f"{kind.value} {_LETTERS[kind]}" for kind in Kind if kind in kinds]
+    if made.stages_per_rank == 2:
+        parts.append("small letters: the second stage of a rank")
+    parts.append(
+        "numbers: stage.microbatch" if made.stages_per_rank > 2 else "numbers: microbatches"
+    )
+    return "; ".join(parts)

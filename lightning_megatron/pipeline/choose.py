@@ -103,9 +103,14 @@ class Choice:
     candidates: tuple[Candidate, ...]
     """All that were simulated: those that fit first, then by step time."""
 
-    def table(self) -> str:
-        """Candidates as lines of text; what does not fit is marked."""
-        rows = [("schedule", "stages/rank", "step time", "bubble", "peak activation")]
+    def table(self, unit: str = "") -> str:
+        """Candidates as lines of text; what does not fit is marked.
+
+        Args:
+            unit: of the step times, named in the head of their column.
+        """
+        time = f"step time ({unit})" if unit else "step time"
+        rows = [("schedule", "stages/rank", time, "bubble", "peak activation")]
         rows += [
             (
                 candidate.name,

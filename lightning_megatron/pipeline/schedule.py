@@ -101,6 +101,8 @@ SCHEDULES = tuple(_FAMILIES)
 
 CUSTOM = "custom"
 """Name of a schedule that is read from a file."""
+AUTO = "auto"
+"""What users write for the fastest of `SCHEDULES`; `pipeline.choose` finds it."""
 
 
 def make_schedule(
@@ -204,8 +206,9 @@ def schedule_problems(
     ]
     known = (*SCHEDULES, CUSTOM)
     if name not in known:
+        choices = known if name == AUTO else (*known, AUTO)  # who knows it has taken it out
         problems.append(
-            f"schedule={name!r}: the schedule is one of {', '.join(known)}; "
+            f"schedule={name!r}: the schedule is one of {', '.join(choices)}; "
             f"nearest valid: schedule={_nearest_name(name)!r}"
         )
     elif (name == CUSTOM) != (table is not None):
@@ -246,5 +249,5 @@ def _table_problems(
 
 
 def _nearest_name(name: object) -> str:
-    close = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(str(name).lower(), (*SCHEDULES, AUTO), n=1, cutoff=0.4)
     return close[0] if close else "1f1b"

@@ -192,8 +192,8 @@ def render(timeline: Timeline, width: int | None = None, *, short: bool = False)
 
     Args:
         timeline: what to draw.
-        width: columns for the time axis; labels that do not fit are cut. By default as many as it
-            takes to show the label of the shortest action.
+        width: columns for the time axis; if a label does not fit, all are cut to their letters. By
+            default as many as it takes to show the label of the shortest action.
         short: label with kind and microbatch alone also where a rank holds several stages; letters
             are then small but for the rank's first stage.
     """
@@ -206,13 +206,15 @@ def render(timeline: Timeline, width: int | None = None, *, short: bool = False)
     else:
         scale = width / timeline.step_time
     columns = round(timeline.step_time * scale)
+    fit = all(len(label(s.action)) <= round(s.end * scale) - round(s.start * scale) for s in spans)
     digits = len(str(len(timeline.spans) - 1))
     lines = []
     for number, rank in enumerate(timeline.spans):
         cells = ["."] * columns
         for span in rank:
             first, last = round(span.start * scale), round(span.end * scale)
-            text = label(span.action).ljust(last - first - 1, "-")
+            name = label(span.action)
+            text = (name if fit else name[0]).ljust(last - first - 1, "-")
             cells[first:last] = text[: last - first].ljust(last - first)
         lines.append(f"rank {number:>{digits}}  {''.join(cells)}".rstrip())
     return "\n".join(lines)

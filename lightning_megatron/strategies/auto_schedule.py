@@ -14,10 +14,9 @@ import torch.distributed as dist
 from lightning_megatron.pipeline.choose import StageCosts, choose_schedule
 from lightning_megatron.pipeline.measure import Bubble
 from lightning_megatron.pipeline.runner import Pipeline
+from lightning_megatron.pipeline.schedule import AUTO as AUTO  # others know it from here
 from lightning_megatron.pipeline.schedule import SCHEDULES, Schedule, make_schedule
 
-AUTO = "auto"
-"""Name of the choice."""
 PLACED = {1: ("1f1b", "gpipe", "zb-h1", "zb-h2"), 2: ("zbv", "v-half", "v-min", "dualpipev")}
 """Schedules to choose from, by stages per rank; the first is used while measuring."""
 _SKIPPED, _MEASURED = 1, 3
@@ -115,4 +114,4 @@ class AutoSchedule:
             return make_schedule(name, pp, number)
 
         self._pipeline.use(make)
-        self._report(f'schedule="auto" takes {name} from now on:\n{choice.table()}')
+        self._report(f'schedule="auto" takes {name} from now on:\n{choice.table("s")}')

@@ -1,6 +1,7 @@
 """`lightning-megatron schedule`: timeline, figures, files, mistakes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,9 @@ def test_timeline(capsys: pytest.CaptureFixture[str]) -> None:
         "zbv: 2 ranks with 2 stages each, 3 microbatches",
         "rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 I0 W0 f2 i2 w2 I1 W1 I2 W2 ...",
         "rank 1  ...F0 f0 F1 f1 i0 w0 I0 F2 W0 f2 i1 w1 I1 i2 I2 W1 w2 W2",
-        "step time 19, bubble 5.3% of it; 18 when steps flow into each other",
+        "F forward; I backward, input half; W backward, weight half; "
+        "small letters: the second stage of a rank; numbers: microbatches",
+        "step time 9.5 forwards of a rank, bubble 5.3% of it; 9 when steps flow into each other",
         "peak live activations of each rank, counted in stages: 4 4",
     ]
 
@@ -41,7 +44,9 @@ def test_times_of_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--pp", "2", "--microbatches", "2", "--forward", "1", "3", "--backward-input", "2"]
     code, out, _ = run(capsys, *args, "--backward-weight", "1", "--send", "0.5", "--width", "30")
     assert code == 0
-    assert "step time 17, " in out  # 1 + 0.5, twice 3 + 3 on rank 1, 0.5, and 3 on rank 0
+    assert (
+        "step time 17 in the unit of --forward, " in out
+    )  # 1 + 0.5, twice 3 + 3 on rank 1, 0.5, and 3 on rank 0
     rows = [line for line in out.splitlines() if line.startswith("rank")]
     assert all(len(row) <= len("rank 0  ") + 30 for row in rows)
 
@@ -64,9 +69,32 @@ def test_auto(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("schedule ")
     assert "\n\nv-half: 4 ranks with 2 stages each" in out
     step_time = out.splitlines()[1].split()[2]
-    assert f"\nstep time {step_time}, " in out  # simulated again with times of half stages
+    assert "  step time (forwards of a rank)  " in out.splitlines()[0]
+    assert f"\nstep time {step_time} forwards of a rank, " in out
+    _, again, _ = run(capsys, "--schedule=v-half", *args[1:])
+    assert f"\nstep time {step_time} forwards of a rank, " in again
     _, out, _ = run(capsys, *args, "--stages-per-rank=1")
     assert "\n\nzb-h2: 4 ranks with 1 stage each" in out
+
+
+def test_the_text_is_as_wide_as_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    args = ["--schedule=interleaved", "--pp=4", "--microbatches=16", "--stages-per-rank=4"]
+    _, out, _ = run(capsys, *args)
+    lines = out.splitlines()
+    rows = [line for line in lines if line.startswith("rank")]
+    assert len(rows) == 4
+    assert max(map(len, rows)) <= 60
+    assert not re.search(
+        r"\d", "".join(row.removeprefix(f"rank {i}") for i, row in enumerate(rows))
+    )
+    assert "F forward; B backward; numbers: stage.microbatch" in lines
+    hint = next(line for line in lines if "--width" in line)
+    needed = re.findall(r"--width (\d+)", hint)[0]
+    _, wide, _ = run(capsys, *args, "--width", needed)
+    assert "F12.15" in wide
 
 
 def test_custom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -81,6 +109,8 @@ def test_custom(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ("args", "message"),
     [
         (["--schedule=zvb", "--pp=2", "--microbatches=2"], "nearest valid: schedule='zbv'"),
+        (["--schedule=no", "--pp=2", "--microbatches=2"], "dualpipev, custom, auto; nearest"),
+        (["--schedule=atuo", "--pp=2", "--microbatches=2"], "nearest valid: schedule='auto'"),
         (["--pp=2"], "--microbatches not given: the layout is needed"),
         (["--pp=0", "--microbatches=2"], "nearest valid: pp=1"),
         (["--pp=2", "--microbatches=2", "--forward", "1", "2", "3"], "forward holds 3 times"),

@@ -33,21 +33,50 @@ def test_trace(tmp_path: Path) -> None:
     assert {event["pid"] for event in events} == {0}
 
 
+def size(text: str) -> tuple[float, float]:
+    """Width and height of a drawing, in points."""
+    root = ElementTree.fromstring(text)
+    return float(root.attrib["width"][:-2]), float(root.attrib["height"][:-2])
+
+
 def test_svg(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     timeline = simulate(make_schedule("zbv", 3, 4))
     draw_timeline(timeline, tmp_path / "zbv.svg")
     text = (tmp_path / "zbv.svg").read_text()
     assert ElementTree.fromstring(text).tag.endswith("svg")
-    for words in ("rank 2", "backward, weight half", "zbv: step time 26, bubble 7.7%"):
+    for words in (
+        "rank 2",
+        "backward, weight half",
+        "zbv: step time 26 forwards of a stage, bubble 7.7%",
+        "time (forwards of a stage); numbers are microbatches",
+        "first stage of a rank",
+        "second stage (paler)",
+    ):
         assert f"<!-- {words}" in text  # letters are drawn as paths, with the text in a comment
     assert "<!-- backward -->" not in text  # a kind that does not occur
+    numbers = [text.count(f"<!-- {i} -->") for i in range(4)]
+    assert min(numbers) >= 3 * 2 * 3  # forward, input and weight half on each of the stages
+    draw_timeline(simulate(make_schedule("1f1b", 3, 4)), tmp_path / "1f1b.svg", unit="s")
+    text = (tmp_path / "1f1b.svg").read_text()
+    assert "second stage" not in text
+    assert "<!-- time (s); numbers are microbatches -->" in text
 
 
-def test_png(tmp_path: Path) -> None:
+def test_a_large_picture_grows_in_height_and_leaves_numbers_out(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw_timeline(simulate(make_schedule("interleaved", 8, 64, 3)), tmp_path / "large.png")
-    assert (tmp_path / "large.png").read_bytes().startswith(b"\x89PNG")
+    draw_timeline(simulate(make_schedule("interleaved", 8, 64, 4)), tmp_path / "large.svg")
+    text = (tmp_path / "large.svg").read_text()
+    for stage in range(32):  # a line for each, so no shades are needed
+        assert f"<!-- rank {stage % 8}, stage {stage} -->" in text
+    assert "<!-- time (forwards of a stage) -->" in text
+    assert text.count("<!-- 63 -->") == 0
+    assert "opacity: 0." not in text
+    width, height = size(text)
+    assert width <= 24 * 72
+    assert height >= 32 * 72 / 4
+    draw_timeline(simulate(make_schedule("1f1b", 8, 4)), tmp_path / "small.svg")
+    assert size((tmp_path / "small.svg").read_text())[1] < height / 2
 
 
 def test_unknown_format(tmp_path: Path) -> None:

@@ -234,11 +234,11 @@ def test_render_scales_to_uneven_times() -> None:
     ]
 
 
-def test_render_to_a_width_cuts_labels() -> None:
-    timeline = simulate(make_schedule("gpipe", 2, 2))
-    assert render(timeline, width=9).splitlines() == [
-        "rank 0  FF...B0B1",
-        "rank 1  .FFB0B1..",
+def test_render_to_a_width_leaves_out_numbers_that_do_not_fit() -> None:
+    timeline = simulate(make_schedule("gpipe", 2, 11))
+    assert render(timeline, width=36).splitlines() == [
+        "rank 0  FFFFFFFFFFF...B B B B B B B B B B B",
+        "rank 1  .FFFFFFFFFFFB B B B B B B B B B B ..",
     ]
 
 
