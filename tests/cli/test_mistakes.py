@@ -59,7 +59,7 @@ COMMANDS = [
     ("fit --trainer.callbacks+=Monitor --trainer.callbacks.widow=3", "did you mean `window`?"),
     ("fit --model.lr x", "model.lr=x: must be a number"),
     ("fit --model.config.num_head 3", "nearest valid: config.num_heads"),
-    ("fit --model.config gpt2-124", "nearest valid: .gpt2-124m."),
+    ("fit --model.config gpt2-124", "nearest valid: 'gpt2-124m'"),
     ("fit --model wrong_file.Module", "wrong_file.Module: invalid syntax"),
     ("fit --model right_file.Other", "has no attribute 'Other'"),
     ("fit --model right_file.Module", "(right_file.Module): the following arguments are required"),
