@@ -45,10 +45,14 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.lightning_import import import_lightning
     from lightning_megatron.checkpoint.transformer import load_transformer
     from lightning_megatron.data.sampler import ResumableSampler
+    from lightning_megatron.data.text import TextDataModule
     from lightning_megatron.errors import ConfigError
+    from lightning_megatron.layers.linear_loss import LinearCrossEntropy
+    from lightning_megatron.models.config import TransformerConfig
     from lightning_megatron.models.generate import generate
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.monitoring.alert_rules import Rule
+    from lightning_megatron.optim.muon import Muon
     from lightning_megatron.parallel.data import ShardingConfig
     from lightning_megatron.parallel.memory import MemoryConfig
     from lightning_megatron.parallel.plan import PipelineConfig
@@ -81,6 +85,10 @@ _HOMES = {
     "GradientMonitor": "callbacks.gradients",
     "GradientNoiseScale": "callbacks.noise_scale",
     "HangDetector": "callbacks.hang_detector",
+    "TransformerConfig": "models.config",
+    "TextDataModule": "data.text",
+    "Muon": "optim.muon",
+    "LinearCrossEntropy": "layers.linear_loss",
     "LanguageModel": "module",
     "LoggerGuard": "callbacks.logger_guard",
     "MegatronStrategy": "strategies.megatron",
@@ -135,6 +143,10 @@ __all__ = [
     "GradientMonitor",
     "GradientNoiseScale",
     "HangDetector",
+    "TransformerConfig",
+    "TextDataModule",
+    "Muon",
+    "LinearCrossEntropy",
     "LanguageModel",
     "LoggerGuard",
     "MegatronStrategy",

@@ -15,6 +15,20 @@ def seed_workers() -> bool:
     return os.environ.get("PL_SEED_WORKERS", "0") == "1"
 
 
+def rank() -> int:
+    """Rank of this process as its launcher says it, also before the processes are connected."""
+    for variable in ("RANK", "SLURM_PROCID"):
+        if os.environ.get(variable):
+            return int(os.environ[variable])
+    # Lightning tells the processes that it starts; on other nodes than the first none is rank 0.
+    return int(os.environ.get("LOCAL_RANK") or 0) or int(os.environ.get("NODE_RANK") or 0)
+
+
+def shows_tracebacks() -> bool:
+    """Whether errors of this package that end a process are to show where they come from."""
+    return os.environ.get("LIGHTNING_MEGATRON_TRACEBACK", "0") not in ("", "0")
+
+
 def chaos_faults() -> str | None:
     """Faults that `ChaosMonkey` is to inject, as text, if a rehearsal was asked for."""
     return os.environ.get("LIGHTNING_MEGATRON_CHAOS") or None

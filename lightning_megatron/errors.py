@@ -1,13 +1,54 @@
-"""Exceptions of the package.
+"""Exceptions of the package, and what is printed of one that nobody catches.
 
 A mistake in a configuration is reported once, as one `ConfigError` that lists everything that is
 wrong, on every rank and before any process group forms, so that fixing a layout takes one try.
+
+The text of these errors says what to do, so a script that ends with one prints that text alone, on
+one rank, and ends with exit code 2. For this the first of them that is raised in a process puts
+a hook in front of `sys.excepthook`: importing the package changes nothing, nor does a run in which
+nothing is wrong. Whoever catches the error, an interactive session included, has an ordinary
+exception. ``LIGHTNING_MEGATRON_TRACEBACK=1`` brings the traceback back.
 """
 
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from lightning_megatron import env
+
+EXIT_CODE = 2
+"""Of a process that ends with an error of this package."""
+
+_PATIENCE_S = 10.0
+"""How long the other ranks leave the word to rank 0, with whose end the launcher ends them. Python
+takes seconds to end on a busy machine."""
+_LONG_PATIENCE_S = 30.0
+"""How long they wait for that where rank 0 is known to say the same."""
 
 
-class ConfigError(ValueError):
+class MegatronError(Exception):
+    """Base of this package's errors, whose text says all that there is to know.
+
+    Attributes:
+        told_by_rank_0: whether rank 0 ends with the same error; None if that is not known.
+    """
+
+    told_by_rank_0: bool | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if not isinstance(sys.excepthook, _Hook):
+            sys.excepthook = _Hook(sys.excepthook)
+
+
+class ConfigError(MegatronError, ValueError):
     """One or more options cannot work together.
 
     Args:
@@ -39,7 +80,7 @@ def raise_if_any(problems: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-class ConnectError(RuntimeError):
+class ConnectError(MegatronError, RuntimeError):
     """The processes of a run could not find each other."""
 
 
@@ -60,13 +101,78 @@ class MissingRanksError(ConnectError):
         return type(self), (str(self), self.ranks)
 
 
-class RestartLimitError(RuntimeError):
+class RestartLimitError(MegatronError, RuntimeError):
     """A run has been restarted often enough."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(MegatronError, RuntimeError):
     """A checkpoint could not be written, is damaged, or is not one of ours."""
 
 
 class DamagedCheckpointError(CheckpointError):
     """The content of a checkpoint is not what was written: looking again will not help."""
+
+
+class NoSuchCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""
+
+
+# When nobody catches it ---------------------------------------------------------------------------
+
+
+def tell(error: MegatronError) -> None:
+    """Print an error that ends this process: once for all ranks that it has happened on.
+
+    Rank 0 speaks. The others wait for a while, in which the launcher ends them if rank 0 has ended;
+    one that is still there has failed alone, and speaks for itself.
+    """
+    if env.shows_tracebacks():
+        traceback.print_exception(error)
+        return
+    rank = env.rank()
+    if rank and error.told_by_rank_0 is not False:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_LONG_PATIENCE_S if error.told_by_rank_0 else _PATIENCE_S)
+        if error.told_by_rank_0:
+            return
+    speaker = f"lightning-megatron, rank {rank}" if rank else "lightning-megatron"
+    print(f"{speaker}: {error}{_place(error)}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class _Hook:
+    """Replaces the traceback of our errors, and leaves all others to the hook before it."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        interactive = sys.flags.interactive or hasattr(sys, "ps1")
+        if interactive or not isinstance(error, MegatronError):
+            self._before(kind, error, trace)
+            return
+        tell(error)
+        raise SystemExit(EXIT_CODE)  # or Python would end with 1
+
+
+def _place(error: MegatronError) -> str:
+    """The user's line that led to an error, if any did."""
+    ours = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    libraries = tuple(
+        sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")
+    )
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not os.path.abspath(frame.filename).startswith((ours, *libraries))
+        and os.path.isfile(frame.filename)
+    ]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return (
+        f"\n  ({last.filename}:{last.lineno}; LIGHTNING_MEGATRON_TRACEBACK=1 shows the way from "
+        "there)"
+    )

@@ -249,8 +249,7 @@ def _as_config(config: TransformerConfig | str | Mapping[str, Any]) -> Transform
         return stored_config(config)
     if isinstance(config, str):
         return TransformerConfig.preset(config)
-    unknown = [name for name in config if name not in TransformerConfig.__dataclass_fields__]
-    raise_if_any([f"config.{name}: TransformerConfig has no such field" for name in unknown])
+    raise_if_any(TransformerConfig.field_problems(config, "config."))
     return TransformerConfig(**config)
 
 

@@ -188,6 +188,7 @@ def test_predicts_whole_logits_under_tp(pool: WorkerPool) -> None:
         ({"weight_decay": -1.0}, "weight_decay=-1.0"),
         ({"min_lr_ratio": 2.0}, "nearest valid: min_lr_ratio=1.0"),
         ({"config": {"hidden": 4}}, "config.hidden: TransformerConfig has no such field"),
+        ({"config": {"num_head": 4}}, "config.num_head: .*nearest valid: config.num_heads"),
         ({"config": "huge"}, "preset=huge"),
     ],
 )

@@ -16,6 +16,7 @@ from lightning_megatron._torch.collectives import watch_waits as watch_waits
 from lightning_megatron._torch.dtensor import copy_hooks as copy_hooks
 from lightning_megatron._torch.dtensor import forget_meshes as forget_meshes
 from lightning_megatron._torch.dtensor import has_hooks as has_hooks
+from lightning_megatron._torch.dtensor import has_storage as has_storage
 from lightning_megatron._torch.dtensor import lend_gradients as lend_gradients
 from lightning_megatron._torch.dtensor import mend_operation_keys as mend_operation_keys
 from lightning_megatron._torch.dtensor import shard_of as shard_of
@@ -66,4 +67,14 @@ from lightning_megatron._torch.kernels import scaled_mm as scaled_mm
 from lightning_megatron._torch.kernels import unscale_ as unscale_
 from lightning_megatron._torch.loader import LoaderIterator as LoaderIterator
 from lightning_megatron._torch.loader import watch_no_workers as watch_no_workers
+from lightning_megatron._torch.state_dicts import IncompatibleKeys as IncompatibleKeys
+from lightning_megatron._torch.state_dicts import call_as_tensor as call_as_tensor
+from lightning_megatron._torch.state_dicts import first_load_hook as first_load_hook
+from lightning_megatron._torch.state_dicts import first_state_hook as first_state_hook
+from lightning_megatron._torch.state_dicts import is_fsdps as is_fsdps
+from lightning_megatron._torch.state_dicts import loads_itself as loads_itself
+from lightning_megatron._torch.state_dicts import saves_itself as saves_itself
+from lightning_megatron._torch.state_dicts import state_hooks as state_hooks
+from lightning_megatron._torch.state_dicts import tensor_without_memory as tensor_without_memory
+from lightning_megatron._torch.state_dicts import tree_any as tree_any
 from lightning_megatron._torch.threads import end_kernel_threads as end_kernel_threads

@@ -37,6 +37,14 @@ def stamps(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     ]
 
 
+def has_storage(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether ``storage`` is that of ``tensor``, which an assignment to .data changes (2.11-2.13).
+
+    Of a DTensor neither holds the values.
+    """
+    return bool(tensor.untyped_storage()._cdata == storage._cdata)
+
+
 def copy_hooks(source: Tensor, target: Tensor) -> None:
     """Register with ``target`` what is called with gradients of ``source`` (2.11-2.13)."""
     for hook in (source._backward_hooks or {}).values():

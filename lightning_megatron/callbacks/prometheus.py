@@ -277,7 +277,7 @@ def _problems(port: int, host: str, token: str | None, stale_s: float) -> list[s
     if importlib.util.find_spec("prometheus_client") is None:
         problems.append(
             "PrometheusEndpoint needs the package prometheus-client: "
-            "`pip install lightning-megatron[monitor]`, or leave the callback out"
+            "`pip install 'lightning-megatron[monitor]'`, or leave the callback out"
         )
     if not 0 <= port <= 65535:
         problems.append(

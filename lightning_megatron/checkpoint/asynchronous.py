@@ -80,7 +80,7 @@ class Saver:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unsettled: deque[Job] = deque()
-        self._failures = 0
+        self._failures = self._complete = 0
         self._verdict: tuple[int, Exception] | None = None
         self._gave_up = False
         # What both threads touch.
@@ -210,6 +210,8 @@ class Saver:
     def close(self, *, timeout_s: float | None = None) -> None:
         """Wait for what is in flight and end the thread; not collective, raises nothing."""
         self.drain(timeout_s=timeout_s, quietly=True)
+        if self._failures and not self._complete and self._peers.is_first:
+            logger.error("nothing was saved in this run: every save has failed")
         if self._thread is not None:
             self._jobs.put(None)
             if not self._open:
@@ -283,18 +285,20 @@ class Saver:
             logger.info("%s: given up for a newer checkpoint", job.prepared.target)
             return
         if job.error is None:
-            self._failures = 0
+            self._failures, self._complete = 0, self._complete + 1
             return
         self._failures += 1
         limit = self._config.max_failed_saves
-        if self._config.on_error == "raise" or self._failures >= limit:
+        ends = limit is not None and self._failures >= limit
+        if self._config.on_error == "raise" or ends:
             self._verdict = self._verdict or (job.raise_at, job.error)
         elif self._peers.is_first:
             logger.warning(
-                "%s; training goes on (failed save %d in a row; it ends at %d)",
+                "%s; training goes on (%s failed in a row%s; this run has %s)",
                 job.error,
-                self._failures,
-                limit,
+                _count(self._failures, "save"),
+                "" if limit is None else f", training ends at {limit}",
+                _count(self._complete, "checkpoint"),
             )
 
     def _pass_verdict(self) -> None:
@@ -387,3 +391,7 @@ class Saver:
                 remove(path)
             except OSError as error:
                 logger.warning("could not delete an old checkpoint: %s", error)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

@@ -1,14 +1,20 @@
-"""Options of saving."""
+"""Options of saving and loading."""
 
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
-from lightning_megatron.problems import at_least, switches, whole_numbers
+from lightning_megatron.problems import at_least, lists_of_names, switches, whole_numbers
+
+PARTS = ("optimizer", "lr_schedulers", "loops", "callbacks")
+"""What `CheckpointConfig.exclude` may leave out beside weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How checkpoints are saved during training."""
+    """How checkpoints are saved during training, and what of them is loaded."""
 
     mode: Literal["async", "sync"] = "sync"
     """``"async"`` copies the state and writes while training goes on; whoever reads a checkpoint
@@ -19,8 +25,9 @@ class CheckpointConfig:
     Checkpoints in object stores are uploaded by a thread all the same."""
     on_error: Literal["continue", "raise"] = "continue"
     """Whether training goes on, with one warning, after a save that failed."""
-    max_failed_saves: int = 3
-    """Failed saves in a row after which training ends all the same."""
+    max_failed_saves: int | None = None
+    """Failed saves in a row after which training ends all the same; None for any number: a night's
+    training is worth more than the checkpoints that a full disk costs."""
     when_busy: Literal["wait", "supersede"] = "wait"
     """What a save does that finds another in flight: wait for it, or give it up to take its place
     (every other time at most, so that some checkpoint is always finished)."""
@@ -32,6 +39,10 @@ class CheckpointConfig:
     """Keep this many of the checkpoints that each ModelCheckpoint makes in turn, the newest, and
     what a ModelCheckpoint holds as best or last; None leaves deleting to the callbacks. For one
     with ``save_top_k=-1``: what is beyond ``keep`` goes when a newer one stands and is verified."""
+    exclude: Sequence[str] = ()
+    """What ``ckpt_path`` leaves out: patterns of names of weights, like ``head.*``, and the parts
+    ``optimizer``, ``lr_schedulers``, ``loops`` (progress) and ``callbacks``. Weights that are left
+    out stay what the module has, and their optimizer state begins anew."""
     drain_timeout_s: float = 600.0
     """Seconds that a run which ends with an exception waits for the save in flight."""
 
@@ -54,7 +65,9 @@ class CheckpointConfig:
                 "checkpoint.process='process', mode='sync': another process writes only in the "
                 "background; nearest valid: mode='async', or process='thread'"
             )
-        faults = whole_numbers(1, max_failed_saves=self.max_failed_saves)
+        limit = self.max_failed_saves
+        faults = [] if limit is None else whole_numbers(1, max_failed_saves=limit)
+        faults += lists_of_names(exclude=self.exclude)
         faults += at_least(0.0, drain_timeout_s=self.drain_timeout_s)
         faults += switches(incremental=self.incremental)
         problems += [f"checkpoint.{fault}" for fault in faults]
@@ -64,3 +77,24 @@ class CheckpointConfig:
                 "to be damaged; nearest valid: keep=2"
             )
         return problems
+
+
+def exclusion_problems(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Faults of what `CheckpointConfig.exclude` names, given the names of a checkpoint.
+
+    >>> exclusion_problems(["haed.*"], ["head.weight", "net.bias"])  # doctest: +ELLIPSIS
+    ["checkpoint.exclude=['haed.*']: nothing of the checkpoint ...; nearest valid: 'head.*'"]
+    """
+    known = list(names)
+    parents = {name.rpartition(".")[0] for name in known if "." in name}
+    choices = [*PARTS, *known, *sorted(f"{parent}.*" for parent in parents)]
+    problems = []
+    for pattern in patterns:
+        if pattern in PARTS or any(fnmatchcase(name, pattern) for name in known):
+            continue
+        near = difflib.get_close_matches(pattern, choices, n=1, cutoff=0.0)
+        problems.append(
+            f"checkpoint.exclude=[{pattern!r}]: nothing of the checkpoint has this name; nearest "
+            f"valid: {near[0]!r}"
+        )
+    return problems

@@ -24,7 +24,7 @@ from lightning_megatron.checkpoint.manifest import (
     read_text,
 )
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, merge_snapshots
-from lightning_megatron.checkpoint.state import chunks_of
+from lightning_megatron.checkpoint.state import StateMapping, chunks_of
 from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, raise_if_any
 
@@ -45,6 +45,8 @@ class Contribution:
     aliases: Mapping[str, str]
     extras: Mapping[str, Any]
     optimizers: Sequence[OptimizerSnapshot]
+    versions: Mapping[str, int]
+    """Of modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ def contribution(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapsho
         aliases={alias: name for name, chunk in chunks.items() for alias in chunk.aliases},
         extras={name: value for name, value in model.items() if name not in chunks},
         optimizers=[snapshot.without_tensors() for snapshot in optimizers],
+        versions=model.versions if isinstance(model, StateMapping) else {},
     )
 
 
@@ -82,13 +85,16 @@ def compose(state: Mapping[str, Any], contributions: Sequence[Contribution]) -> 
         raise CheckpointError("the ranks have different numbers of optimizers")
     snapshots = zip(*(c.optimizers for c in contributions), strict=True)
     extras: dict[str, Any] = {}
+    versions: dict[str, int] = {}
     for contribution in reversed(contributions):  # the lowest rank that has one decides
         extras |= contribution.extras
+        versions |= contribution.versions
     encoder = Encoder()
     document = {
         "state": _encode_lightning_state(state, encoder),
         "optimizers": encoder.encode([merge_snapshots(s) for s in snapshots], "optimizers"),
         "extras": encoder.encode(extras, "state_dict"),
+        "versions": encoder.encode(versions, "versions"),
     }
     raise_if_any(encoder.problems)
     aliases: dict[str, str] = {}
@@ -134,7 +140,7 @@ def _encode_hyper_parameters(
 
 
 def read_document(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
-    """Return the parts ``state``, ``optimizers`` and ``extras``.
+    """Return the parts ``state``, ``optimizers``, ``extras`` and, unless it is older, ``versions``.
 
     Raises:
         OSError: a file cannot be read.
@@ -156,6 +162,9 @@ def read_document(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
         isinstance(document.get(key), kind) for key, kind in shapes
     ):
         raise DamagedCheckpointError(f"{STATE_FILE} is not the state of a checkpoint")
+    versions = document.get("versions", {})
+    if not isinstance(versions, dict) or any(type(v) is not int for v in versions.values()):
+        raise DamagedCheckpointError(f"{STATE_FILE} has no versions of modules")
     return document
 
 

@@ -7,18 +7,22 @@ read.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.index import summary
-from lightning_megatron.checkpoint.manifest import (
-    Manifest,
-)
+from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, Shelf
+from lightning_megatron.checkpoint.manifest import Manifest
+from lightning_megatron.checkpoint.module_loading import ModuleState, cut, redirected
 from lightning_megatron.checkpoint.optimizer import OptimizerRestore, OptimizerSnapshot
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.prepared import (
@@ -28,8 +32,8 @@ from lightning_megatron.checkpoint.prepared import (
     writing,
 )
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX, CheckpointReader
-from lightning_megatron.checkpoint.state import Chunk, chunks_of, model_chunks, parameter_names
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron.checkpoint.state import Chunk, own_chunks, parameter_names, whole
+from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.parallel.owned_rows import OwnedRows
 
 logger = logging.getLogger(__name__)
@@ -72,30 +76,77 @@ def save_directory(
     return manifest
 
 
+def stored_state(
+    reader: CheckpointReader, device: torch.device | str = "cpu"
+) -> OrderedDict[str, Any]:
+    """Return the state_dict of a checkpoint, with tensors that are read when they are looked at.
+
+    Args:
+        reader: the open checkpoint.
+        device: of the tensors.
+    """
+    shelf = Shelf()
+
+    def lazy(name: str) -> LazyTensor:
+        entry = reader.entry(f"{MODEL_PREFIX}.{name}")
+        assert entry is not None
+        shape, dtype = tuple(entry.size), entry.properties.dtype
+
+        def fetch() -> Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            reader.read({f"{MODEL_PREFIX}.{name}": whole(tensor)})
+            return tensor
+
+        return LazyTensor(name, shape, dtype, torch.device(device), fetch, shelf)
+
+    tensors = {name: lazy(name) for name in reader.model_names()}
+    aliases = {a: tensors[n] for a, n in reader.manifest.aliases.items() if n in tensors}
+    return OrderedDict({**aliases, **tensors, **reader.extras})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a module that is to be loaded lies on this rank."""
+
+    canonical: Mapping[str, str] | None = None
+    """For names that are aliases of a parameter of another stage, its name."""
+    names: Mapping[Tensor, str] | None = None
+    """Canonical name of every tensor that the optimizers update; the module's parameters when
+    None."""
+    rows: Mapping[nn.Parameter, OwnedRows] | None = None
+    """What this rank owns of whole parameters. Only that is read; the owner of the parameters then
+    brings it into them."""
+    bring_together: Callable[[], None] = lambda: None
+    """Does so; collective."""
+
+
 def load_directory(
     path: str | os.PathLike[str] | CheckpointReader,
     module: nn.Module,
     optimizers: Sequence[Optimizer] = (),
     *,
-    canonical: Mapping[str, str] | None = None,
-    names: Mapping[Tensor, str] | None = None,
-    rows: Mapping[nn.Parameter, OwnedRows] | None = None,
+    state: Mapping[str, Any] | None = None,
+    layout: Layout = Layout(),
     strict: bool = True,
+    exclude: Sequence[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Bring a module and its optimizers to the state of a checkpoint of any layout; collective.
+
+    Hooks of modules that change what is loaded run as in ``Module.load_state_dict``, with whole
+    tensors (module_loading.py), and so does a ``load_state_dict`` that the module overrides.
 
     Args:
         path: the directory; the first rank's value counts. Or a checkpoint that the ranks of
             ``group`` have opened.
         module: as this rank holds it, with memory (not on the meta device).
-        optimizers: none, or as many as were saved.
-        canonical: for names that are aliases of a parameter of another stage, its name.
-        names: canonical name of every tensor that the optimizers update; the module's parameters
-            when None.
-        rows: what this rank owns of whole parameters. Only that is read; the owner of the
-            parameters then brings it into them.
+        optimizers: none, or as many as were saved. The state of a parameter follows the entry that
+            the parameter is loaded from; a parameter without one begins anew.
+        state: what `stored_state` returned, possibly edited, the same on all ranks; that of the
+            checkpoint when None.
+        layout: how the module lies on this rank.
         strict: whether names that only one side has are an error; else they are logged.
+        exclude: patterns of names that ``state`` lacks on purpose.
         group: the ranks that load; all when None; without process groups, this process.
 
     Returns:
@@ -106,16 +157,21 @@ def load_directory(
         CheckpointError: the checkpoint does not exist or is damaged.
     """
     reader = path if isinstance(path, CheckpointReader) else CheckpointReader(path, group=group)
-    loading = _Loading(reader, module, canonical, rows)
+    given = stored_state(reader) if state is None else state
+    loading = _Loading(reader, module, layout, given, exclude)
 
     def plan() -> _Report:
-        loading.plan_model()
-        loading.plan_optimizers(optimizers, names or parameter_names(module, canonical))
+        loading.plan_model(strict)
+        loading.plan_optimizers(optimizers)
         return loading.report
 
-    reader.peers.run(reader.what, plan, lambda reports: _judge(reports, reader, strict))
+    reader.peers.run(reader.what, plan, lambda reports: _judge(reports, reader, module, strict))
     reader.peers.run(reader.what, loading.read, lambda _: None)
     loading.apply()
+    layout.bring_together()
+    reader.peers.run(
+        reader.what, loading.finish, lambda reports: _judge_names(reports, reader, strict)
+    )
     return reader.state
 
 
@@ -124,8 +180,19 @@ class _Report:
     """What one rank found when it compared its module with the checkpoint."""
 
     problems: list[str]
+    misfits: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     missing: list[str]
-    used: list[str]
+    unplaced: list[str]
+    anew: list[str]
+    """Parameters whose optimizer state is not in the checkpoint."""
+    used: frozenset[str]
+    """Names in the files that the module took."""
+    given: Mapping[str, str]
+    """For names of the state that come from the files, the name there."""
+    names: Sequence[str]
+    """Of the state."""
+    settled: bool
+    """Whether nobody may yet say that a missing name does not matter."""
 
 
 class _Loading:
@@ -135,109 +202,274 @@ class _Loading:
         self,
         reader: CheckpointReader,
         module: nn.Module,
-        canonical: Mapping[str, str] | None,
-        rows: Mapping[nn.Parameter, OwnedRows] | None,
+        layout: Layout,
+        state: Mapping[str, Any],
+        exclude: Sequence[str],
     ) -> None:
-        self._reader = reader
-        self._module = module
-        self._canonical, self._rows = canonical, rows
-        self._model: dict[str, Any] = {}
-        self._stored_names: dict[str, str] = {}
+        self._reader, self._module, self._state = reader, module, state
+        self._exclude = exclude
+        self._layout = layout
+        self._chunks = own_chunks(module, layout.canonical, layout.rows)
+        names = parameter_names(module, layout.canonical)
+        versions = reader.versions
+        self._found = ModuleState(module, self._chunks, names, versions)
+        self._names = names if layout.names is None else layout.names
+        self._overrides = type(module).load_state_dict is not nn.Module.load_state_dict
         self._wanted: dict[str, Chunk] = {}
         self._stored: dict[str, str] = {}
+        self._values: list[tuple[Chunk, Tensor]] = []
         self._restores: list[OptimizerRestore] = []
-        self.report = _Report(problems=[], missing=[], used=[])
+        self._optimizer_problems: list[str] = []
+        self._anew: list[str] = []
 
-    def plan_model(self) -> None:
-        """Find every tensor of the module in the checkpoint."""
-        self._model = model_chunks(self._module, self._canonical, self._rows)
-        for name, value in self._model.items():
-            if not isinstance(value, Chunk):
-                (self.report.used if name in self._reader.extras else self.report.missing).append(
-                    name
-                )
+    @property
+    def report(self) -> _Report:
+        """What was found."""
+        found = self._found
+        lazy = {k: v.source for k, v in self._state.items() if isinstance(v, LazyTensor)}
+        taken = found.taken.values()
+        return _Report(
+            problems=found.problems or self._optimizer_problems,
+            misfits=found.misfits,
+            missing=[] if self._overrides else [n for n in found.missing if not self._leaves(n)],
+            unplaced=[] if self._overrides else found.unplaced,
+            anew=self._anew,
+            used=frozenset(v.source for v in taken if isinstance(v, LazyTensor)),
+            given=lazy,
+            names=list(self._state),
+            settled=not found.has_hooks and not self._overrides,
+        )
+
+    def plan_model(self, strict: bool) -> None:
+        """Find out what every tensor of the module gets."""
+        if self._overrides:
+            self._load_by_override(strict)
+            return
+        self._found.find(self._state)
+        self._note()
+
+    def _note(self) -> None:
+        found, self._wanted, self._stored, self._values = self._found, {}, {}, []
+        for owner, part in found.parts.items():
+            self._values.append((self._chunks[owner], part))
+        for owner, value in found.taken.items():
+            if owner in found.parts:
                 continue
-            stored = self._reader.stored_name(name, value.aliases)
-            if stored is None:
-                self.report.missing.append(name)
-                continue
-            self.report.used.append(stored)
-            if problem := self._misfit(name, value, stored):
-                self.report.problems.append(problem)
-            self._stored_names[name] = stored
-            self._wanted[f"{MODEL_PREFIX}.{name}"] = value
-            self._stored[f"{MODEL_PREFIX}.{name}"] = f"{MODEL_PREFIX}.{stored}"
+            chunk = self._chunks[owner]
+            if isinstance(value, LazyTensor):
+                changed = value.changed()
+                if changed is None:
+                    self._wanted[f"{MODEL_PREFIX}.{owner}"] = chunk
+                    self._stored[f"{MODEL_PREFIX}.{owner}"] = f"{MODEL_PREFIX}.{value.source}"
+                    continue
+                value = changed
+            self._values.append((chunk, cut(value, chunk)))
 
-    def _misfit(self, name: str, chunk: Chunk, stored: str) -> str | None:
-        entry = self._reader.entry(f"{MODEL_PREFIX}.{stored}")
-        assert entry is not None
-        if tuple(entry.size) != chunk.full_shape:
-            return (
-                f"parameter {name!r}: the checkpoint has shape {tuple(entry.size)}, the module "
-                f"{chunk.full_shape}; nearest valid: the hyper-parameters of the saved module"
-            )
-        if chunk.tensor.is_meta:
-            return f"parameter {name!r} has no memory (meta device): materialise it before loading"
-        return None
+    def _load_by_override(self, strict: bool) -> None:
+        """Let the module's own load_state_dict decide, which sees the values as soon as torch's."""
+        chunks = own_chunks(self._module, self._layout.canonical)
 
-    def plan_optimizers(self, optimizers: Sequence[Optimizer], names: Mapping[Tensor, str]) -> None:
+        def take(module: nn.Module, state: dict[str, Any], prefix: str) -> Any:
+            keys = self._found.find_below(module, state, prefix)
+            raise_if_any([*self._found.problems, *misfit_problems(self._found.misfits, "")])
+            self._note()
+            self._read_model()
+            self._found.finish()
+            for owner, value in self._found.taken.items():
+                if owner not in self._found.parts and owner in chunks:
+                    chunks[owner].tensor.copy_(cut(value, chunks[owner]))
+            return keys
+
+        with redirected(self._module, take):
+            self._module.load_state_dict(self._state, strict=strict)
+
+    def plan_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Allocate the state of the optimizers."""
         saved = self._reader.optimizers
-        if not optimizers or self.report.problems:
+        if not optimizers or self._found.problems or self._found.misfits:
             return
         if len(optimizers) != len(saved):
             kept = f"{len(saved)} optimizers" if saved else "only weights, no optimizer state"
-            self.report.problems.append(
+            self._optimizer_problems.append(
                 f"the checkpoint holds {kept}, the module has {len(optimizers)} optimizers; "
                 "nearest valid: the same number, or loading the weights alone"
             )
             return
         for index, (optimizer, data) in enumerate(zip(optimizers, saved, strict=True)):
-            restore = OptimizerRestore(
-                optimizer,
-                names,
-                chunks_of(self._model),
-                stored_names=self._stored_names,
-                prefix=f"{OPTIMIZER_PREFIX}.{index}",
-                metadata=self._reader.metadata,
-                saved=data,
-            )
+            try:
+                restore = OptimizerRestore(
+                    optimizer,
+                    self._names,
+                    self._chunks,
+                    stored_names=self._stored_names(),
+                    prefix=f"{OPTIMIZER_PREFIX}.{index}",
+                    metadata=self._reader.metadata,
+                    saved=data,
+                )
+            except ConfigError as error:
+                self._optimizer_problems += error.problems
+                continue
+            self._anew += restore.anew
             self._restores.append(restore)
             self._wanted |= restore.chunks
             self._stored |= {name: name for name in restore.chunks}
+
+    def _stored_names(self) -> dict[str, str]:
+        """Names in the files of the parameters whose optimizer state is to be theirs."""
+        taken = self._found.taken.items()
+        nowhere = {name: "" for name in self._chunks if self._leaves(name)}
+        return nowhere | {owner: v.source for owner, v in taken if isinstance(v, LazyTensor)}
+
+    def _leaves(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._exclude)
 
     def read(self) -> None:
         """Read all tensors of this rank."""
         self._reader.read(self._wanted, self._stored)
 
+    def _read_model(self) -> None:
+        self.read()
+        self._copy()
+
+    def _copy(self) -> None:
+        for chunk, value in self._values:
+            chunk.tensor.copy_(value)
+
     def apply(self) -> None:
         """Hand over what was not read in place."""
-        extras = {k: v for k, v in self._reader.extras.items() if k in self._model}
-        if extras:
-            self._module.load_state_dict(extras, strict=False)
+        self._copy()
         for restore in self._restores:
             restore.apply()
 
+    def finish(self) -> _Report:
+        """Run what modules want to do once they are loaded."""
+        if not self._overrides:
+            self._found.finish()
+        return self.report
 
-def _judge(reports: Sequence[_Report], reader: CheckpointReader, strict: bool) -> None:
+
+def _judge(
+    reports: Sequence[_Report], reader: CheckpointReader, module: nn.Module, strict: bool
+) -> None:
     """Decide on the first rank whether the checkpoint fits all ranks' modules."""
     problems = list(dict.fromkeys(p for report in reports for p in report.problems))
+    misfits = {name: shapes for report in reports for name, shapes in report.misfits.items()}
+    names = _differences(reports) if strict and all(r.settled for r in reports) else []
+    if misfits or names:  # why an optimizer does not fit is plain then
+        hint = _hyper_parameters(reader, module)
+        problems = [p for p in problems if "optimizer" not in p]
+        problems = [*misfit_problems(misfits, hint), *problems, *names]
+    raise_if_any(problems)
+    anew = list(dict.fromkeys(name for report in reports for name in report.anew))
+    if anew:
+        logger.warning(
+            "%s has no optimizer state for %s: it begins anew", reader.directory, summary(anew)
+        )
+
+
+def misfit_problems(
+    misfits: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], hint: str
+) -> list[str]:
+    """Say which parameters have other shapes; one sentence for many.
+
+    Args:
+        misfits: shapes in the checkpoint and in the module, by name.
+        hint: which hyper-parameters differ.
+    """
+    texts = [
+        f"parameter {name!r}: the checkpoint has shape {stored}, the module {ours}"
+        for name, (stored, ours) in misfits.items()
+    ]
+    if len(texts) > 3:
+        texts = [f"{len(texts)} parameters have other shapes; {texts[0]}"]
+    remedy = "; nearest valid: the hyper-parameters of the saved module" + hint
+    return [text + remedy for text in texts]
+
+
+def _hyper_parameters(reader: CheckpointReader, module: nn.Module) -> str:
+    """Name the hyper-parameters that differ, with both values."""
+    stored = _flat(reader.state.get("hyper_parameters", {}))
+    ours = _flat(dict(getattr(module, "hparams", {})))
+    differing = [
+        f"{name}={stored[name]!r} instead of {ours[name]!r}"
+        for name in stored
+        if name in ours and repr(stored[name]) != repr(ours[name])
+    ]
+    return f": {summary(differing)}" if differing else ""
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def _judge_names(reports: Sequence[_Report], reader: CheckpointReader, strict: bool) -> None:
+    """The same about names, once hooks that may overlook some have run."""
+    if not (differences := _differences(reports)):
+        return
+    if strict and not all(report.settled for report in reports):
+        raise_if_any(differences)
+    if not strict:
+        logger.warning("%s: %s", reader.directory, "; ".join(differences))
+
+
+def _differences(reports: Sequence[_Report]) -> list[str]:
     missing = list(dict.fromkeys(n for report in reports for n in report.missing))
-    used = {n for report in reports for n in report.used}
-    unexpected = [n for n in (*reader.model_names(), *reader.extras) if n not in used]
-    differences = [
+    used = frozenset[str]().union(*(report.used for report in reports))
+    common = frozenset.intersection(*(frozenset(report.unplaced) for report in reports))
+    given = reports[0].given
+    unexpected = [n for n in dict.fromkeys(reports[0].unplaced) if n in common]
+    unexpected = [n for n in unexpected if given.get(n) not in used]
+    if counts := _layer_counts(missing, unexpected, reports[0].names):
+        return counts
+    return [
         f"{len(some)} names of the {one} are not in the {other}: {summary(some)}"
+        "; nearest valid: the module that was saved, or strict_loading=False"
         for one, other, some in (
             ("module", "checkpoint", missing),
             ("checkpoint", "module", unexpected),
         )
         if some
     ]
-    if strict:
-        remedy = "; nearest valid: the module that was saved, or strict=False"
-        problems += [difference + remedy for difference in differences]
-    elif differences:
-        logger.warning("%s: %s", reader.directory, "; ".join(differences))
-    if len(problems) > 20:
-        problems = [*problems[:20], f"and {len(problems) - 20} more of this kind"]
-    raise_if_any(problems)
+
+
+def _layer_counts(
+    missing: Sequence[str], unexpected: Sequence[str], stored: Sequence[str]
+) -> list[str]:
+    """Say that a list of layers is longer on one side, where nothing else differs."""
+    lacking, differing = _numbered(missing), [*missing, *unexpected]
+    if len(_numbered(differing)) != 1 or not all(_NUMBERED.match(name) for name in differing):
+        return []
+    (above, numbers), held = next(iter(_numbered(differing).items())), _numbered(stored)
+    both = held.get(above, frozenset())
+    if missing and unexpected or not both:
+        return []
+    theirs = len(both)
+    ours = theirs + len(numbers) if lacking else theirs - len(numbers)
+    if ours < 1 or (lacking and both & numbers) or (not lacking and not numbers <= both):
+        return []
+    kept = both - numbers
+    if not lacking and any(n > min(numbers) for n in kept):
+        return []
+    return [
+        f"{above}: the checkpoint has {theirs} layers, the module {ours}; nearest valid: {theirs} "
+        "layers, or strict_loading=False"
+    ]
+
+
+_NUMBERED = re.compile(r"(.+?)\.(\d+)\.")
+
+
+def _numbered(names: Sequence[str]) -> dict[str, frozenset[int]]:
+    """Numbers of the layers in lists, by the name of the list."""
+    found: dict[str, frozenset[int]] = {}
+    for name in names:
+        if (match := _NUMBERED.match(name)) is not None:
+            found[match[1]] = found.get(match[1], frozenset()) | {int(match[2])}
+    return found

@@ -28,7 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.checkpoint.storage import AnyPath, storage_path
-from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from lightning_megatron.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    NoSuchCheckpointError,
+)
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
@@ -163,7 +168,15 @@ class Manifest:
             DamagedCheckpointError: it is not a manifest, or not what was written.
             CheckpointError: it has a newer schema.
         """
-        sealed = _is_sealed(text)
+        newer = _newer(text)
+        try:
+            sealed = _is_sealed(text)
+        except DamagedCheckpointError as error:
+            if newer is None:
+                raise
+            raise DamagedCheckpointError(f"{newer}, unless it is damaged: {error}") from None
+        if newer is not None:
+            raise CheckpointError(newer)
         try:
             data = json.loads(text, object_pairs_hook=_without_repetition)
             schema = data["schema"]
@@ -173,11 +186,6 @@ class Manifest:
                 raise ValueError("it does not end with its own hash")
             if schema == 1 and (sealed or '"sha256": "' in text):
                 raise ValueError("it has hashes but not their schema")
-            if schema > SCHEMA:
-                raise CheckpointError(
-                    f"schema {schema!r}: this version reads schemas up to {SCHEMA}; "
-                    f"written by {data.get('versions')}"
-                )
             known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
             known["files"] = {n: _file_entry(n, e, schema) for n, e in data["files"].items()}
             tensors = data["tensors"] if schema > 1 else {}
@@ -185,8 +193,26 @@ class Manifest:
             manifest = cls(**known)
             _check_mappings(manifest)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpointError(f"{MANIFEST_FILE} is not a manifest: {error!r}") from error
+            raise DamagedCheckpointError(f"{MANIFEST_FILE} is not a manifest: {error!r}") from None
         return manifest
+
+
+def _newer(text: str) -> str | None:
+    """Say that a manifest has a format of the future, if it has."""
+    try:
+        data = json.loads(text)
+        schema, versions = data["schema"], data.get("versions")
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        return None  # whatever it is, it is no manifest
+    if type(schema) is not int or schema <= SCHEMA:
+        return None
+    names = versions if isinstance(versions, dict) else {}
+    writer, ours = names.get("lightning-megatron"), _version("lightning-megatron")
+    by = "a later lightning-megatron" if writer is None else f"lightning-megatron {writer}"
+    return (
+        f"{by} wrote it in format {schema}, and lightning-megatron {ours}, which is installed, "
+        f"reads formats up to {SCHEMA}: upgrade lightning-megatron"
+    )
 
 
 def _one_line_each(name: str, entries: Mapping[str, Any]) -> str:
@@ -246,14 +272,6 @@ def _tensor_entry(data: Mapping[str, Any]) -> TensorEntry:
     if not isinstance(data["dtype"], str):
         raise TypeError("a dtype is not a string")
     return TensorEntry(dtype=data["dtype"], shape=_counts(data["shape"]), chunks=tuple(chunks))
-
-
-def _chunk_entry(offsets: Any, sizes: Any, file: Any, begin: Any, length: Any) -> ChunkEntry:
-    if not (isinstance(file, str) and _is_count(begin) and _is_count(length)):
-        raise ValueError(f"a chunk in {file!r} at {begin!r}+{length!r}")
-    return ChunkEntry(
-        offsets=_counts(offsets), sizes=_counts(sizes), file=file, begin=begin, length=length
-    )
 
 
 def _is_count(value: object) -> bool:
@@ -329,18 +347,20 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     directory = storage_path(path)
     if not directory.is_dir():
-        raise CheckpointError(f"{directory}: {_why_no_directory(directory)}")
+        if directory.exists():
+            raise CheckpointError(f"{directory}: this is a file, not a checkpoint directory")
+        raise NoSuchCheckpointError(f"{directory}: there is no such checkpoint")
     try:
         return Manifest.from_json(read_text(directory / MANIFEST_FILE))
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{directory}: no {MANIFEST_FILE}: not a checkpoint of this library, or one that was "
             "not finished"
-        ) from error
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{directory}: {MANIFEST_FILE} cannot be read: {error}") from error
     except CheckpointError as error:
-        raise type(error)(f"{directory}: {error}") from error
+        raise type(error)(f"{directory}: {error}") from None
 
 
 def read_text(file: AnyPath) -> str:
@@ -367,9 +387,3 @@ def read_text(file: AnyPath) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise DamagedCheckpointError(f"{file.name} is not a text: {error}") from error
-
-
-def _why_no_directory(path: AnyPath) -> str:
-    if path.exists():
-        return "this is a file, not a checkpoint directory"
-    return "there is no such checkpoint"

@@ -53,10 +53,29 @@ class OptimizerSnapshot:
     """State that is not a tensor, by parameter and key."""
     groups: Sequence[GroupOptions] = ()
     """Options of the local parameters."""
+    kind: str | None = None
+    """Class of the optimizer."""
 
     def without_tensors(self) -> "OptimizerSnapshot":
         """Return the part that is small."""
         return replace(self, tensors={})
+
+    def renamed(self, names: Mapping[str, str]) -> "OptimizerSnapshot":
+        """Return the same state of parameters that have other names."""
+
+        def new(name: str) -> str:
+            parameter, _, key = name.rpartition(".")
+            return f"{names.get(parameter, parameter)}.{key}"
+
+        return replace(
+            self,
+            tensors={new(name): chunk for name, chunk in self.tensors.items()},
+            values={names.get(name, name): v for name, v in self.values.items()},
+            groups=[
+                replace(g, parameters=tuple(names.get(n, n) for n in g.parameters))
+                for g in self.groups
+            ],
+        )
 
 
 def capture_optimizer(
@@ -103,20 +122,24 @@ def capture_optimizer(
         )
         for index, group in enumerate(optimizer.param_groups)
     ]
-    return OptimizerSnapshot(tensors=tensors, values=values, groups=groups)
+    kind = type(optimizer).__name__
+    return OptimizerSnapshot(tensors=tensors, values=values, groups=groups, kind=kind)
 
 
 def merge_snapshots(snapshots: Iterable[OptimizerSnapshot]) -> dict[str, Any]:
     """Unite what the ranks hold of one optimizer, without tensors, to plain data."""
     values: dict[str, Mapping[str, Any]] = {}
     groups: dict[tuple[int, str], tuple[GroupOptions, dict[str, None]]] = {}
+    kind = None
     for snapshot in snapshots:
+        kind = kind or snapshot.kind
         values |= {name: v for name, v in snapshot.values.items() if name not in values}
         for group in snapshot.groups:
             key = group.index, _fingerprint(group.options)
             _, parameters = groups.setdefault(key, (group, {}))
             parameters |= dict.fromkeys(group.parameters)
     return {
+        "kind": kind,
         "values": values,
         "groups": [
             {"index": g.index, "options": dict(g.options), "parameters": list(parameters)}
@@ -142,16 +165,19 @@ class OptimizerRestore:
         optimizer: its state is replaced.
         names: canonical name of every tensor that the optimizer updates.
         chunks: the chunk of every parameter.
-        stored_names: for every canonical name, the name in the checkpoint.
+        stored_names: for canonical names, the name in the checkpoint; their own where none is.
         prefix: of this optimizer's tensors in the checkpoint, like ``optimizer.0``.
         metadata: the index of the checkpoint.
         saved: the result of `merge_snapshots`, decoded.
 
     Attributes:
         chunks: what to read, by stored name.
+        anew: parameters of which the checkpoint has no state, or one of another shape, which begin
+            anew.
 
     Raises:
-        ConfigError: parameters of one group have different stored options, or none.
+        ConfigError: an optimizer of another kind wrote it; parameters of one group have different
+            stored options, or none.
     """
 
     def __init__(
@@ -165,6 +191,7 @@ class OptimizerRestore:
         metadata: Metadata,
         saved: Mapping[str, Any],
     ) -> None:
+        _refuse_other_kind(type(optimizer).__name__, saved.get("kind"))
         self._optimizer = optimizer
         self.chunks: dict[str, Chunk] = {}
         self._state: dict[Tensor, dict[str, Any]] = {}
@@ -175,12 +202,24 @@ class OptimizerRestore:
             for g in saved["groups"]
         ]
         self._options: list[Mapping[str, Any]] = []
+        self.anew: list[str] = []
+        known = {name for group in groups for name in group.parameters}
         for index, group in enumerate(optimizer.param_groups):
-            parameters = _saved(group, names, chunks)
-            local = [_name_of(p, names, optimizer) for p in parameters]
-            stored = [stored_names.get(name, name) for name in local]
-            self._options.append(_find_options(index, stored, groups, type(optimizer).__name__))
-            for parameter, name, stored_name in zip(parameters, local, stored, strict=True):
+            local = {_name_of(p, names, optimizer): p for p in _saved(group, names, chunks)}
+            stored = {name: stored_names.get(name, name) for name in local}
+            for name, stored_name in list(stored.items()):
+                model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
+                lacks = stored_name not in known and model_entry is None
+                if lacks or _is_of_other_shape(chunks[name], model_entry, entries.get(stored_name)):
+                    del stored[name]
+                    self.anew.append(name)
+            beginning = bool(local) and not stored
+            kind = type(optimizer).__name__
+            self._options.append(
+                {} if beginning else _find_options(index, list(stored.values()), groups, kind)
+            )
+            for name, stored_name in stored.items():
+                parameter = local[name]
                 state = dict(saved["values"].get(stored_name, {}))
                 self._held_in[parameter] = chunks[name].tensor.dtype
                 model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
@@ -210,6 +249,16 @@ class OptimizerRestore:
                     group[key].copy_(torch.as_tensor(value))
                 else:
                     group[key] = value
+
+
+def _refuse_other_kind(ours: str, stored: str | None) -> None:
+    alike = stored is None or ours == stored or {ours, stored} == {"Adam", "AdamW"}
+    if not alike:
+        raise ConfigError(
+            f"the checkpoint has the state of {stored}, the module's optimizer is {ours}, to which "
+            f"it means nothing; nearest valid: {stored}, or "
+            "checkpoint=CheckpointConfig(exclude=['optimizer', 'lr_schedulers']) to begin anew"
+        )
 
 
 def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimizer) -> str:
@@ -275,6 +324,17 @@ def _entries_by_parameter(
             name, _, key = full_name[len(prefix) + 1 :].rpartition(".")
             found.setdefault(name, {})[key] = entry
     return found
+
+
+def _is_of_other_shape(
+    parameter: Chunk, stored: Any, state: Mapping[str, TensorStorageMetadata] | None
+) -> bool:
+    """Whether the state of a parameter is of another shape than the parameter."""
+    if isinstance(stored, TensorStorageMetadata):
+        return tuple(stored.size) != parameter.full_shape
+    sizes = [tuple(entry.size) for entry in (state or {}).values()]
+    alike = [size for size in sizes if len(size) == len(parameter.full_shape) > 0]
+    return bool(alike) and parameter.full_shape not in alike
 
 
 def _find_options(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from lightning_megatron.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -24,8 +24,8 @@ class _Failure:
     text: str
     problems: tuple[str, ...] | None = None
     """The faults of a `ConfigError`; None for any other error."""
-    damage: bool = False
-    """Whether it was a `DamagedCheckpointError`."""
+    kind: type[CheckpointError] = CheckpointError
+    """What to raise."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,14 @@ class Peers:
         """Return the first rank's ``value`` on every rank."""
         return self._broadcast(value)
 
+    def collect(self, value: T) -> list[T]:
+        """Return the values of all ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def _conclude(
         self,
         what: str,
@@ -104,7 +112,8 @@ class Peers:
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt stays one
         if failures:
-            raise _joint_error(what, failures, self.size) from error
+            ours = isinstance(error, CheckpointError | ConfigError)
+            raise _joint_error(what, failures, self.size) from (None if ours else error)
         return result
 
     def _gather(self, outcome: _Outcome) -> list[_Outcome] | None:
@@ -149,7 +158,7 @@ def _describe(error: BaseException) -> _Failure:
     if isinstance(error, ConfigError):
         return _Failure(str(error), problems=error.problems)
     if isinstance(error, CheckpointError):
-        return _Failure(str(error), damage=isinstance(error, DamagedCheckpointError))
+        return _Failure(str(error), kind=type(error))
     return _Failure(f"{type(error).__name__}: {error}")
 
 
@@ -159,9 +168,12 @@ def _joint_error(what: str, failures: dict[int, _Failure], size: int) -> Excepti
         by_text.setdefault(failure.text, []).append(rank)
     if all(f.problems is not None for f in failures.values()):
         return ConfigError([p for f in failures.values() for p in f.problems or ()])
+    path = what.partition(" ")[2]  # is named once
+    by_text = {text.removeprefix(f"{path}: "): ranks for text, ranks in by_text.items()}
     parts = [
         text if size == 1 else f"rank {', '.join(map(str, ranks))}: {text}"
         for text, ranks in by_text.items()
     ]
-    kind = DamagedCheckpointError if all(f.damage for f in failures.values()) else CheckpointError
+    kinds = {failure.kind for failure in failures.values()}
+    kind = kinds.pop() if len(kinds) == 1 else CheckpointError
     return kind(f"{what}: {'; '.join(parts)}")

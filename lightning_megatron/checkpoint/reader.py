@@ -50,6 +50,7 @@ class CheckpointReader:
         state: Lightning's state.
         extras: module state that is not a parameter or buffer, by name.
         optimizers: what `merge_snapshots` returned for each optimizer.
+        versions: of the modules, by name, where they are not 1; None in older checkpoints.
         verify_s: seconds that it took to verify.
 
     Raises:
@@ -92,6 +93,7 @@ class CheckpointReader:
         self.state: dict[str, Any] = document["state"]
         self.extras: dict[str, Any] = document["extras"]
         self.optimizers: list[dict[str, Any]] = document["optimizers"]
+        self.versions: dict[str, int] | None = document.get("versions")
 
     def _check_coverage(self) -> None:
         check_metadata(self.metadata, self.manifest.files)

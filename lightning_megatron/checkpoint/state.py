@@ -13,7 +13,7 @@ prefixes of ``torch.compile`` and activation checkpointing are removed, and a sh
 one canonical name (the first) with the others as aliases.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,27 +110,73 @@ def model_chunks(
         ConfigError: a parameter is cut in a way that is not one rectangle.
     """
     state = {clean_name(name): value for name, value in module.state_dict().items()}
+    described = own_chunks(module, canonical, rows)
+    known = {name: {name, *chunk.aliases} for name, chunk in described.items()}
+    kept = {name: chunk for name, chunk in described.items() if known[name] & state.keys()}
+    all_known = {name for names in known.values() for name in names}
+    further = {name: value for name, value in state.items() if name not in all_known}
+    return StateMapping({**kept, **further}, versions_of(module))
+
+
+def own_chunks(
+    module: nn.Module,
+    canonical: Mapping[str, str] | None = None,
+    rows: Mapping[nn.Parameter, OwnedRows] | None = None,
+) -> dict[str, Chunk]:
+    """Return the chunks of `model_chunks` without a call of ``state_dict`` or of its hooks."""
     first_names = parameter_names(module, canonical)
-    names = {}
-    owned: dict[str, OwnedRows] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names[clean_name(name)] = first_names[parameter]
-        if rows is not None and parameter in rows:
-            owned[clean_name(name)] = rows[parameter]
-    buffers = {clean_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
     shards = _tensor_shards(module)
-    result: dict[str, Any] = {}
-    for name, value in state.items():
-        if name in buffers and isinstance(value, Tensor):
+    result: dict[str, Chunk] = {}
+    for name, value in own_tensors(module):
+        if not isinstance(value, nn.Parameter):
             result[name] = whole(value, identical=False)
-        elif name not in names or not isinstance(value, Tensor):
-            result[name] = value
-        elif (owner := names[name]) in result:
+        elif (owner := first_names[value]) in result:
             result[owner] = _with_alias(result[owner], name, owner)
         else:
-            chunk = _parameter_chunk(name, value, shards, owned.get(name))
+            chunk = _parameter_chunk(name, value, shards, None if rows is None else rows.get(value))
             result[owner] = _with_alias(chunk, name, owner)
     return result
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers under all of their names, in the order of state_dict."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, value in tensors_of(child).items():
+            yield clean_name(f"{prefix}.{name}" if prefix else name), value
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that a module itself has, by local name."""
+    buffers = {
+        name: value
+        for name, value in module._buffers.items()
+        if name not in module._non_persistent_buffers_set
+    }
+    found = {**module._parameters, **buffers}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+class StateMapping(dict[str, Any]):
+    """The state of a module by name.
+
+    Args:
+        state: the values.
+        versions: the ``_version`` of its modules by name, where it is not 1, torch's default;
+            ``_load_from_state_dict`` of a later version goes by it.
+    """
+
+    def __init__(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
+        super().__init__(state)
+        self.versions = dict(versions)
+
+
+def versions_of(module: nn.Module) -> dict[str, int]:
+    """Return the versions of a module's children that are not torch's default, by name."""
+    return {
+        clean_name(f"{name}.").removesuffix("."): child._version
+        for name, child in module.named_modules(remove_duplicate=False)
+        if child._version != 1
+    }
 
 
 def chunks_of(state: Mapping[str, Any]) -> dict[str, Chunk]:

@@ -19,7 +19,7 @@ _RESERVE = 1.2
 
 
 def write_error(error: Exception, directory: AnyPath, needed: int) -> CheckpointError:
-    """Return an error that says why ``directory`` could not be written.
+    """Return an error that says why ``directory`` could not be written; it names other paths only.
 
     Args:
         error: what was raised.
@@ -31,13 +31,16 @@ def write_error(error: Exception, directory: AnyPath, needed: int) -> Checkpoint
     free = _free_bytes(directory)
     cause = _system_error(error)
     if cause is not None:
-        what, path = f"[Errno {cause.errno}] {cause.strerror}", cause.filename or directory
+        what = f"[Errno {cause.errno}] {cause.strerror}"
+        file = Path(os.fsdecode(cause.filename)) if cause.filename else None
+        if file is not None and not file.is_relative_to(os.fspath(directory)):
+            what = f"{file}: {what}"
     elif free is not None and free < needed:
-        what, path = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}", directory
+        what = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
     else:
-        what, path = f"{type(error).__name__}: {error}", directory
+        what = f"{type(error).__name__}: {error}"
     room = "unknown" if free is None else f"{free:,}"
-    return CheckpointError(f"{path}: {what} ({needed:,} bytes needed here, {room} free)")
+    return CheckpointError(f"{what} ({needed:,} bytes needed here, {room} free)")
 
 
 def check_room(directory: AnyPath, needed: int) -> None:

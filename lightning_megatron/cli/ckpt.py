@@ -17,7 +17,7 @@ from typing import Any
 from lightning_megatron.checkpoint.candidates import Places, candidates, is_candidate, renamed
 from lightning_megatron.checkpoint.commit import CORRUPT, locate
 from lightning_megatron.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
-from lightning_megatron.checkpoint.storage import AnyPath, storage_path
+from lightning_megatron.checkpoint.storage import AnyPath, sizes, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 
@@ -46,9 +46,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="{ls,show,verify}")
     for name, run, summary, argument, several in (
         ("ls", _ls, "list the checkpoints in a place and below, newest first", "DIR|URL", False),
-        ("show", _show, "print what a checkpoint contains", "CKPT|URL", False),
+        ("show", _show, "print what checkpoints contain", "PATH|URL", False),
         ("verify", _verify, "compare checkpoints with their hashes; exit code 0 if all are "
-         "intact, 1 if one is damaged, 2 if one cannot be read", "CKPT|URL", True),
+         "intact, 1 if one is damaged, 2 if one cannot be read", "PATH|URL", True),
     ):  # fmt: skip
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("path", type=str, metavar=argument, nargs="+" if several else None)
@@ -88,7 +88,7 @@ def _ls(options: argparse.Namespace) -> int:
 def _overview(path: AnyPath) -> dict[str, Any]:
     place = locate(path)
     unknown = dict.fromkeys(("step", "epoch", "written", "bytes", "own_bytes", "layout"))
-    entry: dict[str, Any] = {"path": str(path), **unknown, "status": "complete"}
+    entry: dict[str, Any] = {"path": str(path), **unknown, "status": "complete, not verified"}
     try:
         manifest = read_manifest(place)
     except CheckpointError as error:
@@ -99,18 +99,46 @@ def _overview(path: AnyPath) -> dict[str, Any]:
         }
     entry |= {key: getattr(manifest, key) for key in ("step", "epoch", "written", "layout")}
     entry |= {"bytes": manifest.size, "own_bytes": manifest.own_size}
-    if CORRUPT in path.suffix:
+    found = sizes(place)
+    if CORRUPT in path.suffix or any(found.get(n) != f.size for n, f in manifest.files.items()):
         entry["status"] = "damaged"
     return entry
 
 
+def _checkpoints(path: AnyPath) -> list[AnyPath]:
+    """A checkpoint, or all those in a folder of runs; the path itself if there are none."""
+    if not path.is_dir() or is_candidate(path.absolute()):
+        return [path]
+    places = Places(trees=(path.resolve(),))
+    return sorted([*candidates(places), *renamed(places)], key=str) or [path]
+
+
 def _show(options: argparse.Namespace) -> int:
-    directory = locate(_place(options.path).absolute())
-    manifest = read_manifest(directory)
+    path, code = _place(options.path), 0
+    found = _checkpoints(path)
+    facts: list[dict[str, Any]] = []
+    for number, each in enumerate(found):
+        try:
+            directory = locate(each.absolute())
+            manifest = read_manifest(directory)
+        except CheckpointError as error:
+            if found == [path]:
+                raise
+            print(f"lightning-megatron: {error}", file=sys.stderr)
+            code = 2
+            continue
+        if options.json:
+            total = {"bytes": manifest.size, "own_bytes": manifest.own_size}
+            facts.append({"path": str(directory), **total, **asdict(manifest)})
+            continue
+        print("\n" * (number > 0), end="")
+        _print_manifest(directory, manifest)
     if options.json:
-        sizes = {"bytes": manifest.size, "own_bytes": manifest.own_size}
-        _print_json({"path": str(directory), **sizes, **asdict(manifest)})
-        return 0
+        _print_json(facts[0] if found == [path] else facts)
+    return code
+
+
+def _print_manifest(directory: AnyPath, manifest: Manifest) -> None:
     facts = {
         "path": directory,
         "step": _text(manifest.step),
@@ -140,11 +168,10 @@ def _show(options: argparse.Namespace) -> int:
     if manifest.aliases:
         aliases = [[alias, name] for alias, name in manifest.aliases.items()]
         print("\n" + _table(["ALIAS", "OF"], aliases))
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    found = [_verdict(_place(text)) for text in options.path]
+    found = [_verdict(path) for text in options.path for path in _checkpoints(_place(text))]
     if options.json:
         _print_json(found)
     else:

@@ -101,17 +101,22 @@ def extras() -> Iterator[Finding]:
     for module, (extra, use) in _EXTRAS.items():
         there = find_spec(module) is not None
         text = "installed" if there else f"not installed; needed for {use}"
-        remedy = "" if there else f"pip install lightning-megatron[{extra}]"
+        # flash-attn and Transformer Engine import torch when they are built.
+        isolation = "--no-build-isolation " if extra == "gpu" else ""
+        remedy = "" if there else f"pip install {isolation}'lightning-megatron[{extra}]'"
         yield Finding(name=module, text=text, remedy=remedy)
 
 
 def devices() -> Iterator[Finding]:
     """Accelerators that torch sees, and those that it does not."""
-    import torch
-    import torch.distributed as dist
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding(name="cores", text=f"{cores} for this process")
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:  # OSError: a library that it needs is missing
+        yield _no_torch("devices", error)
+        return
     if not torch.cuda.is_available():
         if list(Path("/dev").glob("nvidia[0-9]*")):
             yield Finding(
@@ -135,6 +140,15 @@ def devices() -> Iterator[Finding]:
             text="this torch has no NCCL",
             remedy="install a build of torch with CUDA for Linux",
         )
+
+
+def _no_torch(name: str, error: Exception) -> Finding:
+    return Finding(
+        name=name,
+        level="bad",
+        text=f"not looked at, as torch cannot be imported: {error}",
+        remedy="install the torch of this platform: https://pytorch.org/get-started",
+    )
 
 
 def names_and_ports(port: int) -> Iterator[Finding]:
@@ -250,8 +264,11 @@ def limits() -> Iterator[Finding]:
 
 def bandwidth(processes: int, limit_s: float = 90.0) -> Iterator[Finding]:
     """All-reduce between processes of this machine, which are started and ended here."""
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield _no_torch("bandwidth", error)
+        return
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = "nccl" if gpus >= processes else "gloo"
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:

@@ -102,7 +102,7 @@ def _codec(
     except ImportError as error:
         raise ConfigError(
             "--tokenizer needs the transformers library; nearest valid: "
-            "pip install lightning-megatron[hf]"
+            "pip install 'lightning-megatron[hf]'"
         ) from error
     try:
         known: Any = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)

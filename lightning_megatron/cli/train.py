@@ -1,23 +1,50 @@
 """`fit`, `validate`, `test` and `predict` through LightningCLI."""
 
 import logging
+import os
 import sys
 import warnings
+from argparse import ArgumentError
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from jsonargparse import set_parsing_settings
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-# Imported so that their short class names are known to the parser.
+# With "as", classes that are imported so that the parser knows their short names.
+from lightning_megatron.callbacks.chaos import ChaosMonkey as ChaosMonkey
 from lightning_megatron.callbacks.fault_tolerance import FaultTolerance as FaultTolerance
 from lightning_megatron.callbacks.monitor import Monitor as Monitor
+from lightning_megatron.callbacks.profiler_window import ProfilerWindow as ProfilerWindow
+from lightning_megatron.cli.mistakes import explain, unknown_strategy
 from lightning_megatron.cli.report import Outcome, report
 from lightning_megatron.data.text import TextDataModule as TextDataModule
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.module import LanguageModel as LanguageModel
+from lightning_megatron.precision.fp8 import Fp8Precision as Fp8Precision
 from lightning_megatron.strategies.megatron import MegatronStrategy
+
+_DEFAULTS = {
+    "model": "lightning_megatron.module.LanguageModel",
+    "data": "lightning_megatron.data.text.TextDataModule",
+    "trainer.strategy": "lightning_megatron.strategies.megatron.MegatronStrategy",
+}
+"""Classes that are used where neither a file nor an option names others."""
+
+_RECIPES = Path(__file__).parents[1] / "recipes"
+"""Files that `--config` finds by their names."""
+
+_WRAPPED = "Does not validate against any of the Union subtypes"
+"""How jsonargparse begins its message about an error of a constructor."""
+
+_LIMITS = ("max_steps", "max_epochs")
+"""What ends a run."""
 
 
 def is_main_process() -> bool:
@@ -26,16 +53,31 @@ def is_main_process() -> bool:
     return rank == 0
 
 
+class _Parser(LightningArgumentParser):
+    """Raises what is wrong, and takes no option for the beginning of another."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
+
+
 class MegatronCLI(LightningCLI):
     """LightningCLI for any module and datamodule, with the classes of this package known by name.
 
     Args:
         args: the command line without the program's name; `sys.argv` by default.
+
+    Raises:
+        ConfigError: an option, a class or a value is not known, or a file cannot be read; or the
+            Trainer does not take what it is given.
     """
 
     def __init__(self, args: ArgsType = None) -> None:
         self._args = list(args) if isinstance(args, list) else sys.argv[1:]
         _quieten()
+        # What stands below the fields of a configuration is read for its help only: it takes time.
+        wants_help = any(arg == "-h" or "help" in arg.partition("=")[0] for arg in self._args)
+        set_parsing_settings(docstring_parse_attribute_docstrings=wants_help)
+        self._began = _Began()
         super().__init__(
             # Any subclass; the default is what the recipes use.
             pl.LightningModule,
@@ -45,23 +87,114 @@ class MegatronCLI(LightningCLI):
             # A rerun into the same folder is no mistake.
             save_config_kwargs={"overwrite": True},
             seed_everything_default=1,
+            trainer_defaults={"callbacks": [self._began]},
             # A module's own hyperparameters go into the checkpoint, not the parser's view of them.
             load_from_checkpoint_support=False,
             # Modules configure their optimizers; LightningCLI would replace what they configure.
             auto_configure_optimizers=False,
-            parser_kwargs={"prog": "lightning-megatron"},
+            parser_class=_Parser,
+            parser_kwargs={"prog": "lightning-megatron", **_help_of(self.subcommands())},
             args=args,
         )
 
     @override
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The given one alone: parsers of the others take time and are not asked."""
+        known = LightningCLI.subcommands()
+        given = self._args[0] if self._args else ""
+        return {given: known[given]} if given in known else known
+
+    @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.set_defaults({"model": {"class_path": "lightning_megatron.module.LanguageModel"}})
-        parser.set_defaults({"data": {"class_path": "lightning_megatron.data.text.TextDataModule"}})
+        for option, class_path in _DEFAULTS.items():
+            parser.set_defaults({option: {"class_path": class_path}})
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        try:
+            self.config = parser.parse_args(_with_recipes(self._args))
+        except ArgumentError as error:
+            commands = self.subcommands()
+            known = self._subcommand_parsers[next((c for c in commands if c in self._args), "fit")]
+            message = explain(str(error), known, _DEFAULTS, self._args)
+            raise ConfigError(message) from error
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # jsonargparse tells of what a constructor raised in a message of its own, which hides
+            # the user's line behind fifty others.
+            cause: BaseException = error
+            while cause.__cause__ is not None and _WRAPPED in str(cause):
+                cause = cause.__cause__
+            raise cause from None
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        problem = unknown_strategy(self._get(self.config_init, "trainer.strategy"))
+        if problem:
+            raise ConfigError(problem)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (TypeError, ValueError, MisconfigurationException) as error:
+            raise ConfigError(f"trainer: {error}") from error
 
     def after_fit(self) -> None:
         """Say where things are; LightningCLI calls this when `fit` is done."""
-        if is_main_process():
+        if not is_main_process():
+            return
+        if self._began.training:
             print("\n" + report(self._args, _outcome(self.trainer)))
+            return
+        limits = (f"trainer.{name}={getattr(self.trainer, name)}" for name in _LIMITS)
+        print(
+            f"\nTrained nothing: the run is at step {self.trainer.global_step}, and "
+            f"{' and '.join(limits)} let it go no further."
+        )
+
+
+class _Began(Callback):
+    """Knows whether there was anything to train."""
+
+    training = False
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.training = True
+
+
+def _with_recipes(args: Sequence[str]) -> list[str]:
+    """A command line in which recipes of this package stand with their paths."""
+    replaced = list(args)
+    for index, arg in enumerate(replaced):
+        option, equals, name = arg.partition("=")
+        if option not in ("-c", "--config"):
+            continue
+        place = index if equals else index + 1
+        name = name if equals else "".join(replaced[place : place + 1])
+        recipe = _RECIPES / f"{name}.yaml"
+        if os.sep not in name and recipe.is_file() and not os.path.exists(name):
+            replaced[place] = f"{option}={recipe}" if equals else str(recipe)
+    return replaced
+
+
+def _help_of(commands: Iterable[str]) -> dict[str, Any]:
+    """Options of the parsers by command: Lightning's usage lists every option without a word."""
+    return {
+        name: {
+            "usage": f"lightning-megatron {name} [options]",
+            "description": (
+                f"{name.capitalize()} with the options of a YAML file (--config FILE; --config "
+                "quickstart is a recipe of this package) and those given here, which count for "
+                "more. Classes have options of their own: `lightning-megatron "
+                f"{name} --trainer.strategy.help MegatronStrategy` shows those of the layout, "
+                "--trainer.callbacks.help Monitor those of a callback."
+            ),
+        }
+        for name in commands
+    }
 
 
 def _outcome(trainer: pl.Trainer) -> Outcome:
@@ -69,6 +202,8 @@ def _outcome(trainer: pl.Trainer) -> Outcome:
     checkpoint = None
     if isinstance(callback, ModelCheckpoint):
         checkpoint = callback.last_model_path or callback.best_model_path or None
+        if checkpoint and "://" not in checkpoint and not os.path.exists(checkpoint):
+            checkpoint = None  # of a run that this one went on from, in another folder
     strategy = trainer.strategy
     layout = strategy.options if isinstance(strategy, MegatronStrategy) else None
     config: Any = getattr(trainer.lightning_module, "config", None)
@@ -87,8 +222,6 @@ def _quieten() -> None:
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
         lambda record: "Tip: For seamless" not in record.getMessage()
     )
-    # Lightning 2.6 with torch 2.13; both are right and the user can do nothing about it.
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
     # A resumed run has a folder of its own; Lightning says so from every rank.
     warnings.filterwarnings("ignore", message="The dirpath has changed from")
     # Whether a second loader process pays off is the user's decision, taken in the datamodule.

@@ -13,8 +13,10 @@ Remainders. When ``B`` does not divide what is left, the last batch has the ``m`
 remain, ``m // n`` or one more for each rank; every sample is read once. Only if there are fewer
 samples than ranks (``m < n``) some of them are read twice, because a rank without a batch could not
 take part in the step; ``drop_last=True`` drops the whole global batch on any number of ranks.
-`torch.utils.data.DistributedSampler`, by contrast, pads or drops per rank, so that the same epoch
-has other samples under another degree. For the same seed and epoch the order is the same as there.
+Where a repeated sample would enter a mean, in evaluation, `EvenBatches` takes a sample of the batch
+before instead. `torch.utils.data.DistributedSampler`, by contrast, pads or drops per rank, so that
+the same epoch has other samples under another degree. For the same seed and epoch the order is the
+same as there.
 """
 
 from collections.abc import Iterator, Mapping, Sized
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 _BLOCK = 65536
 """Indices that are turned into Python integers at a time."""
@@ -40,6 +42,8 @@ class Division:
     """Samples of each rank's batch."""
     drop_last: bool = False
     """Whether an incomplete global batch is left out."""
+    repeats: bool = True
+    """Whether samples are read twice where fewer than ranks remain."""
 
     def share(self, order: Any, start: int = 0) -> Any:
         """This rank's part of what follows ``start``; ``order`` is a tensor or a list."""
@@ -47,7 +51,7 @@ class Division:
         left = len(rest) % (self.batch_size * self.ranks)
         if self.drop_last:
             rest = rest[: len(rest) - left]
-        elif left < self.ranks:
+        elif left < self.ranks and self.repeats:
             # Too few for one each: begin again with the first of them.
             wanted = self.ranks if left else 0
             again = [len(rest) - left + i % max(left, 1) for i in range(left, wanted)]
@@ -60,8 +64,15 @@ class Division:
     def length(self, samples: int) -> int:
         """Of this rank's part of an epoch of ``samples``."""
         full, left = divmod(samples, self.batch_size * self.ranks)
-        share = max(-(-(left - self.rank) // self.ranks), 1) if left and not self.drop_last else 0
+        share = 0
+        if left and not self.drop_last:
+            share = max(-(-(left - self.rank) // self.ranks), int(self.repeats))
         return full * self.batch_size + share
+
+    def batches(self, samples: int) -> int:
+        """In an epoch of ``samples``, on every rank."""
+        full, left = divmod(samples, self.batch_size * self.ranks)
+        return full + int(left > 0 and not self.drop_last)
 
 
 class ResumableSampler(Sampler[int]):
@@ -160,3 +171,38 @@ class ResumableSampler(Sampler[int]):
             )
         self._seed, self._shuffle = state["seed"], state["shuffle"]
         self.seek(state["epoch"], state["consumed"])
+
+
+class EvenBatches(BatchSampler):
+    """As many batches on every rank, of all of a rank's samples, each of them once.
+
+    A rank whose samples do not suffice for a last batch makes one with the last sample of the batch
+    before. Means over samples do not depend on how these are put into batches.
+
+    Args:
+        sampler: this rank's samples.
+        batch_size: of full batches; at least 2.
+        batches: how many are to be made: those that fit, or one more.
+
+    Example:
+        >>> list(EvenBatches([5, 6, 7, 8], 2, 3)), list(EvenBatches([5, 6, 7], 2, 2))
+        ([[5, 6], [7], [8]], [[5, 6], [7]])
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, batches: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = super().__iter__()
+        full = len(self.sampler) // self.batch_size  # type: ignore[arg-type]
+        for number, batch in enumerate(batches, start=1):
+            if number == full and super().__len__() < self._batches:
+                yield batch[:-1]
+                yield batch[-1:]
+            else:
+                yield batch
+
+    def __len__(self) -> int:
+        """The same on every rank."""
+        return self._batches

@@ -92,7 +92,9 @@ def missing(backend: AttentionBackend) -> str | None:
     package = _PACKAGES.get(backend)
     if package is None or _imported(package) is not None:
         return None
-    return f"{package} cannot be imported; pip install lightning-megatron[gpu]"
+    return (
+        f"{package} cannot be imported; pip install --no-build-isolation 'lightning-megatron[gpu]'"
+    )
 
 
 @lru_cache

@@ -11,7 +11,7 @@ how much of a parameter this rank holds. Hence:
   ``reset_parameters`` (or ``_reset_parameters``) is called, with PyTorch's default generator seeded
   with (seed, name of the module), children before parents (as the constructors do it);
 * whatever is real already is left as it is, also by the ``reset_parameters`` of its module;
-* so is what ``configure_model`` itself has given a value (`layers.init_tape`).
+* so is what ``configure_model`` itself has given a value (`layers.written_values`).
 
 Names are those of the unpartitioned model. A tied parameter is drawn under its first ("canonical")
 name. The values depend on the kind of device they are drawn on.
@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from lightning_megatron._torch import copy_hooks
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
-from lightning_megatron.layers.init_tape import RESETS, WrittenValues
+from lightning_megatron.layers.init_tape import RESETS
+from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.topology.rng import derive_seed
 
 _REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})

@@ -24,7 +24,6 @@ sequence parallelism, which always splits dim 1.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,11 +175,6 @@ class ColumnParallelLinear(_Linear):
         if self.topology is not None and self.gather_output:
             return gather_from(y, self.topology.tp, -1)
         return self.marked_output(y)
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run with hooks; those of the backward make a plain tensor of the output."""
-        return self.marked_output(super().__call__(*args, **kwargs))
 
     def marked_output(self, y: Tensor) -> Tensor:
         """The output of the layer, in which features that it leaves split are known to be."""

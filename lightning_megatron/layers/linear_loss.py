@@ -57,6 +57,8 @@ from lightning_megatron.layers.loss import (
     reduced,
 )
 from lightning_megatron.layers.products import Products
+from lightning_megatron.layers.rules import vocabulary_problems
+from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Axis
 
 
@@ -126,6 +128,10 @@ class LinearCrossEntropy(ColumnParallelLinear):
         self.chunk_size = chunk_size
         self.ignore_index = ignore_index
         self.label_smoothing, self.z_loss, self.reduction = label_smoothing, z_loss, reduction
+
+    @override
+    def problems(self, degrees: Degrees) -> list[str]:
+        return vocabulary_problems(self.out_features, degrees)
 
     @override
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:

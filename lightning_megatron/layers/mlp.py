@@ -19,6 +19,7 @@ from lightning_megatron.layers.linear import (
     column_parts,
 )
 from lightning_megatron.layers.rules import GATED, Activation
+from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -70,6 +71,11 @@ class MLP(nn.Module):
         self.up = ColumnParallelLinear(hidden_size, mlp_size, bias, init_std=init_std)
         out_std = init_std if out_init_std is None else out_init_std
         self.down = RowParallelLinear(mlp_size, hidden_size, bias, init_std=out_std)
+
+    def problems(self, degrees: Degrees) -> list[str]:
+        """Reasons why it cannot be split over ``degrees``."""
+        problem = divisibility_problem("mlp_size", self.down.in_features, "tp", degrees.tp)
+        return [problem] if problem else []
 
     def _into(self) -> Sequence[nn.Module]:
         return (self.up,) if self.gate is None else (self.gate, self.up)

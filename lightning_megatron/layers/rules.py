@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from lightning_megatron.topology.degrees import divisibility_problem, nearest_divisors
+from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
 
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
 """Activations of an MLP; the first two are gated (a second projection multiplies the first)."""
@@ -51,3 +51,9 @@ def tp_head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
             f"nearest valid: tp={valid}"
         )
     return [p for p in problems if p]
+
+
+def vocabulary_problems(vocab_size: int, degrees: Degrees) -> list[str]:
+    """Faults of splitting a vocabulary over tp."""
+    problem = divisibility_problem("vocab_size", vocab_size, "tp", degrees.tp)
+    return [problem] if problem else []

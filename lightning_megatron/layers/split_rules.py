@@ -19,8 +19,7 @@ everything else                      on the whole, gathered over tp (`on_whole`)
 The last line makes what has no rule right, at the cost of an all-gather.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -107,9 +106,10 @@ def elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     def fit(leaf: Any) -> Any:
         return leaf if split_of(leaf) is not None else beside(leaf, size, from_right, split.axis)
 
-    if len(tensors) > 1:
-        args, kwargs = tree_map(fit, (args, kwargs))
-    return _put(func(*args, **kwargs), first, from_right=from_right)
+    if any(split_of(t) is None for t in tensors):
+        args = tuple(fit(a) for a in args)  # elementwise functions take no lists
+        kwargs = {name: fit(value) for name, value in kwargs.items()}
+    return marked_as(func(*args, **kwargs), first, from_right=from_right)
 
 
 def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -119,7 +119,7 @@ def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return out
     if split_of(x) is None or out.device.type != x.device.type:
         return on_whole(func, args, kwargs)
-    return _put(out, x, x._split.dim)
+    return marked_as(out, x, x._split.dim)
 
 
 def drawn_like(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -129,7 +129,7 @@ def drawn_like(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return on_whole(func, args, kwargs)
     template = torch.empty(whole_shape(x, split), dtype=x.dtype, device=x.device)
     drawn = own_slice(func(template, *args[1:], **kwargs), split.axis, split.dim).contiguous()
-    return _put(drawn, x, split.dim)
+    return marked_as(drawn, x, split.dim)
 
 
 def dropout(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -138,242 +138,7 @@ def dropout(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if split is None:
         return on_whole(func, args, kwargs)
     with split.topology.rng.sharded():
-        return _put(func(*args, **kwargs), args[0], split.dim)
-
-
-def reshape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``view`` and ``reshape``, by the sizes of the whole or, where these fit, of the part."""
-    x, shape = args[0], kwargs.get("shape", kwargs.get("size"))
-    if shape is None:
-        shape = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
-    if split_of(x) is None or not all(isinstance(n, int) for n in shape):
-        return on_whole(func, args, kwargs)
-    found = _reshaped(func, x, tuple(shape))
-    return on_whole(func, args, kwargs) if found is None else found
-
-
-def _reshaped(func: Callable[..., Any], x: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    found = _local_shape(x, _split(x), shape)
-    if found is None:
-        return None
-    local, dim = found
-    out: Tensor = _put(
-        x.view(local) if getattr(func, "__name__", "") == "view" else x.reshape(local), x, dim
-    )
-    return out
-
-
-def _local_shape(
-    x: Tensor, split: Split, shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], int] | None:
-    """The part's shape and split dim where the whole gets ``shape``, if it is a part of that.
-
-    A part is an interval of the split dim, for each index of the dims before. So these have to be
-    kept or merged among themselves, and what follows them to begin with a dim that divides.
-    """
-    p, before = split.axis.size, math.prod(x.shape[: split.dim])
-    count = x.numel() * p
-    if -1 in shape:
-        known = -math.prod(shape)
-        if known == 0 or count % known:
-            return None
-        shape = tuple(count // known if n == -1 else n for n in shape)
-    of_part = math.prod(shape) == x.numel() != count
-    if not of_part and math.prod(shape) != count:
-        return None
-    starts = [e for e in range(len(shape)) if math.prod(shape[:e]) == before]
-    if of_part:
-        starts = [e for e in starts if shape[e] != 1] or starts[-1:]
-        return (shape, starts[0]) if starts else None
-    for e in starts:
-        if shape[e] % p == 0:
-            return (*shape[:e], shape[e] // p, *shape[e + 1 :]), e
-    return None
-
-
-def shaped_as(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``view_as`` and ``reshape_as`` of a tensor that is split alike (autograd views x as x)."""
-    x, other = (*args, None)[:2]
-    if split_of(x) is None or split_of(x) != split_of(other):
-        return on_whole(func, args, kwargs)
-    return _put(func(x, other), x, _split(x).dim)
-
-
-def flatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``flatten``."""
-    x = args[0]
-    start, end = _given(args, kwargs, start_dim=0, end_dim=-1)
-    if split_of(x) is None:
-        return on_whole(func, args, kwargs)
-    shape, n = whole_shape(x, x._split), x.dim()
-    start, end = start % n, end % n
-    merged = (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :])
-    found = _reshaped(func, x, merged)
-    return on_whole(func, args, kwargs) if found is None else found
-
-
-def unflatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``unflatten``."""
-    x = args[0]
-    dim, sizes = _given(args, kwargs, dim=0, sizes=())
-    if split_of(x) is None or not isinstance(dim, int):
-        return on_whole(func, args, kwargs)
-    shape, dim = whole_shape(x, x._split), dim % x.dim()
-    known = -math.prod(sizes)
-    cut = [shape[dim] // known if n == -1 else n for n in sizes]
-    found = _reshaped(func, x, (*shape[:dim], *cut, *shape[dim + 1 :]))
-    return on_whole(func, args, kwargs) if found is None else found
-
-
-def permuted(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Dims in another order, or more or fewer of size 1: where the split one goes is looked up."""
-    x = args[0]
-    split = split_of(x)
-    if split is None:
-        return on_whole(func, args, kwargs)
-    # A tensor without memory, whose split dim alone has a size that is not 1.
-    probe = torch.empty(
-        [2 if d == split.dim else 1 for d in range(x.dim())], device="meta", dtype=torch.bool
-    )
-    out = func(*args, **kwargs)
-    return _put(out, x, tuple(func(probe, *args[1:], **kwargs).shape).index(2))
-
-
-def squeezed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``squeeze``, by the sizes of the whole: the split dim stays."""
-    x, split = args[0], split_of(args[0])
-    (dim,) = _given(args, kwargs, dim=None)
-    dims = None if split is None else _dims(dim, x.dim())
-    if split is None or dims is None:
-        return on_whole(func, args, kwargs)
-    gone = tuple(d for d in dims if x.shape[d] == 1 and d != split.dim)
-    return _put(x.squeeze(gone), x, split.dim - sum(d < split.dim for d in gone))
-
-
-def pieces(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Pieces along a dim."""
-    x, split = args[0], split_of(args[0])
-    place = 1 if func.__name__ in ("index_select", "narrow") else 2
-    dim = kwargs.get("dim", args[place] if len(args) > place else 0)
-    dims = _dims(dim, x.dim()) if split is not None else None
-    if split is None or dims is None or split.dim in dims:
-        return on_whole(func, args, kwargs)
-    return _put(func(*args, **kwargs), x, split.dim)
-
-
-def without_a_dim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``select`` and ``unbind``."""
-    x, split = args[0], split_of(args[0])
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    if split is None or split.dim == dim % x.dim():
-        return on_whole(func, args, kwargs)
-    out = func(*args, **kwargs)
-    return _put(out, x, split.dim - (dim % x.dim() < split.dim))
-
-
-def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``cat`` and ``stack`` along another dim."""
-    (tensors,), rest = args[:1], args[1:]
-    dim = kwargs.get("dim", rest[0] if rest else 0)
-    splits = {split_of(t) for t in tensors}
-    (split, *others) = splits
-    if others or split is None or "out" in kwargs:
-        return on_whole(func, args, kwargs)
-    stacks = func.__name__ == "stack"
-    dim %= tensors[0].dim() + stacks
-    if not stacks and dim == split.dim:
-        return on_whole(func, args, kwargs)
-    return _put(func(*args, **kwargs), tensors[0], split.dim + (stacks and dim <= split.dim))
-
-
-def expanded(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``expand``, to sizes of the whole."""
-    x, split = args[0], split_of(args[0])
-    sizes = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
-    if split is None or kwargs:
-        return on_whole(func, args, kwargs)
-    sizes, place = list(sizes), split.dim - x.dim()
-    if sizes[place] == x.shape[place] * split.axis.size:
-        sizes[place] = -1
-    return _put(x.expand(sizes), x, from_right=-place)
-
-
-def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``repeat_interleave`` by a number: each rank repeats its own."""
-    x, split = args[0], split_of(args[0])
-    times, dim = _given(args, kwargs, repeats=1, dim=None)
-    if split is None or dim is None or not isinstance(times, int):
-        return on_whole(func, args, kwargs)
-    return _put(func(*args, **kwargs), x, split.dim)
-
-
-def item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``x[...]``."""
-    x, index = args
-    split = split_of(x)
-    place = None if split is None else _kept_by(index, x, split)
-    if place is None:
-        return on_whole(func, args, kwargs)
-    return _put(func(x, index), x, from_right=place)
-
-
-def set_item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``x[...] = y``, where every rank has its part of what changes, or ``y`` is a number."""
-    x, index, value = args
-    split = split_of(x)
-    if split is None:
-        return on_whole(func, args, kwargs)
-    place = _kept_by(index, x, split)
-    size = x.shape[split.dim]
-    if place is not None:
-        kept = split_of(value)
-        if kept is None:
-            value = beside(value, size, place, split.axis)
-        elif value.dim() - kept.dim != place:
-            return on_whole(func, args, kwargs)
-        return func(x, index, value)
-    if isinstance(value, Tensor) and value.dim() > 0:
-        return on_whole(func, args, kwargs)
-    (index,) = (whole(index),) if isinstance(index, Tensor) else (index,)
-    mask = torch.zeros(whole_shape(x, split), dtype=torch.bool, device=x.device)
-    mask[index] = True
-    x.masked_fill_(own_slice(mask, split.axis, split.dim), value)
-    return None
-
-
-def _kept_by(index: Any, x: Tensor, split: Split) -> int | None:
-    """The place of the split dim, from the right, in what ``index`` takes all parts of alike."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(split_of(i) is not None for i in items):
-        return None
-    used = sum(_consumes(i) for i in items)
-    dots = next((n for n, i in enumerate(items) if i is Ellipsis), len(items))
-    items[dots : dots + 1] = [slice(None)] * (x.dim() - used)
-    dim, place, found = 0, 0, False
-    for i in items:
-        taken = _consumes(i)
-        if dim <= split.dim < dim + taken:
-            if not isinstance(i, slice) or not _takes_all(i, x.shape[split.dim] * split.axis.size):
-                return None
-            place, found = 1, True
-        elif found:
-            if not (i is None or isinstance(i, slice | int)) or isinstance(i, bool):
-                return None
-            place += i is None or isinstance(i, slice)
-        dim += taken
-    return place if found else None
-
-
-def _consumes(index: Any) -> int:
-    if index is None or index is Ellipsis or isinstance(index, bool):
-        return 0
-    if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
-        return index.dim()
-    return 1
-
-
-def _takes_all(part: slice, size: int) -> bool:
-    return part.indices(size) == (0, size, 1)
+        return marked_as(func(*args, **kwargs), args[0], split.dim)
 
 
 def along(
@@ -396,7 +161,7 @@ def along(
         dim = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else ...))
         if dim is ...:
             dim = -1 if last else None
-        dims = _dims(dim, x.dim())
+        dims = dims_of(dim, x.dim())
         if dims is None:
             return on_whole(func, args, kwargs)
         if split.dim in dims:
@@ -404,12 +169,13 @@ def along(
         out = func(*args, **kwargs)
         flags = [a for a in args[position + 1 :] if isinstance(a, bool)]  # the last is keepdim
         kept = keeps or kwargs.get("keepdim", bool(flags) and flags[-1])
-        return _put(out, x, split.dim - (0 if kept else sum(d < split.dim for d in dims)))
+        return marked_as(out, x, split.dim - (0 if kept else sum(d < split.dim for d in dims)))
 
     return rule
 
 
-def _dims(dim: Any, count: int) -> tuple[int, ...] | None:
+def dims_of(dim: Any, count: int) -> tuple[int, ...] | None:
+    """The dims that an argument names, all where it names none; None if it is no number."""
     if dim is None or dim == ():
         return tuple(range(count))
     dims = tuple(dim) if isinstance(dim, list | tuple) else (dim,)
@@ -443,13 +209,15 @@ def log_softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     wide = x.to(dtype or _softmax_dtype(x))
     lse = gather_from(wide.logsumexp(dim, keepdim=True).unsqueeze(0), split.axis, 0).logsumexp(0)
     out = wide - copy_to(lse, split.axis)
-    return _put(out if dtype or out.dtype == _result_dtype(x) else out.to(x.dtype), x, split.dim)
+    return marked_as(
+        out if dtype or out.dtype == _result_dtype(x) else out.to(x.dtype), x, split.dim
+    )
 
 
 def softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``softmax`` along the split dim; each rank has its part of the result."""
     out = log_softmax(func, args, kwargs)
-    return out if split_of(out) is None else _put(out.exp(), args[0], args[0]._split.dim)
+    return out if split_of(out) is None else marked_as(out.exp(), args[0], args[0]._split.dim)
 
 
 def _softmax_dtype(x: Tensor) -> torch.dtype:
@@ -468,7 +236,7 @@ def extremum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     spread over all of them, which takes the whole.
     """
     x, name = args[0], func.__name__
-    dim, keepdim = _given(args, kwargs, dim=None, keepdim=False)
+    dim, keepdim = given_by(args, kwargs, dim=None, keepdim=False)
     if (_learns(x) and not name.startswith("arg")) or not isinstance(dim, int):
         return on_whole(func, args, kwargs)
     axis, least = x._split.axis, name.endswith("min")
@@ -510,7 +278,7 @@ def product(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return on_whole(func, args, kwargs)
     if func.__name__ == "__rmatmul__":
         a, b, func = b, a, torch.matmul
-    in_a, in_b = (None if split_of(t) is None else t.dim() - _split(t).dim for t in (a, b))
+    in_a, in_b = (None if split_of(t) is None else t.dim() - known_split(t).dim for t in (a, b))
     axis = _splits((a, b), {})[0].axis
     if in_a == 1 and in_b == 2:
         return reduce_from(func(a, b), axis)
@@ -518,12 +286,12 @@ def product(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         other = copy_to(b, axis) if in_a == 2 and _learns(b) else b
         if in_a > 2 and in_b is None:
             other = beside(b, a.shape[-in_a], in_a, axis)
-        return _put(func(a, other), a, from_right=in_a)
+        return marked_as(func(a, other), a, from_right=in_a)
     if in_a is None and in_b is not None and in_b != 2:
         other = copy_to(a, axis) if _learns(a) else a
         if in_b > 2:
             other = beside(a, b.shape[-in_b], in_b, axis)
-        return _put(func(other, b), b, from_right=in_b)
+        return marked_as(func(other, b), b, from_right=in_b)
     return on_whole(func, args, kwargs)
 
 
@@ -533,17 +301,17 @@ def linear(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     if split is None or split.dim == x.dim() - 1 or len(_splits(args, kwargs)) > 1:
         return on_whole(func, args, kwargs)
     rest, kwargs = _used_by_each((args[1:], kwargs), split.axis)
-    return _put(func(x, *rest, **kwargs), x, split.dim)
+    return marked_as(func(x, *rest, **kwargs), x, split.dim)
 
 
 def layer_norm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """Norms over the last dims, the split one not among them."""
     x, split = args[0], split_of(args[0])
-    (shape,) = _given(args, kwargs, normalized_shape=())
+    (shape,) = given_by(args, kwargs, normalized_shape=())
     if split is None or split.dim >= x.dim() - len(shape) or len(_splits(args, kwargs)) > 1:
         return on_whole(func, args, kwargs)
     rest, kwargs = _used_by_each((args[1:], kwargs), split.axis)
-    return _put(func(x, *rest, **kwargs), x, split.dim)
+    return marked_as(func(x, *rest, **kwargs), x, split.dim)
 
 
 def attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -560,7 +328,7 @@ def attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
     args, kwargs = tree_map(fit, (args, kwargs))
     with split.topology.rng.sharded():
-        return _put(func(*args, **kwargs), q, split.dim)
+        return marked_as(func(*args, **kwargs), q, split.dim)
 
 
 def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -570,7 +338,7 @@ def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         IndexError: on CPU, an index lies outside of the dim.
     """
     x, split = args[0], split_of(args[0])
-    dim, index = _given(args, kwargs, dim=None, index=None)
+    dim, index = given_by(args, kwargs, dim=None, index=None)
     if split is None or split_of(index) is not None or dim is None or "out" in kwargs:
         return on_whole(func, args, kwargs)
     dim, size = dim % x.dim(), x.shape[split.dim]
@@ -593,8 +361,11 @@ def _learns(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
 
+_FLAT = (Tensor, int, float)
+
+
 def _tensors(args: Args, kwargs: Kwargs) -> list[Tensor]:
-    if not kwargs and all(isinstance(a, Tensor | int | float) for a in args):
+    if not kwargs and all(isinstance(a, _FLAT) for a in args):
         return [a for a in args if isinstance(a, Tensor)]
     return [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
 
@@ -618,12 +389,13 @@ def _alike(tensors: Iterable[Tensor]) -> tuple[Tensor, Split, int] | None:
     return found
 
 
-def _split(x: Any) -> Split:
+def known_split(x: Any) -> Split:
+    """How ``x`` is split, which is known to be."""
     found: Split = x._split
     return found
 
 
-def _given(args: Args, kwargs: Kwargs, **defaults: Any) -> tuple[Any, ...]:
+def given_by(args: Args, kwargs: Kwargs, **defaults: Any) -> tuple[Any, ...]:
     """Arguments after the first, by name or place."""
     return tuple(
         kwargs.get(name, args[place] if len(args) > place else default)
@@ -631,9 +403,9 @@ def _given(args: Args, kwargs: Kwargs, **defaults: Any) -> tuple[Any, ...]:
     )
 
 
-def _put(out: Any, like: Tensor, dim: int = 0, *, from_right: int | None = None) -> Any:
+def marked_as(out: Any, like: Tensor, dim: int = 0, *, from_right: int | None = None) -> Any:
     """Mark what was computed from the part ``like``: a tensor, or a sequence of some."""
-    topology = _split(like).topology
+    topology = known_split(like).topology
     for tensor in (out,) if isinstance(out, Tensor) else out:
         place = dim if from_right is None else tensor.dim() - from_right
         marked(tensor, type(like), topology, place)

@@ -26,6 +26,7 @@ from lightning_megatron._torch import DisableTorchFunctionSubclass
 from lightning_megatron.comm.functional import reduce_from
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import split_rules as rules
+from lightning_megatron.layers import split_shapes as shapes
 from lightning_megatron.layers.loss import (
     check_targets,
     own_targets,
@@ -264,23 +265,23 @@ def _table() -> Mapping[Callable[..., Any], Rule]:
     put(rules.moved, "to float double half bfloat16 int long short bool char byte cpu cuda type")
     put(rules.drawn_like, "rand_like randn_like randint_like")
     put(rules.dropout, "dropout alpha_dropout feature_dropout", in_place=True)
-    put(rules.reshape, "view reshape")
-    put(rules.shaped_as, "view_as reshape_as")
-    put(rules.flatten, "flatten")
-    put(rules.unflatten, "unflatten")
+    put(shapes.reshape, "view reshape")
+    put(shapes.shaped_as, "view_as reshape_as")
+    put(shapes.flatten, "flatten")
+    put(shapes.unflatten, "unflatten")
     put(
-        rules.permuted,
+        shapes.permuted,
         "transpose permute movedim moveaxis swapaxes swapdims t adjoint unsqueeze",
         attributes="T mT H mH",
     )
-    put(rules.squeezed, "squeeze")
-    put(rules.pieces, "chunk split split_with_sizes tensor_split narrow index_select")
-    put(rules.without_a_dim, "select unbind")
-    put(rules.joined, "cat concat concatenate stack")
-    put(rules.expanded, "expand")
-    put(rules.repeated, "repeat_interleave")
-    put(rules.item, "__getitem__")
-    put(rules.set_item, "__setitem__")
+    put(shapes.squeezed, "squeeze")
+    put(shapes.pieces, "chunk split split_with_sizes tensor_split narrow index_select")
+    put(shapes.without_a_dim, "select unbind")
+    put(shapes.joined, "cat concat concatenate stack")
+    put(shapes.expanded, "expand")
+    put(shapes.repeated, "repeat_interleave")
+    put(shapes.item, "__getitem__")
+    put(shapes.set_item, "__setitem__")
     put(along(1, special=rules.summed), "sum")
     put(along(1, special=rules.averaged), "mean")
     put(along(1, special=rules.log_sum_exp), "logsumexp")

@@ -3,7 +3,8 @@
 Arithmetic only: imports no torch, so that planning and ``--help`` are quick.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -160,11 +161,26 @@ class TransformerConfig:
             4096
         """
         if name not in _PRESETS:
-            valid = ", ".join(_PRESETS)
-            raise ConfigError(f"preset={name}: there is no such model; valid: {valid}")
-        unknown = [field for field in overrides if field not in cls.__dataclass_fields__]
-        raise_if_any([f"{field}: TransformerConfig has no such field" for field in unknown])
+            near = difflib.get_close_matches(str(name).lower(), _PRESETS, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"preset={name}: there is no such model; valid: {', '.join(_PRESETS)}; nearest "
+                f"valid: {near[0]!r}"
+            )
+        raise_if_any(cls.field_problems(overrides))
         return cls(**{**_PRESETS[name], **overrides})
+
+    @classmethod
+    def field_problems(cls, names: Iterable[str], prefix: str = "") -> list[str]:
+        """Sentences about ``names`` that are no fields; ``prefix`` is where the user wrote them."""
+        fields = list(cls.__dataclass_fields__)
+        problems = []
+        for name in (name for name in names if name not in fields):
+            near = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.0)
+            problems.append(
+                f"{prefix}{name}: TransformerConfig has no such field; nearest valid: "
+                f"{prefix}{near[0]}"
+            )
+        return problems
 
 
 def preset_names() -> tuple[str, ...]:

@@ -24,8 +24,10 @@ from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rotary import RopeScaling, Rotary
+from lightning_megatron.layers.rules import vocabulary_problems
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.topology.degrees import Degrees
 
 
 class InputEmbedding(nn.Module):
@@ -45,6 +47,10 @@ class InputEmbedding(nn.Module):
         if config.positions == "learned":
             self.positions = PositionEmbedding(config.max_seq_len, h, init_std=std)
         self.dropout = Dropout(config.dropout)
+
+    def problems(self, degrees: Degrees) -> list[str]:
+        """Reasons why it cannot be split over ``degrees``."""
+        return vocabulary_problems(self.tokens.num_embeddings, degrees)
 
     @override
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -109,11 +115,12 @@ class TransformerBlock(nn.Module):
         return out
 
 
-class PaddedHead(ColumnParallelLinear):
-    """The output projection of a vocabulary of which the last columns stand for no token.
+class Head(ColumnParallelLinear):
+    """The output projection: ``[b, s, h]`` to logits ``[b, s, vocab_size]``, split over tp.
 
-    Their logits are the smallest number there is, so that they have no probability and no gradient
-    in any loss that is a function of the softmax.
+    Where the last columns stand for no token (``vocab_padding``), their logits are the smallest
+    number there is, so that they have no probability and no gradient in any loss that is a function
+    of the softmax.
 
     Args:
         config: sizes of the model.
@@ -124,8 +131,12 @@ class PaddedHead(ColumnParallelLinear):
         self.num_tokens = config.num_tokens
 
     @override
+    def problems(self, degrees: Degrees) -> list[str]:
+        return vocabulary_problems(self.out_features, degrees)
+
+    @override
     def forward(self, x: Tensor) -> Tensor:
-        """``[b, s, h]`` to logits ``[b, s, vocab_size]``, of which tp ranks hold parts."""
+        """Project."""
         logits = self.own_output(x)
         width = logits.shape[-1]
         first = 0 if self.topology is None else width * self.topology.tp.rank
@@ -181,7 +192,7 @@ def build_trunk(
     """
     rotary = _rotary(config) if config.positions == "rotary" else None
     embedding = InputEmbedding(config)
-    head = _head(config) if make_head is None else make_head()
+    head = Head(config) if make_head is None else make_head()
     if config.tied_embeddings:
         head.weight = embedding.tokens.weight
     return PipelineSequential(
@@ -189,14 +200,6 @@ def build_trunk(
         layers=[TransformerBlock(config, rotary) for _ in range(config.num_layers)],
         norm=_norm(config),
         head=head,
-    )
-
-
-def _head(config: TransformerConfig) -> ColumnParallelLinear:
-    if config.vocab_padding:
-        return PaddedHead(config)
-    return ColumnParallelLinear(
-        config.hidden_size, config.vocab_size, bias=False, init_std=config.init_std
     )
 
 

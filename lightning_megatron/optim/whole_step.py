@@ -142,9 +142,16 @@ def check_optimizer(
         ConfigError: the optimizer cannot step on this layout.
     """
     name = type(optimizer).__name__
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    divided = any(p in (rows or {}) or (p in pieces and not pieces[p].is_whole) for p in members)
+    if name == "ZeroRedundancyOptimizer" and divided:
+        raise ConfigError(
+            f"optimizer={name}: it divides its state over the ranks itself, and here parameters "
+            "are divided already; nearest valid: the optimizer that it wraps, under zero=1 or "
+            "higher, or zero=0"
+        )
     if not steps_on_whole(optimizer, pieces):
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        if isinstance(optimizer, torch.optim.LBFGS) and any(p in (rows or {}) for p in held):
+        if isinstance(optimizer, torch.optim.LBFGS) and any(p in (rows or {}) for p in members):
             raise ConfigError(
                 f"optimizer={name}: it evaluates the loss several times in a step, between which "
                 "it changes other tensors than the layers see (float32 ones, or in host memory); "

@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_megatron._torch import has_hooks, move_outside_units
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init import materialize
-from lightning_megatron.layers.init_tape import WrittenValues
+from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.parallel.blocks import transform_blocks
 from lightning_megatron.parallel.data import (
     ComputeTypes,
@@ -142,7 +142,7 @@ def parallelize(
         module: real, or on the meta device.
         topology: the layout.
         transforms: what to do beside it.
-        written: values that tensors on meta were given (`layers.init_tape`).
+        written: values that tensors on meta were given (`layers.written_values`).
 
     Raises:
         ConfigError: the module does not fit the layout.

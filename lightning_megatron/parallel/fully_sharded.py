@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_megatron._torch import (
     fill_missing_gradients,
     has_hooks,
+    has_storage,
     keep_reduced_gradients_wide,
     let_units_run_first,
     reduce_gradients,
@@ -235,7 +236,7 @@ class FullySharded(DataParallel):
         found = [
             self._names[parameter]
             for parameter, storage in self._storages.items()
-            if parameter.untyped_storage()._cdata != storage._cdata
+            if not has_storage(parameter, storage)
         ]
         if found:
             raise ConfigError(

@@ -45,11 +45,11 @@ class PipelineConfig:
     """How the trunk is cut into stages."""
 
     partition: list[int] | str | None = None
-    """Which items go to which stage: ``"parameters"`` (the default) or ``"flops"`` make contiguous
-    stages of which the largest is as small as possible, embedding, head and loss included;
-    ``"measured"`` begins with the first of these, measures some steps, and then moves items between
-    stages once, if that saves time (`strategies.measured_partition`); a list holds the number of
-    items on every stage; ``"Et*3|(tt|)*29,m|L"`` is Megatron-LM's layout string
+    """Which items go to which stage: ``"parameters"`` (what None stands for) or ``"flops"`` make
+    contiguous stages of which the largest is as small as possible, embedding, head and loss
+    included; ``"measured"`` begins with the first of these, measures some steps, and then moves
+    items between stages once, if that saves time (`strategies.measured_partition`); a list holds
+    the number of items on every stage; ``"Et*3|(tt|)*29,m|L"`` is Megatron-LM's layout string
     (`pipeline.layout_string`)."""
     sequence_length: int | None = None
     """For ``partition="flops"``: tokens of a sample. By default those of the module's
@@ -210,6 +210,12 @@ class ModulePlan:
 
     def _sequence_problems(self) -> list[str]:
         """Plain modules among parallel layers: they would see a part of the sequence unawares."""
+        if not any(isinstance(m, ParallelLayer) for m in self._module.modules()):
+            return [
+                f"sequence_parallel=True: {type(self._module).__name__} has no parallel layer, "
+                "between which a sequence could be split; nearest valid: "
+                "sequence_parallel=False, or layers of lightning_megatron.layers"
+            ]
         return [
             f"sequence_parallel=True: {prefix}.{name} ({type(child).__name__}) is no parallel "
             "layer, so the gradients of its parameters would miss the other ranks' part of the "

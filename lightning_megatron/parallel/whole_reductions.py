@@ -44,6 +44,7 @@ from lightning_megatron._torch import current_function_mode
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole, counts
+from lightning_megatron.pipeline.sequential import RemoteItem
 
 _REMEDY = (
     "nearest valid: gradient_clip_val or self.clip_gradients(optimizer, ...) to clip, "
@@ -72,6 +73,7 @@ _REDUCTIONS = frozenset(
     ("sum", "mean", "norm", "vector_norm", "max", "min", "amax", "amin", "any", "all")
 )
 _VIEWS = frozenset(("view", "reshape", "flatten", "ravel", "unsqueeze", "squeeze"))
+_UNITING = frozenset(("cat", "stack", "concat", "concatenate", "hstack"))
 _TO_PYTHON = frozenset(
     ("item", "tolist", "numpy", "array", "bool", "float", "int", "index", "complex")
 )
@@ -108,11 +110,22 @@ class WholeReductions(TorchFunctionMode):
         """Parts that were computed from parameters and gradients."""
         self._numbers: Any = WeakIdKeyDictionary()
         """Under a pipeline, of which parameters numbers were computed."""
+        self._walks: set[CodeType] = set()
+        """Code of the user's that went through all parameters of a stage."""
+        self._reads: dict[CodeType, str] = {}
+        """Code of the user's that took numbers of parameters to Python."""
+        self._listen(self._walked)
 
     def follow(self, gradients: GradientSet) -> None:
         """Know the parameters of another partition."""
         self._gradients = gradients
         self.__dict__.pop("_by_parameter", None)
+        self._listen(self._walked)
+
+    def _listen(self, tell: Callable[[], None] | None) -> None:
+        for item in self._module.modules():
+            if isinstance(item, RemoteItem):
+                item.on_visit(tell)
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -131,6 +144,7 @@ class WholeReductions(TorchFunctionMode):
     def end(self) -> None:
         """Leave the mode, whatever has been entered since."""
         self._lifted += 1
+        self._listen(None)
         if current_function_mode() is self:
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -162,6 +176,8 @@ class WholeReductions(TorchFunctionMode):
             return result
         if self._topology.pp.size > 1 and not self._is_inside(frame):
             self._refuse_sums(name, {part.name for _, part in parts}, numbers)
+            if frame is not None and (name in _TO_PYTHON or name in ("numel", "nelement")):
+                self._read(frame, name)
         if not parts:
             result = func(*args, **kwargs)
             self._number(result, numbers)
@@ -214,6 +230,9 @@ class WholeReductions(TorchFunctionMode):
         parts: Sequence[tuple[Tensor, _Part]],
     ) -> Any:
         tensor, part = parts[0]
+        if name in ("numel", "nelement") and part.cut_by_tp:
+            return part.numel
+        result: Any
         if name == "set_data" and tensor is args[0]:
             return _assign(part.name, tensor, args[1], func)
         if name in _REDUCTIONS and (part.groups or part.copies > 1):
@@ -223,17 +242,19 @@ class WholeReductions(TorchFunctionMode):
             with self.lifted():
                 return func(tensor.full_tensor(), *args[1:], **kwargs)
         else:
-            result = func(*args, **kwargs)
             in_place = name.startswith("foreach") and name != "foreach_norm"
-            same = name in _SAME_SHAPE or in_place
-            given = isinstance(result, Tensor | list) or name in _TO_PYTHON
-            if part.cut_by_tp and given and not same:
+            same = name in _SAME_SHAPE or name in _VIEWS or in_place
+            cut = next((part for _, part in parts if part.cut_by_tp), None)
+            result = None if cut is not None and name in _UNITING else func(*args, **kwargs)
+            given = isinstance(result, Tensor | list) or name in _TO_PYTHON or name in _UNITING
+            if cut is not None and given and not same:
                 raise ConfigError(
-                    f"{part.name}: {name} was called on a parameter or gradient of which each of "
+                    f"{cut.name}: {name} was called on a parameter or gradient of which each of "
                     f"tp={self._topology.tp.size} ranks holds a part, and would give a part of "
                     f"the result; {_REMEDY}"
                 )
             if same:
+                self._refuse_strangers(name, args, kwargs, part)
                 self._derive(result, part)
         if name in _REDUCTIONS or name in _VIEWS:
             self._number(result, {part.name})
@@ -241,6 +262,22 @@ class WholeReductions(TorchFunctionMode):
             for (_, of), each in zip(parts, result, strict=False):
                 self._number(each, {of.name})
         return result
+
+    def _refuse_strangers(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: _Part
+    ) -> None:
+        """Refuse values that were made for the shape of this part, the same on every rank."""
+        if not part.cut_by_tp:
+            return
+        for other in _tensors((*args, *kwargs.values())):
+            if other.ndim and other.numel() > 1 and self._part_of(other) is None:
+                raise ConfigError(
+                    f"{part.name}: {name} combines a parameter or gradient, of which each of "
+                    f"tp={self._topology.tp.size} ranks holds a part, with a tensor of shape "
+                    f"{tuple(other.shape)} that is no such part; nearest valid: values that follow "
+                    "from the parameter (torch.zeros_like(p), p.detach().clone()), a number, or "
+                    "configure_model, which sees whole weights"
+                )
 
     @staticmethod
     def _can_gather(name: str, tensor: Tensor, part: _Part) -> bool:
@@ -284,15 +321,36 @@ class WholeReductions(TorchFunctionMode):
 
     def _refuse_sums(self, name: str, parts: set[str], numbers: set[str]) -> None:
         """Refuse what unites several parameters, where each rank has those of its stages."""
-        united = len(numbers) > 1 or (
-            name in ("cat", "stack", "concat", "concatenate", "hstack") and len(parts) > 1
-        )
+        united = len(numbers) > 1 or (name in _UNITING and len(parts) > 1)
         if united:
             raise ConfigError(
                 f"{name} unites values of several parameters ({', '.join(sorted(numbers or parts))}"
                 f"), and with pp={self._topology.pp.size} each rank has those of its own stages; "
                 f"{_REMEDY}"
             )
+
+    def _read(self, frame: FrameType, name: str) -> None:
+        """A number of a parameter goes to Python, where nobody sees what becomes of it."""
+        above = frame if frame.f_back is None else frame.f_back
+        if self._walks & {frame.f_code, above.f_code}:
+            self._refuse_walk(frame, name)
+        self._reads |= {frame.f_code: name, above.f_code: name}
+
+    def _walked(self) -> None:
+        """Somebody goes through parameters, and comes by those of another stage."""
+        frame = _walker()
+        if self._lifted or frame is None:
+            return
+        self._walks.add(frame.f_code)
+        if frame.f_code in self._reads:
+            self._refuse_walk(frame, self._reads[frame.f_code])
+
+    def _refuse_walk(self, frame: FrameType, name: str) -> None:
+        raise ConfigError(
+            f"{frame.f_code.co_name} goes through all parameters and takes numbers of them "
+            f"({name}), and with pp={self._topology.pp.size} each rank has those of its own "
+            f"stages; {_REMEDY}"
+        )
 
     # torch.nn.utils.get_total_norm ---------------------------------------------------------------
 
@@ -472,6 +530,17 @@ def _caller() -> tuple[FrameType | None, str]:
             return frame, "own" if own or _is_layer(frame) else ""
         frame = frame.f_back
     return None, ""
+
+
+def _walker() -> FrameType | None:
+    """Which code of the user's goes through parameters; None if a library does."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module != RemoteItem.__module__ and not module.startswith("torch.nn.modules"):
+            return None if module.startswith(("torch.", "lightning")) else frame
+        frame = frame.f_back
+    return None
 
 
 def _is_layer(frame: FrameType) -> bool:

@@ -46,30 +46,46 @@ class StagePort(Protocol):
         ...
 
 
+class _Visited(dict[str, Any]):
+    """The parameters of a `RemoteItem`: none, and it tells when somebody asks for them."""
+
+    on_visit: Callable[[], None] | None = None
+
+    @override
+    def items(self) -> Any:
+        if self.on_visit is not None:
+            self.on_visit()
+        return super().items()
+
+
 class RemoteItem(nn.Module):
     """Stands for an item that another pipeline stage holds.
 
     Args:
         name: the item's name in the trunk.
         stage: the stage that holds it.
-
-    Attributes:
-        stands_in: whether it has a parameter, of no elements, for whoever asks.
     """
-
-    stands_in = False
 
     def __init__(self, name: str, stage: int) -> None:
         super().__init__()
         self.name = name
         self.stage = stage
+        self.__dict__["_parameters"] = _Visited()
 
-    @override
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """An empty parameter while optimizers are made, which fail on an empty list."""
-        if self.stands_in and not self._parameters:
-            self.placeholder = nn.Parameter(torch.empty(0))
-        return super().parameters(recurse)
+    def on_visit(self, tell: Callable[[], None] | None) -> None:
+        """Have ``tell`` called when a walk over parameters comes by, which misses some."""
+        self.__dict__["_parameters"].on_visit = tell
+
+    def stand_in(self) -> nn.Parameter | None:
+        """Have a parameter of no elements from now on; None if there is one."""
+        if self._parameters:
+            return None
+        self.placeholder = nn.Parameter(torch.empty(0))
+        return self.placeholder
+
+    def stand_back(self) -> None:
+        """Have it no longer."""
+        del self.placeholder
 
     @override
     def extra_repr(self) -> str:
@@ -78,6 +94,7 @@ class RemoteItem(nn.Module):
     @override
     def _save_to_state_dict(self, *_: Any, **__: Any) -> None:
         """Save nothing: the placeholder of an empty stage is no part of the network."""
+        dict(self._parameters.items())  # a walk over a state_dict comes by here
 
     @override
     def _load_from_state_dict(self, *_: Any, **__: Any) -> None:

@@ -58,7 +58,10 @@ def missing() -> str | None:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # without its binaries it raises RuntimeError
         log.debug("transformer_engine.pytorch: %s", error)
-        return "transformer_engine cannot be imported; pip install lightning-megatron[gpu]"
+        return (
+            "transformer_engine cannot be imported; pip install --no-build-isolation "
+            "'lightning-megatron[gpu]'"
+        )
     return None
 
 

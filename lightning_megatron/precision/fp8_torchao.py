@@ -38,7 +38,7 @@ def missing() -> str | None:
         importlib.import_module("torchao.float8")
     except Exception as error:  # a build for another torch may raise anything
         log.debug("torchao.float8: %s", error)
-        return "torchao cannot be imported; pip install lightning-megatron[torchao]"
+        return "torchao cannot be imported; pip install 'lightning-megatron[torchao]'"
     return None
 
 

@@ -7,6 +7,9 @@ wrong, or left out without a word. And averages that are exchanged with narrow p
 are under mixed precision, would be rounded each time.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -45,3 +48,20 @@ def averaging_problems(trainer: Trainer, module: LightningModule, *, whole: bool
                 "WeightAveraging"
             )
     return problems
+
+
+def leave_schedulers_to_averages(trainer: Trainer, states: Mapping[str, Any]) -> None:
+    """Let `StochasticWeightAveraging` restore the schedule that it has put in place of the user's.
+
+    It does so in ``on_fit_start``, where callbacks are restored before the module is set up.
+
+    Args:
+        trainer: has the callbacks.
+        states: of callbacks, in the checkpoint that training goes on from.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            state = states.get(callback.state_key, {})
+            if state.get("scheduler_state") is not None:
+                trainer.strategy.lr_scheduler_configs.clear()

@@ -1,8 +1,11 @@
 """Strategy hooks that save and load; mixed into the strategy.
 
 Lightning collects ``state_dict`` and ``optimizer_states`` from the strategy, lets callbacks and the
-module add to the dictionary, and hands all of it back to be written. What travels in between are
-descriptions of this rank's shards under global names (`checkpoint.state`), not gathered tensors.
+module change the dictionary, and hands all of it back to be written. What travels in between are
+descriptions of this rank's shards under global names (`checkpoint.state`), not gathered tensors;
+where somebody may look at them, tensors that are brought together when they are looked at
+(`checkpoint.whole_state`). When a checkpoint is loaded, ``on_load_checkpoint`` of the module sees
+tensors that are read when they are looked at, and what it leaves is what is loaded.
 
 While training runs, a `Saver` writes them, perhaps in the background. Lightning may then delete,
 load or overwrite a checkpoint that is not there yet, which the saver puts in order; it is drained
@@ -12,43 +15,54 @@ at the end of training, before anything is loaded, after an exception and in tea
 import logging
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from fnmatch import fnmatchcase
+from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io import CheckpointIO
-from lightning.pytorch import LightningModule, Trainer
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.asynchronous import Saver
 from lightning_megatron.checkpoint.commit import remove
-from lightning_megatron.checkpoint.config import CheckpointConfig
-from lightning_megatron.checkpoint.io import load_directory, save_directory
+from lightning_megatron.checkpoint.config import PARTS, CheckpointConfig, exclusion_problems
+from lightning_megatron.checkpoint.io import (
+    Layout,
+    load_directory,
+    save_directory,
+    stored_state,
+)
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.reader import CheckpointReader
 from lightning_megatron.checkpoint.save_job import SaveOutcome
 from lightning_megatron.checkpoint.state import (
     Chunk,
     chunks_of,
     model_chunks,
+    own_chunks,
     parameter_names,
-    whole,
 )
 from lightning_megatron.checkpoint.storage import storage_path
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
+from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.restore import is_whole
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.resilience.attempt import Attempt
-from lightning_megatron.strategies.averaging import averages
+from lightning_megatron.strategies.averaging import leave_schedulers_to_averages
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.data_position import DataPosition
@@ -64,6 +78,24 @@ KEY = "lightning_megatron"
 """Of our entry in Lightning's checkpoint dictionary."""
 
 
+@dataclass(frozen=True)
+class StoredOptimizer:
+    """Stands for the state of an optimizer in the dictionary that ``on_load_checkpoint`` sees."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint between `CheckpointHooks.load_checkpoint` and `load_model_state_dict`."""
+
+    reader: CheckpointReader
+    stored: Mapping[str, Any]
+    with_optimizers: bool
+    excluded: tuple[str, ...]
+    """Patterns of names that are not loaded."""
+
+
 class CheckpointHooks:
     """Saving and loading checkpoint directories."""
 
@@ -71,6 +103,8 @@ class CheckpointHooks:
     optimizers: list[Optimizer]
     lightning_module: LightningModule | None
     checkpoint_io: CheckpointIO
+    _checkpoint_io: CheckpointIO | None
+    _checkpoint: CheckpointConfig
     is_global_zero: bool
     events: EventLog
     attempt: Attempt
@@ -83,6 +117,10 @@ class CheckpointHooks:
     _described: tuple[ParallelModule, dict[str, Chunk]] | None = None
     """The parameters, from when the module is described until the checkpoint is saved."""
     _links_checkpoints = False
+    _view: WholeState | None = None
+    """What hooks see of the module, while a checkpoint is saved or loaded."""
+    _opened: "_Opened | None" = None
+    """What is being loaded."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -91,15 +129,49 @@ class CheckpointHooks:
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """`load_checkpoint` restores the optimizers."""
+        """`load_model_state_dict` restores the optimizers."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Descriptions of this rank's part of the module, by global name."""
+        """This rank's part of the module, by global name.
+
+        Descriptions of it; or, where hooks may look, what a single process would have
+        (`WholeState`), which takes all ranks.
+        """
+        self._refuse_to_save_alone("the checkpoint")
+        self.end_view()
         self.parallel.data.come_to_rest()
-        state = model_chunks(self.parallel.module, self.parallel.canonical, self.parallel.data.rows)
+        module = self.parallel.module
+        if self._is_looked_at():
+            self._described = self.parallel, self._own_chunks()
+            self._view = WholeState(self.parallel, self._host_world(), "on_save_checkpoint")
+            self._view.attach()
+            return self._view.state()
+        state = model_chunks(module, self.parallel.canonical, self.parallel.data.rows)
         self._described = self.parallel, chunks_of(state)
         return state
+
+    def _own_chunks(self) -> dict[str, Chunk]:
+        return own_chunks(self.parallel.module, self.parallel.canonical, self.parallel.data.rows)
+
+    def _is_looked_at(self) -> bool:
+        """Whether anybody sees the state_dict before it is written, on any rank."""
+        module = self.lightning_module
+        assert module is not None
+        callbacks: list[Callback] = self._trainer().callbacks  # type: ignore[attr-defined]
+        looks = is_overridden("on_save_checkpoint", module) or any(
+            type(callback).on_save_checkpoint is not Callback.on_save_checkpoint
+            for callback in callbacks
+        )
+        if looks or self.parallel.topology.pp.size == 1:
+            return looks or edits_state(module)
+        return any(Peers(self._host_world()).collect(edits_state(module)))  # of this stage alone
+
+    def end_view(self) -> None:
+        """Let ``state_dict`` be what it is outside of the hooks that save and load."""
+        view, self._view = self._view, None
+        if view is not None:
+            view.detach()
 
     def optimizer_state(self, optimizer: Optimizer) -> Any:
         """Description of this rank's part of the optimizer's state."""
@@ -124,8 +196,7 @@ class CheckpointHooks:
             )
         self._described = None
         self._refuse_to_save_alone(filepath)
-        self._accept_plain_tensors(checkpoint)
-        model = checkpoint.pop("state_dict")
+        checkpoint, model = self._take_state(checkpoint)
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
         topology, trainer = self.parallel.topology, self._trainer()
         data = self._data_position.save(checkpoint, trainer, topology, self._host_world())
@@ -152,29 +223,18 @@ class CheckpointHooks:
             wait=at_once,
         )
 
-    def _accept_plain_tensors(self, checkpoint: dict[str, Any]) -> None:
-        """Let callbacks put whole weights in the place of those of the module, and keep these.
-
-        `WeightAveraging` and `ModelPruning` do so. Every rank has them, where it has all weights.
-        """
-        if not is_whole(self.parallel):
-            return
-        own = self.parallel.module.state_dict()
-        state = checkpoint["state_dict"]
-        if any(isinstance(value, Tensor) for value in state.values()):
-            described = chunks_of(self.lightning_module_state_dict())
-            aliases = {name: chunk.aliases for name, chunk in described.items()}
-            further = {alias for name in aliases.keys() & state for alias in aliases[name]}
-            checkpoint["state_dict"] = {
-                name: replace(whole(value), aliases=aliases.get(name, ()))
-                if isinstance(value, Tensor)
-                else value
-                for name, value in state.items()
-                if name not in further
-            }
-        for key, values in checkpoint.items():
-            if key != "state_dict" and isinstance(values, dict) and chunks_of(values):
-                checkpoint[key] = {**values, **own}
+    def _take_state(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the checkpoint without the state of the module, and this as hooks have left it."""
+        view = self._view
+        if view is None:
+            return checkpoint, checkpoint.pop("state_dict")
+        if self.is_global_zero:  # whose checkpoint counts
+            checkpoint = view.resolve(checkpoint)
+        model = view.finish(checkpoint.pop("state_dict"))
+        self.end_view()
+        if kept := checkpoint.get("optimizer_states"):
+            checkpoint["optimizer_states"] = [snapshot.renamed(view.renamed) for snapshot in kept]
+        return checkpoint, model
 
     def _refuse_to_save_alone(self, path: str | os.PathLike[str]) -> None:
         """After an error of this rank alone, end with it instead of waiting for the others."""
@@ -190,6 +250,7 @@ class CheckpointHooks:
     def start_saver(self, config: CheckpointConfig, timeout_s: float) -> None:
         """Have checkpoints saved as ``config`` says, until `stop_saver`; collective."""
         self.stop_saver()
+        self._warn_of_loggers()
         background = None
         if config.mode == "async":
             if self._background_group is None and dist.get_world_size() > 1:
@@ -206,14 +267,42 @@ class CheckpointHooks:
             )
         self._saver = Saver(config, Peers(self._host_world()), background, self._report)
 
+    def _warn_of_loggers(self) -> None:
+        for given in self._trainer().loggers:
+            uploads = (getattr(given, f"_log_model{end}", False) for end in ("", "_checkpoints"))
+            if any(uploads):
+                rank_zero_warn(
+                    f"{type(given).__name__}(log_model=...) uploads nothing: it takes files, and "
+                    "checkpoints of MegatronStrategy are directories. Log a file that "
+                    "`lightning-megatron convert` makes of one, or log_model=False"
+                )
+
+    def checkpoint_problems(self) -> list[str]:
+        """Faults of what the Trainer was given to save with."""
+        given = self._checkpoint_io
+        if given is None or type(given) is TorchCheckpointIO:
+            return []
+        name = type(given).__name__
+        instead = (
+            "checkpoint=CheckpointConfig(mode='async')"
+            if isinstance(given, AsyncCheckpointIO)
+            else "on_save_checkpoint and on_load_checkpoint of the module or of a callback"
+        )
+        return [
+            f"plugins=[{name}]: MegatronStrategy writes checkpoints itself, from all ranks "
+            f"together, and would never call it; nearest valid: {instead}"
+        ]
+
     def stop_saver(self, timeout_s: float | None = None) -> None:
         """Wait for what is in flight; from now on saving takes place at once. Not collective."""
+        self.end_view()
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close(timeout_s=timeout_s)
 
     def check_saves(self) -> None:
         """Report saves that have ended; raises where training is to end for it."""
+        self.end_view()  # of a state_dict that was not saved
         if self._saver is not None:
             self._saver.check()
 
@@ -231,14 +320,15 @@ class CheckpointHooks:
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read weights, and when fitting the optimizers, of any layout; collective.
+        """Open a checkpoint of any layout; `load_model_state_dict` loads it. Collective.
 
         Args:
             checkpoint_path: a checkpoint directory, or ``"auto"`` for the newest valid one.
             weights_only: ignored; nothing that could execute code is read.
 
         Returns:
-            The rest of Lightning's checkpoint dictionary; `NoCheckpoint` if it is ``"auto"`` and
+            Lightning's checkpoint dictionary, with weights that are read when somebody looks at
+            them; `NoCheckpoint` if it is ``"auto"`` and
             there is none yet, or if training starts from weights that another library made.
         """
         del weights_only
@@ -267,35 +357,98 @@ class CheckpointHooks:
             path, size = str(reader.directory), reader.manifest.size
             self.events.write("verified", path=path, seconds=reader.verify_s, bytes=size)
         starts = fitting and reader.is_pretrained
-        checkpoint = load_directory(
-            reader,
-            module,
-            self.optimizers if fitting and not starts else (),
-            canonical=self.parallel.canonical,
-            names=self._optimized_names(),
-            rows=self.parallel.data.rows,
-            strict=module.strict_loading,
-            group=group,
-        )
-        self._weights_were_loaded()
-        if starts:
+        stored = stored_state(reader)
+        kept = [StoredOptimizer(i) for i in range(len(reader.optimizers))]
+        checkpoint = {
+            "pytorch-lightning_version": version("lightning"),
+            **reader.state,
+            "state_dict": OrderedDict(stored),
+            "optimizer_states": kept,
+        }
+        excluded = self._exclude(checkpoint)
+        self._opened = _Opened(reader, stored, fitting and not starts, excluded)
+        if is_overridden("on_load_checkpoint", module):
+            self._view = WholeState(self.parallel, group, "on_load_checkpoint")
+            if self._view.is_cut:
+                self._view.attach()
+        if starts:  # Lightning restores nothing then, and calls no hook
+            _call_lightning_module_hook(module.trainer, "on_load_checkpoint", checkpoint)
+            self.load_model_state_dict(checkpoint, strict=module.strict_loading)
             rank_zero_info(f"Training starts at step 0 from the weights in {reader.directory}")
             return NoCheckpoint()
-        if averages(module.trainer) and is_whole(self.parallel):
-            # Callbacks that average look for them, beside what they have stored themselves.
-            checkpoint["state_dict"] = {k: v.clone() for k, v in module.state_dict().items()}
-        if fitting and self._saver is not None:
-            self._saver.go_on_from(reader.directory, reader.manifest)
         if fitting:
-            saved = checkpoint.get(KEY, {})
-            self._belong_to_run(saved.get("run"))
-            topology, step = self.parallel.topology, checkpoint.get("global_step", 0)
-            self._data_position.load(saved.get("data", {}), checkpoint, module.trainer, topology)
-            if "random" in saved:
-                by_token = self._random_state.load(saved["random"], step)
-                if self._engine is not None:
-                    self._engine.by_token = by_token
+            self._go_on(module.trainer, reader, checkpoint)
         return checkpoint
+
+    def _go_on(
+        self, trainer: Trainer, reader: CheckpointReader, checkpoint: dict[str, Any]
+    ) -> None:
+        """Train from where a checkpoint was saved."""
+        leave_schedulers_to_averages(trainer, checkpoint.get("callbacks", {}))
+        if self._saver is not None:
+            self._saver.go_on_from(reader.directory, reader.manifest)
+        saved = checkpoint.get(KEY, {})
+        self._belong_to_run(saved.get("run"))
+        topology, step = self.parallel.topology, checkpoint.get("global_step", 0)
+        self._data_position.load(saved.get("data", {}), checkpoint, trainer, topology)
+        if "random" in saved:
+            by_token = self._random_state.load(saved["random"], step)
+            if self._engine is not None:
+                self._engine.by_token = by_token
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what ``on_load_checkpoint`` has left of the weights, and the optimizers."""
+        opened, self._opened = self._opened, None
+        assert opened is not None
+        assert self.lightning_module is not None
+        state, reader = checkpoint.get("state_dict", {}), opened.reader
+        if self._view is not None:
+            state = self._view.share(state, opened.stored)
+            self.end_view()
+            assert isinstance(checkpoint, dict)
+            checkpoint["state_dict"] = state  # callbacks look at it next
+        kept = checkpoint.get("optimizer_states", ())
+        if kept and list(kept) != [StoredOptimizer(i) for i in range(len(reader.optimizers))]:
+            raise ConfigError(
+                "on_load_checkpoint changes checkpoint['optimizer_states'], which is spread over "
+                "ranks; nearest valid: checkpoint['optimizer_states'] = [], and the optimizers "
+                "begin anew"
+            )
+        if opened.with_optimizers and reader.optimizers and not kept:
+            rank_zero_info("The optimizers begin anew: on_load_checkpoint left out their state")
+        resumes = opened.with_optimizers and (kept or not reader.optimizers)
+        load_directory(
+            reader,
+            self.lightning_module,
+            self.optimizers if resumes else (),
+            state=state,
+            layout=Layout(
+                canonical=self.parallel.canonical,
+                names=self._optimized_names(),
+                rows=self.parallel.data.rows,
+                bring_together=self._weights_were_loaded,
+            ),
+            strict=strict,
+            exclude=opened.excluded,
+            group=self._host_world(),
+        )
+
+    def _exclude(self, checkpoint: dict[str, Any]) -> tuple[str, ...]:
+        """Take what the user does not want out of a checkpoint; return patterns of weights."""
+        state = checkpoint["state_dict"]
+        patterns = self._checkpoint.exclude
+        raise_if_any(exclusion_problems(patterns, state))
+        weights = tuple(p for p in patterns if p not in PARTS)
+        for name in [n for n in state if any(fnmatchcase(n, p) for p in weights)]:
+            del state[name]
+        empty: dict[str, Any] = {"optimizer": [], "lr_schedulers": [], "callbacks": {}}
+        for part in patterns:
+            if part == "loops":
+                for key in ("loops", KEY, "epoch", "global_step"):
+                    checkpoint.pop(key, None)
+            elif part in empty:
+                checkpoint["optimizer_states" if part == "optimizer" else part] = empty[part]
+        return weights
 
     def _weights_were_loaded(self) -> None:
         """Bring what was read into this rank's part of the parameters to the others."""
@@ -310,11 +463,8 @@ class CheckpointHooks:
             self.attempt = replace(self.attempt, run_id=run_id)
             self.events.identify(run=run_id)
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has loaded the module."""
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has loaded the optimizers."""
+        """Nothing: `load_model_state_dict` has loaded the optimizers."""
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, on rank zero; after the saves that are in flight."""

@@ -21,6 +21,7 @@ import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.utilities.data import _update_dataloader
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,7 +32,7 @@ from torch.utils.data import (
 )
 
 from lightning_megatron.data.augmentation import SampleSeeds
-from lightning_megatron.data.sampler import Division, ResumableSampler
+from lightning_megatron.data.sampler import Division, EvenBatches, ResumableSampler
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness, seed_generators
 
@@ -139,7 +140,12 @@ class Share:
 
 
 def share_of(
-    dataloader: DataLoader[Any], topology: Topology, seed: int, *, divide: bool = True
+    dataloader: DataLoader[Any],
+    topology: Topology,
+    seed: int,
+    *,
+    divide: bool = True,
+    evaluates: bool = False,
 ) -> Share:
     """This rank's share of ``dataloader``.
 
@@ -149,6 +155,7 @@ def share_of(
         seed: of the order of a loader that shuffles.
         divide: whether the ranks are to read different samples; else each reads all that its
             loader gives, as it does with a ``DistributedSampler`` of the user's own.
+        evaluates: whether samples enter means, so that none may be read twice.
     """
     batches: Any = dataloader.batch_sampler
     sampler: Any = getattr(batches, "sampler", dataloader.sampler)
@@ -165,11 +172,16 @@ def share_of(
         batch_size=sizes.batch_size or 1,
         drop_last=sizes.drop_last,
     )
+    if evaluates and type(batches) is BatchSampler:
+        division = _without_repeats(division, len(sampler))
     if type(batches) in (BatchSampler, type(None)):
         order = _order_of(sampler, dataloader, seed, division, divide)
         items = len(sampler)
         loader = _update_dataloader(dataloader, order)
-        if sizes is batches:
+        if not division.repeats:
+            count = division.batches(items)
+            loader = with_batches(loader, EvenBatches(order, division.batch_size, count))
+        elif sizes is batches:
             loader = with_batches(loader, BatchSampler(order, sizes.batch_size, sizes.drop_last))
     else:
         loader, order, items = _share_of_batches(dataloader, seed, division)
@@ -181,6 +193,22 @@ def share_of(
         per_batch=division.batch_size * division.ranks,
         sets=sets,
     )
+
+
+def _without_repeats(division: Division, samples: int) -> Division:
+    """The division with no sample twice, if every rank can have a sample for its last batch."""
+    full, left = divmod(samples, division.batch_size * division.ranks)
+    if division.drop_last or not 0 < left < division.ranks:
+        return division
+    if full and division.batch_size > 1:
+        return replace(division, repeats=False)
+    rank_zero_warn(
+        f"evaluation of {samples} samples on {division.ranks} ranks with batch_size="
+        f"{division.batch_size}: {left} remain for {division.ranks} last batches, so that "
+        f"{division.ranks - left} of them are repeated and count twice; a batch_size of 2 or more, "
+        "and no fewer samples than ranks, need none"
+    )
+    return division
 
 
 def _order_of(

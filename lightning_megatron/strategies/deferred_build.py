@@ -27,7 +27,8 @@ from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.init import uninitialisable
-from lightning_megatron.layers.init_tape import InitTape, WrittenValues
+from lightning_megatron.layers.init_tape import InitTape
+from lightning_megatron.layers.written_values import WrittenValues, written_values
 from lightning_megatron.topology.rng import HostRandomness
 
 _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
@@ -200,7 +201,7 @@ class Attempt:
             return None
         if any(type(m).__module__.startswith("transformers.") for m in self._module.modules()):
             return None  # that library leaves out its initialisation on the meta device
-        written = self._tape.written(self._module)
+        written = written_values(self._tape, self._module)
         return None if self._tape.reason is not None else written
 
     @property
@@ -215,7 +216,8 @@ class Attempt:
         if self._tape.reason is not None:
             return f"configure_model needs values: {self._tape.reason}"
         if self.error is not None:
-            return f"configure_model fails on the meta device: {self.error}"
+            said = str(self.error).partition("\n")[0]
+            return f"configure_model fails on the meta device ({type(self.error).__name__}: {said})"
         if without_rule:
             return (
                 "these modules own parameters, buffers or other tensors but have no "

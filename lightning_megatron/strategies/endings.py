@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_megatron import env
 from lightning_megatron._torch import default_store, own_connection
+from lightning_megatron.errors import MegatronError
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.attempt import Attempt
@@ -89,15 +90,29 @@ class EndingHooks(ParallelStrategy):
         """Post the cause, or find it; the first thing to do after an exception."""
         if self._watch is not None:
             self._watch.close()
-        leaves = isinstance(exception, SIGTERMException | KeyboardInterrupt | SystemExit)
-        if self.board is None or leaves:
+        if self.board is None or isinstance(exception, SIGTERMException | SystemExit):
             return  # teardown posts that it has left
+        if isinstance(exception, KeyboardInterrupt):
+            self.board.post("failed", "was interrupted (KeyboardInterrupt)")
+            return  # others may have been as well, or wait for this one
         if is_echo(exception):
             self._find_cause(exception, self.board)
             return
         text = f"{type(exception).__name__}: {exception}"
-        self.board.post("failed", f"failed with {text.splitlines()[0]}")
-        self._tell_torchrun(text, time.time())
+        what = f"failed with {text.splitlines()[0]}"
+        self.board.post("failed", what)
+        if isinstance(exception, MegatronError) and self.global_rank:
+            exception.told_by_rank_0 = self._rank_0_says(what, self.board)
+        self._tell_torchrun(exception, text, time.time())
+
+    def _rank_0_says(self, what: str, board: EndingBoard) -> bool:
+        """Whether rank 0 fails with the same; it posts that at about the same time."""
+        deadline = time.monotonic() + _SEARCH_S
+        while not (posted := board.read()).get(0) and time.monotonic() < deadline:
+            if not posted:  # gone with rank 0, or this post would be in it
+                return True
+            time.sleep(_PAUSE_S)
+        return 0 in posted and posted[0].what == what
 
     def _find_cause(self, exception: BaseException, board: EndingBoard) -> None:
         deadline = time.monotonic() + _SEARCH_S
@@ -115,7 +130,8 @@ class EndingHooks(ParallelStrategy):
             action="end",
         )
         mark_secondary(exception, what)
-        self._tell_torchrun(f"secondary failure; root cause: {what}", time.time() + _SEARCH_S)
+        summary = f"secondary failure; root cause: {what}"
+        self._tell_torchrun(exception, summary, time.time() + _SEARCH_S)
         self._let_launcher_look()
 
     def _lines(self, causes: list[Ending]) -> list[str]:
@@ -128,20 +144,22 @@ class EndingHooks(ParallelStrategy):
             while not self.stop_flag.number and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
 
-    def _tell_torchrun(self, message: str, at: float) -> None:
+    def _tell_torchrun(self, exception: BaseException, message: str, at: float) -> None:
         file = env.error_file()
         if file is not None:
-            write_error_file(file, message, traceback.format_exc(), at)
+            plain = isinstance(exception, MegatronError) and not env.shows_tracebacks()
+            write_error_file(file, message, message if plain else traceback.format_exc(), at)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """End the processes that this one started, which may wait for it for ever.
 
         They get a moment to fail by themselves: when this exception is but the echo of theirs, it
-        is their traceback that tells the user what went wrong.
+        is their traceback that tells the user what went wrong. An error of ours tells it already.
         """
         if isinstance(self._launcher, Launcher):
-            self._launcher.end_children(_GRACE_S)
+            tells_all = isinstance(exception, MegatronError) and not is_echo(exception)
+            self._launcher.end_children(0.0 if tells_all else _GRACE_S)
 
 
 def mark_secondary(exception: BaseException, cause: str) -> None:

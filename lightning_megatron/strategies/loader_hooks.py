@@ -39,11 +39,14 @@ class LoaderHooks:
         raise NotImplementedError
 
     def take_over_samplers(self, trainer: Trainer) -> None:
-        """Divide training data here: Lightning would shuffle it; `share_of` asks the loader."""
+        """Divide data here, but for predictions.
+
+        Lightning would shuffle what is trained on, and repeat samples that are evaluated.
+        """
         connector = trainer._accelerator_connector
         self._splits_data |= connector.use_distributed_sampler
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        connector.use_distributed_sampler = self._splits_data and not fitting
+        predicting = trainer.state.fn == TrainerFn.PREDICTING
+        connector.use_distributed_sampler = self._splits_data and predicting
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -78,7 +81,7 @@ class LoaderHooks:
             return self._data_position.prepare(
                 dataloader, trainer, self.topology, seed, divide=self._splits_data
             )
-        if self._splits_data and fitting:
-            dataloader = share_of(dataloader, self.topology, seed).loader
+        if self._splits_data and trainer.state.fn != TrainerFn.PREDICTING:
+            dataloader = share_of(dataloader, self.topology, seed, evaluates=True).loader
         seed_dataloader(dataloader, self.topology)
         return dataloader

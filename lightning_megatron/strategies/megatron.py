@@ -8,6 +8,7 @@ in `strategies.preflight` (is the run legal), `parallel.apply` (put the module o
 """
 
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,7 @@ from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
-from lightning_megatron.layers.init_tape import WrittenValues
+from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.optim.whole_step import check_optimizer
 from lightning_megatron.parallel.apply import (
     ParallelModule,
@@ -200,6 +201,10 @@ class MegatronStrategy(
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        # Lightning 2.6 does this with torch 2.13, on every rank; the user can do nothing about it.
+        warnings.filterwarnings(
+            "ignore", ".*LeafSpec.*is deprecated", module=r"lightning\.pytorch\.utilities\._pytree"
+        )
         # Lightning's launcher does this for the first process of a node only; the others would
         # compute with as many threads each as there are cores.
         _set_num_threads_if_needed(self.num_processes)
@@ -210,7 +215,11 @@ class MegatronStrategy(
             module.trainer, module, self.options, self._sharding, self.memory, self.world_size
         )
         host = self._sharding.offload_parameters
-        problems = (*self._connection.problems(host), *self._checkpoint.problems())
+        problems = (
+            *self._connection.problems(host),
+            *self._checkpoint.problems(),
+            *self.checkpoint_problems(),
+        )
         raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.real_because is None and layout_of(module) is None
         if findings.real_because is not None:
@@ -294,6 +303,8 @@ class MegatronStrategy(
 
     def _is_written_alike(self) -> bool:
         """Whether ``configure_model`` gave the same values everywhere, as far as it is noted."""
+        if self.world_size == 1:
+            return self._written is not None
         mine = None if self._written is None else self._written.signature()
         return self.reduce_boolean_decision(mine is not None and mine == self.broadcast(mine))
 
@@ -417,18 +428,37 @@ class MegatronStrategy(
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        remote = [m for m in self._module().modules() if isinstance(m, RemoteItem)]
-        for item in remote:
-            item.stands_in = True  # for `Optimizer(self.trunk.head.parameters())` on other stages
-        super().setup_optimizers(trainer)
-        for item in remote:
-            item.stands_in = False
+        with self._stand_ins():
+            super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
             )
             if warning:
                 rank_zero_warn(warning)
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[None]:
+        """Make optimizers of a few items, on whatever stage they are, not fail on an empty list.
+
+        ``SGD(self.trunk.head.parameters())`` gets a parameter without elements on other stages.
+        Where it is all that an optimizer has, it stays.
+        """
+        remote = [m for m in self._module().modules() if isinstance(m, RemoteItem)]
+        made: dict[Tensor, RemoteItem] = {
+            p: item for item in remote if (p := item.stand_in()) is not None
+        }
+        yield
+        for optimizer in self.optimizers:
+            groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+            held = [p for group in groups for p in group]
+            kept = [] if any(p not in made for p in held) else held[:1]
+            for group in groups:
+                group[:] = [p for p in group if p not in made or any(p is k for k in kept)]
+            for parameter in kept:
+                made.pop(parameter, None)
+        for item in made.values():
+            item.stand_back()
 
     @override
     def model_to_device(self) -> None:
@@ -503,9 +533,10 @@ class MegatronStrategy(
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        callbacks: list[Any] = self._module().trainer.callbacks  # type: ignore[attr-defined]
-        if self._step_state in callbacks:
+        if self._step_state is not None:
+            callbacks: list[Any] = self._module().trainer.callbacks  # type: ignore[attr-defined]
             callbacks.remove(self._step_state)
+            self._step_state = None
         self.end_watch()
         self.unwatch_weights()
         self.forget_interface()

@@ -8,11 +8,13 @@ module is put back as it was.
 import contextlib
 import io
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -222,6 +224,7 @@ def examine(
     problems += _loop_problems(module, options)
     if layout_is_legal and memory.compile != "none":
         problems += _compile_problems(options, memory.compile)
+    problems += _folder_problems(trainer)
     problems += _data_problems(trainer, options) + averaging_problems(
         trainer, module, whole=world_size == 1 or (options.zero != 3 and _is_flat(options))
     )
@@ -354,6 +357,35 @@ def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
             f"that one data-parallel rank reads; nearest valid: microbatch_size={size}"
         ]
     return []
+
+
+def _folder_problems(trainer: Trainer) -> list[str]:
+    """Folders of this machine that the run is to write to and cannot."""
+    if trainer.num_nodes > 1:
+        return []  # those of the first machine count, and all ranks have to say the same
+    loggers = [
+        (f"{type(logger).__name__}(save_dir=)", logger.save_dir) for logger in trainer.loggers
+    ]
+    saving = trainer.checkpoint_callbacks
+    places = loggers + [
+        (f"{type(callback).__name__}(dirpath=)", getattr(callback, "dirpath", None))
+        for callback in saving
+    ]
+    if saving and not loggers:
+        places.append(("default_root_dir", trainer.default_root_dir))
+    problems = []
+    for option, place in places:
+        if place is None or "://" in os.fspath(place):
+            continue
+        path = Path(place).absolute()
+        nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            why = "cannot be written to" if nearest.is_dir() else "is no folder"
+            problems.append(
+                f"{option}={os.fspath(place)!r}: {nearest} {why}; nearest valid: a folder that "
+                "this process may write to"
+            )
+    return problems
 
 
 def _shape_problems(trainer: Trainer, module: LightningModule, options: LayoutOptions) -> list[str]:

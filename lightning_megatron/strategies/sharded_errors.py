@@ -56,6 +56,11 @@ EXPLANATIONS = (
         "or make it whole by .full_tensor(), or take gradients from strategy.parallel_gradients",
     ),
     Explanation(
+        r"weights trying to be saved contained shared tensors",
+        "a module was saved whose weights zero=3 keeps in parts",
+        "or save what lightning_megatron.gather(module) returns",
+    ),
+    Explanation(
         r"setStorage: .* out of bounds for storage of size 0",
         "a backward needed weights that zero=3 had freed, as gradients of gradients "
         "(create_graph=True) and a second backward through one graph do",

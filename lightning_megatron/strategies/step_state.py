@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from typing_extensions import override
 
@@ -34,22 +35,29 @@ from lightning_megatron.topology.mesh import Axis
 
 _Key = tuple[str, str]
 """Name of a module, and of its attribute."""
-_OF_A_PROCESS = (nn.Module, nn.Parameter, Optimizer, Trainer, Callback)
+_OF_A_PROCESS = (nn.Module, nn.Parameter, Optimizer, Trainer, Callback, LightningDataModule)
+_NO_STATE = (Dataset, DataLoader)
+"""What steps do not change, and is large."""
 
 
 class _Value:
     """An attribute's value, as it is now."""
 
     def __init__(self, value: Any, device: torch.device) -> None:
-        self._skeleton, leaves = dump(value, device.type, _OF_A_PROCESS)
-        self._leaves = [leaf.detach().clone() for leaf in leaves]
+        self._skeleton, leaves = dump(value, device.type, (*_OF_A_PROCESS, *_NO_STATE))
+        self._leaves = [leaf.detach() for leaf in leaves]
+
+    def keep(self) -> "_Value":
+        """Itself, whatever becomes of the tensors."""
+        self._leaves = [leaf.clone() for leaf in self._leaves]
+        return self
 
     def digest(self) -> bytes:
         """Equal for equal values."""
         found = hashlib.blake2b(self._skeleton, digest_size=16)
         for leaf in self._leaves:
             plain = leaf.cpu().contiguous().reshape(-1).view(torch.uint8)
-            found.update(plain.numpy().tobytes())
+            found.update(plain.numpy().data)
         return found.digest()
 
     def restored(self) -> Any:
@@ -166,7 +174,7 @@ def unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
         device: of this process.
     """
     before = {
-        (path, name): value
+        (path, name): value.keep()
         for path, child in module.named_modules()
         for name, content in _attributes(child)
         if (value := _value_of(content, device)) is not None

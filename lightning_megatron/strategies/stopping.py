@@ -98,6 +98,7 @@ class StopHooks(ParallelStrategy):
         """
         self.stop, self._settled, self._requeues, self._mend = None, None, False, None
         self._slot = self.agreement.register("stop signal")
+        self._should_stop = self.agreement.register("trainer.should_stop")
         self.agreement.start(group)
         trainer._signal_connector = StopConnector(
             trainer, self.stop_flag, self.stop_signals, replaces_requeue=self.replaces_requeue
@@ -155,12 +156,16 @@ class StopHooks(ParallelStrategy):
 
     def _settle(self) -> None:
         """Once per batch, though a backward may run more often."""
-        batch = self._trainer_of_run().fit_loop.epoch_loop.total_batch_idx
+        trainer = self._trainer_of_run()
+        batch = trainer.fit_loop.epoch_loop.total_batch_idx
         if batch == self._settled:
             return
         self._settled = batch
         self._slot.put(self.stop_flag.number)
+        self._should_stop.put(trainer.should_stop)
         self.agreement.settle()
+        # A step may set it by what one rank sees; who went on alone would wait for ever.
+        trainer.should_stop = trainer.should_stop or any(self._should_stop.values)
         self._decide(self._slot.values)
 
     def _compare_evaluations(self) -> None:

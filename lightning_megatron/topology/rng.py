@@ -80,7 +80,8 @@ class RandomStreams:
     ) -> None:
         self._seeds = {"trunk": derive_seed(seed, "trunk", *position)}
         self._streams = {name: RandomStream(s, device) for name, s in self._seeds.items()}
-        self._sharded_seed = derive_seed(seed, "sharded", tp_rank)
+        # Not of the run's seed, which a resumed run may lack: the generator's position is saved.
+        self._sharded_seed = derive_seed(0, "sharded", tp_rank)
         self._device = device
 
     @contextmanager

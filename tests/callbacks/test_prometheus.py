@@ -229,5 +229,5 @@ def test_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="port=-1(.|\n)*token of 5 characters(.|\n)*stale_s=0"):
         PrometheusEndpoint(port=-1, token="short", stale_s=0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install lightning-megatron\[monitor\]"):
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-megatron\[monitor\]'"):
         PrometheusEndpoint()

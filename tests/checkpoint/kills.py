@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_megatron.checkpoint.asynchronous import CheckpointConfig, Saver
 from lightning_megatron.checkpoint.candidates import Places, candidates
-from lightning_megatron.checkpoint.commit import hidden_target
+from lightning_megatron.checkpoint.commit import hidden_target, locate
 from lightning_megatron.checkpoint.export import load_full_state_dict
 from lightning_megatron.checkpoint.io import load_directory
 from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
@@ -62,7 +62,7 @@ def newest_step(directory: Path) -> int:
     for parameter in module.parameters():
         assert torch.equal(parameter, torch.full_like(parameter, step))
     for path in candidates(places)[1:]:
-        stored, saved = load_full_state_dict(path), read_manifest(path).step
+        stored, saved = load_full_state_dict(path), read_manifest(locate(path)).step
         assert all(bool((value == saved).all()) for value in stored.values())
     return step
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_megatron.checkpoint.commit import Staging
-from lightning_megatron.checkpoint.io import load_directory, save_directory
+from lightning_megatron.checkpoint.io import Layout, load_directory, save_directory
 from lightning_megatron.checkpoint.optimizer import capture_optimizer
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.shards import write_chunks
@@ -226,7 +226,7 @@ def stages_job(path: Path) -> dict[str, Tensor]:
         for parameter in stage.parameters():
             parameter.zero_()
     chosen.state.clear()
-    load_directory(path, stage, [chosen], canonical=CANONICAL)
+    load_directory(path, stage, [chosen], layout=Layout(canonical=CANONICAL))
     for name, parameter in stage.named_parameters():
         assert torch.equal(parameter, expected[name])
         assert "momentum_buffer" in chosen.state[parameter]

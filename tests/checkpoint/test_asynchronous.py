@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_megatron.checkpoint.asynchronous import Saver
 from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.export import load_full_state_dict
 from lightning_megatron.checkpoint.io import load_directory
 from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.peers import Peers
@@ -209,7 +210,7 @@ def test_failures_are_reported_once_and_keep_the_old_one(tmp_path, gate, caplog,
         message = caplog.records[0].getMessage()
         assert "new.ckpt" in message
         assert "[Errno 28] No space left on device" in message
-        assert "training goes on (failed save 1 in a row; it ends at 3)" in message
+        assert "training goes on (1 save failed in a row; this run has 1 checkpoint)" in message
         gate.fails = False
         background.save(tmp_path / "next.ckpt", model_chunks(linear(3.0)), {})
         background.drain()
@@ -368,3 +369,15 @@ def test_a_lost_process_group_leaves_a_whole_checkpoint_or_none(pool, tmp_path, 
     if is_checkpoint(tmp_path / "a.ckpt"):
         assert loaded(tmp_path / "a.ckpt")[0] == 1.0
         assert read_manifest(tmp_path / "a.ckpt").files
+
+
+def test_a_write_that_torch_does_not_count_is_saved_after_the_next_step(tmp_path):
+    module = linear(1.0)
+    with saver() as background:
+        for step, value in enumerate((1.0, 2.0)):
+            background.check()
+            module.weight.data.fill_(value)
+            background.save(tmp_path / f"{step}.ckpt", model_chunks(module), {"global_step": step})
+        background.drain()
+    values = [load_full_state_dict(tmp_path / f"{i}.ckpt")["weight"][0, 0].item() for i in (0, 1)]
+    assert values == [1.0, 2.0]

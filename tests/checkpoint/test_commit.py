@@ -160,3 +160,30 @@ def test_a_manifest_is_never_there_in_part(tmp_path, monkeypatch):
         staging.write("manifest.json", b"{}")
     assert list(staging.directory.iterdir())
     assert locate(tmp_path / "a.ckpt") == tmp_path / "a.ckpt"
+
+
+def test_files_and_directories_are_on_the_disk_before_and_after_the_rename(tmp_path, monkeypatch):
+    calls, fsync, rename = [], os.fsync, os.rename
+
+    def name(path):
+        return os.path.relpath(path, tmp_path)
+
+    def record_fsync(descriptor):
+        calls.append(("sync", name(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def record_rename(source, target):
+        calls.append(("rename", name(source), name(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    staging = stage(tmp_path / "a.ckpt")
+    assert ("sync", ".a.ckpt.tmp-t/manifest.json.part") in calls
+    calls.clear()
+    staging.publish()
+    assert calls == [
+        ("sync", ".a.ckpt.tmp-t"),
+        ("rename", ".a.ckpt.tmp-t", "a.ckpt"),
+        ("sync", "."),
+    ]

@@ -1,3 +1,4 @@
+import copy
 import logging
 import os
 import pickle
@@ -143,6 +144,20 @@ def test_untied_module_takes_the_shared_value(path):
     load_directory(path, untied)
     assert torch.equal(untied[0].weight, tied[0].weight)
     assert torch.equal(untied[1].weight, tied[0].weight)
+
+
+def test_tied_module_takes_equal_values_of_two_names_and_refuses_others(path):
+    tied = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    tied[1].weight = tied[0].weight
+    untied = copy.deepcopy(tied)
+    untied[1].weight = nn.Parameter(untied[0].weight.detach().clone())
+    save(path, untied)
+    load_directory(path, tied)
+    with torch.no_grad():
+        untied[1].weight += 1
+    save(path, untied)
+    with pytest.raises(ConfigError, match=r"names of the checkpoint are not in .*: 1\.weight"):
+        load_directory(path, tied)
 
 
 def test_buffers_and_dtypes_come_back(path):

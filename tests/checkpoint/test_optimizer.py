@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
-from lightning_megatron.checkpoint.io import load_directory, save_directory
+from lightning_megatron.checkpoint.io import Layout, load_directory, save_directory
 from lightning_megatron.checkpoint.optimizer import capture_optimizer
 from lightning_megatron.checkpoint.state import Chunk, model_chunks, parameter_names
 from lightning_megatron.errors import ConfigError
@@ -130,7 +130,7 @@ def test_views_of_the_parameters_are_named_by_the_caller(path):
     snapshot = capture_optimizer(optimizer, views, chunks)
     save_directory(path, chunks, {}, optimizers=[snapshot])
     resumed = SGD(views, lr=0.1, momentum=0.9)
-    load_directory(path, module, [resumed], names=views)
+    load_directory(path, module, [resumed], layout=Layout(names=views))
     assert all(torch.equal(s["momentum_buffer"], p.grad) for p, s in resumed.state.items())
     with pytest.raises(ConfigError, match="no parameter of the module"):
         capture_optimizer(optimizer, parameter_names(module), chunks)

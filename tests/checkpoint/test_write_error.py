@@ -25,7 +25,7 @@ def test_names_file_error_and_room(tmp_path):
 
 def test_finds_the_error_of_the_system_behind_torchs(tmp_path):
     error = write_error(chained(OSError(errno.EFBIG, "File too large")), tmp_path / "absent", 5)
-    assert str(error).startswith(f"{tmp_path}/absent: [Errno 27] File too large (5 bytes")
+    assert str(error).startswith("[Errno 27] File too large (5 bytes")
 
 
 def test_an_obscure_error_on_a_full_disk_is_no_space(tmp_path, monkeypatch):

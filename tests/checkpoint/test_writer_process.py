@@ -231,7 +231,7 @@ def test_errors_of_the_system_are_named(tmp_path):
         limit = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, limit[1]))
         background.save(tmp_path / "2.ckpt", model_chunks(Mixed()), {})
-        pattern = r"distcp: \[Errno 27\] File too large \([\d,]+ bytes needed here, [\d,]+ free\)"
+        pattern = r"ckpt: \[Errno 27\] File too large \([\d,]+ bytes needed here, [\d,]+ free\)"
         with pytest.raises(CheckpointError, match=pattern):
             background.drain()
         assert os.listdir(tmp_path) == ["1.ckpt"]

@@ -35,13 +35,41 @@ def test_ls_lists_newest_first(three: list[Path], capsys: pytest.CaptureFixture[
     assert lines[0] == ["NAME", "STEP", "EPOCH", "WRITTEN", "SIZE", "OWN", "LAYOUT", "STATUS"]
     shown = {line[0]: (line[1], line[-1]) for line in lines[1:]}
     assert shown == {
-        "run/step=3.ckpt": ("4", "complete"),
+        "run/step=3.ckpt": ("4", "verified"),
         "run/step=1.ckpt": ("-", "damaged"),
         "run/step=2.ckpt": ("-", "torn"),
         "run/step=3.ckpt.corrupt": ("3", "damaged"),
     }
     assert list(shown)[-1] == "run/step=3.ckpt.corrupt"
     assert "tp=2" in lines[-1]
+
+
+def test_a_folder_of_runs_is_shown_and_verified_and_ls_sees_truncation(
+    three: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(three[0].parent.parent)
+    assert main(["ckpt", "show", folder]) == 0
+    assert capsys.readouterr().out.count("TENSOR") == 3
+    assert main(["ckpt", "show", "--json", folder]) == 0
+    assert [entry["step"] for entry in json.loads(capsys.readouterr().out)] == [1, 2, 3]
+    flip(three[0] / "__0_0.distcp", 9999)
+    os.truncate(three[1] / "__0_0.distcp", 100)
+    assert main(["ckpt", "verify", folder]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[1][:7] for line in lines if line[0] == "/"] == [
+        "damaged",
+        "damaged",
+        "valid (",
+    ]
+    assert main(["ckpt", "ls", "--json", folder]) == 0
+    status = {e["step"]: e["status"] for e in json.loads(capsys.readouterr().out)}
+    whole = "complete, not verified"
+    assert status == {1: whole, 2: "damaged", 3: whole}
+    (three[2] / "manifest.json").unlink()
+    assert main(["ckpt", "show", folder]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("TENSOR") == 2
+    assert "no manifest.json" in printed.err
 
 
 def test_ls_prints_json(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +86,7 @@ def test_ls_of_a_checkpoint_of_nothing_and_of_no_directory(
     three: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ckpt", "ls", str(three[0])]) == 0
-    assert "complete" in capsys.readouterr().out
+    assert "complete, not verified" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     assert main(["ckpt", "ls", str(tmp_path / "empty")]) == 0
     assert capsys.readouterr().out == f"no checkpoints in {tmp_path}/empty\n"
@@ -81,7 +109,9 @@ def test_show_prints_files_and_tensors(
     assert main(["ckpt", "show", "--json", str(three[2])]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["tensors"]["model.0.weight"]["shape"] == [3, 4]
-    assert main(["ckpt", "show", str(three[2].parent)]) == 2
+    empty = three[2].parent / "empty"
+    empty.mkdir()
+    assert main(["ckpt", "show", str(empty)]) == 2
 
 
 def test_verify_of_a_good_one(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +148,7 @@ def test_verify_of_none(
 ) -> None:
     (tmp_path / "file.ckpt").write_bytes(b"")
     (tmp_path / "foreign.ckpt").mkdir()
-    for name in ("file.ckpt", "foreign.ckpt", "nowhere.ckpt", "run"):
+    for name in ("file.ckpt", "foreign.ckpt", "nowhere.ckpt"):
         assert main(["ckpt", "verify", str(tmp_path / name)]) == 2
         assert "cannot be verified" in capsys.readouterr().err
     assert main(["ckpt", "verify", "s3://bucket/a.ckpt"]) == 2

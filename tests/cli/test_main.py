@@ -1,22 +1,21 @@
 """The command itself, in this process; `test_quickstart` starts it as a user does."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  its log handler keeps the stderr that it was imported under
 import pytest
+import torch
+import yaml
 
-from lightning_megatron.cli import config_error_in, main
+from lightning_megatron.cli import _COMMANDS, _TRAINER_COMMANDS, error_in, main
 from lightning_megatron.errors import ConfigError
+from tests.cli.tiny import TINY
 
-TINY = [
-    *["--model.config.hidden_size=16", "--model.config.num_layers=1"],
-    *["--model.config.num_heads=2", "--data.max_bytes=60000", "--data.seq_len=16"],
-    *["--data.batch_size=2", "--trainer.accelerator=cpu", "--trainer.devices=1"],
-    *["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.logger=false"],
-    *["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"],
-]
+ROOT = Path(__file__).parents[2]
 
 
 def test_fit_then_the_other_subcommands(
@@ -29,10 +28,39 @@ def test_fit_then_the_other_subcommands(
     assert "Trained to step 2." in printed
     checkpoint = next(tmp_path.rglob("*.ckpt"))
     assert str(checkpoint) in printed
+    options = [place, f"--ckpt_path={checkpoint}"]
+    assert main(["fit", *TINY, *options]) == 0  # where it has already ended
+    printed = capsys.readouterr().out
+    assert "Trained nothing: the run is at step 2, and trainer.max_steps=2" in printed
+    assert "Go on" not in printed
     assert main(["validate", *TINY, place, f"--ckpt_path={checkpoint}"]) == 0
     assert "val_perplexity" in capsys.readouterr().out
     assert main(["test", *TINY, place, "--trainer.limit_test_batches=1"]) == 0
     assert "test_perplexity" in capsys.readouterr().out
+
+
+def test_the_module_of_the_current_folder_under_our_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python -m` finds it, and not DDP, where nobody names a strategy."""
+    (tmp_path / "own_file.py").write_text(
+        "from lightning.pytorch import LightningModule\nclass Own(LightningModule): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    # As a console script has it, and put back afterwards.
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--model", "own_file.Own", "--print_config"])
+    assert end.value.code == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"]["class_path"] == "own_file.Own"
+    assert config["trainer"]["strategy"]["class_path"].endswith(".MegatronStrategy")
+    for recipe in (["--config", "quickstart"], ["--config=quickstart"]):
+        with pytest.raises(SystemExit):
+            main(["fit", *recipe, "--print_config"])
+        config = yaml.safe_load(capsys.readouterr().out)
+        assert config["trainer"]["strategy"]["init_args"]["pp"] == 2
 
 
 @pytest.mark.parametrize(
@@ -70,9 +98,9 @@ def test_the_mistake_is_found_below_wrappers() -> None:
     inner = ConfigError("x=1: wrong")
     middle, outer = ValueError("middle"), ValueError("outer")
     middle.__cause__, outer.__cause__ = inner, middle
-    assert config_error_in(outer) is inner
-    assert config_error_in(middle) is inner
-    assert config_error_in(ValueError("alone")) is None
+    assert error_in(outer) is inner
+    assert error_in(middle) is inner
+    assert error_in(ValueError("alone")) is None
 
 
 def test_a_reader_who_has_seen_enough_is_no_error() -> None:
@@ -84,3 +112,64 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "usage: lightning-megatron COMMAND" in printed
+    for name in [*_TRAINER_COMMANDS, *_COMMANDS]:
+        assert re.search(rf"^  {name} +\w+.* ", printed, re.MULTILINE)
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    said = rf"lightning-megatron \d\S+, torch {re.escape(torch.__version__)}, lightning 2\.\S+, Py"
+    assert re.match(said, capsys.readouterr().out)
+
+
+def test_help_of_the_strategy_explains_nested_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: lightning-megatron fit [options]\n")
+    printed = re.sub(r"\s+", " ", printed)
+    [[*options]] = re.findall(
+        r"`lightning-megatron fit (--trainer\.strategy\.help) (\w+)`", printed
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["fit", *options])
+    assert end.value.code == 0
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    nested = r"--trainer\.strategy\.\w+\.\w+ \S+ "
+    assert len(re.findall(nested, printed)) > 40
+    assert re.findall(nested + r"\(type", printed) == []  # each has a text before its type
+    assert "(what None stands for)" in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("doctor", "BAD      torch: not installed"),
+        ("doctor", "BAD      devices: not looked at, as torch cannot be imported"),
+        ("fit", "lightning-megatron: lightning is not installed; `lightning-megatron doctor`"),
+        ("generate none --prompt a", "lightning-megatron: torch is not installed"),
+    ],
+)
+def test_an_environment_without_torch(command: str, said: str) -> None:
+    bare = [sys.executable, "-S", "-m", "lightning_megatron", *command.split()]
+    done = subprocess.run(
+        bare,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from tests.cli.tiny import TINY
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600.0
 """Of a command, on a machine that has much else to do."""
@@ -138,6 +140,12 @@ def quickstart(folder: Path) -> Quickstart:
     )
 
 
+def missing_checkpoint(folder: Path) -> Finished:
+    """A mistake that shows when the processes of the command are connected."""
+    options = ["--trainer.devices=2", "--ckpt_path=nowhere.ckpt"]
+    return command([sys.executable, "-m", "lightning_megatron", "fit", *TINY, *options], folder)
+
+
 # The launchers -----------------------------------------------------------------------------------
 
 _FAILURE = """
@@ -251,6 +259,7 @@ JOBS: dict[str, Callable[[Path], Any]] = {
         quickstart,
         notebook,
         readme_example,
+        missing_checkpoint,
         two_trainers_then_a_failure,
         failure_of_the_first_rank,
         failure_under_torchrun,

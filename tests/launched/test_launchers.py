@@ -54,3 +54,14 @@ def test_a_failure_of_a_started_rank_ends_the_job(launched: tuple[Finished, Any]
 )
 def test_a_failure_of_the_first_rank_ends_a_busy_peer(launched: Finished) -> None:
     ends_soon_with_its_traceback(launched, "forward")
+
+
+@pytest.mark.parametrize("launched", ["missing_checkpoint"], indirect=True)
+def test_a_mistake_is_told_once(launched: Finished) -> None:
+    """By the processes that Lightning started, too, though each of them has failed."""
+    assert launched.code == 2
+    assert launched.text.count("lightning-megatron") == 1
+    said = launched.text[launched.text.index("lightning-megatron: ") :]
+    assert "there is no such checkpoint" in said
+    assert len(said.splitlines()) <= 6
+    assert "Traceback" not in launched.text

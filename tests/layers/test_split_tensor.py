@@ -15,6 +15,9 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.layers.split_tensor import SplitTensor
 from lightning_megatron.layers.splits import own_part, split_of, whole
+from lightning_megatron.parallel.compile import compile_parts
+from lightning_megatron.parallel.memory import MemoryConfig
+from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.mesh import Topology
 from tests.layers.parity import close, distribute, make_topology
@@ -228,7 +231,7 @@ def _compare(name: str, function: Function, topology: Topology, split: bool) -> 
     assert (split_of(found) is not None) == split, f"{name}: {type(found)}"
     assert found.shape == expected.shape, f"{name}: {found.shape}, {expected.shape}"
     if split:
-        assert math_size(found) * topology.tp.size == found.numel(), name
+        assert own_size(found) * topology.tp.size == found.numel(), name
     close(name, whole(found), expected)
     own = _gradients(found, module, x)
     assert own.keys() == gradients.keys(), name
@@ -240,7 +243,7 @@ def _compare(name: str, function: Function, topology: Topology, split: bool) -> 
         close(f"{name}: gradient of {key}", own[key], value)
 
 
-def math_size(x: Tensor) -> int:
+def own_size(x: Tensor) -> int:
     return own_part(x).numel()
 
 
@@ -294,6 +297,7 @@ def _others(tp: int) -> None:
     _check_dropout(logits, topology)
     _check_row(topology)
     _check_hooks_of_modules(module, x)
+    _check_compiled_head(topology)
 
 
 def _check_gradients(module: nn.ModuleDict, x: Tensor) -> None:
@@ -339,8 +343,25 @@ def up_to(y: Tensor) -> Tensor:
 
 
 def _check_hooks_of_modules(module: nn.ModuleDict, x: Tensor) -> None:
-    module["head"].register_full_backward_hook(lambda *_: None)
-    assert isinstance(module["head"](x), SplitTensor)
+    softmax, seen = nn.Softmax(-1), []
+    for part in (module["head"], softmax):
+        part.register_full_backward_hook(lambda _, into, out: seen.append((into, out)))
+    close("softmax", whole(softmax(module["head"](x))), whole(module["head"](x)).softmax(-1))
+    softmax(module["head"](x)).sum().backward()
+    assert len(seen) == 2
+
+
+def _check_compiled_head(topology: Topology) -> None:
+    """Plain in the graph, split outside of it."""
+    trunk = PipelineSequential(norm=nn.Linear(H, H), head=ColumnParallelLinear(H, V)).double()
+    x = torch.randn(B, S, H, dtype=torch.float64)
+    expected = trunk(x).argmax(-1)
+    distribute(trunk.head, topology)
+    network = nn.ModuleDict({"trunk": trunk})
+    compile_parts(network, MemoryConfig(compile="model", compile_backend="eager"))
+    logits = trunk(x)
+    assert isinstance(logits, SplitTensor)
+    assert torch.equal(logits.argmax(-1), expected)
 
 
 def test_what_is_refused_and_what_is_split_too(pool: WorkerPool) -> None:

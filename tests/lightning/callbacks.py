@@ -24,7 +24,7 @@ from torch.optim import SGD
 from tests.lightning.logs import BOOK, Book
 from tests.lightning.loops import TwoValLoaders
 from tests.lightning.optimizers import EachStep, Groups, Scheduled, TwoSchedulers
-from tests.lightning.record import Base, Case, Run
+from tests.lightning.record import BOTH, Base, Case, Run
 
 
 class Logged(Base):
@@ -208,7 +208,7 @@ SAVED = {
     "none": Case(Base, **saves(save_top_k=0), layouts=()),
     "best": Case(Logged, **saves(monitor="val", filename="{epoch}-{val:.2f}")),
     "two best": Case(Logged, **saves(monitor="val", save_top_k=2, mode="max"), layouts=("dp",)),
-    "best and last": Case(Logged, **saves(monitor="val", save_last=True)),
+    "best and last": Case(Logged, **saves(monitor="val", save_last=True), layouts=BOTH),
     "linked last": Case(Logged, **saves(monitor="val", save_last="link"), layouts=("pp",)),
     "names": Case(
         Logged,
@@ -216,7 +216,7 @@ SAVED = {
         layouts=(),
     ),
     "same name": Case(Base, **saves(filename="one", save_top_k=-1), layouts=("dp",)),
-    "each second step": Case(Base, **saves(every_n_train_steps=2, save_top_k=-1)),
+    "each second step": Case(Base, **saves(every_n_train_steps=2, save_top_k=-1), layouts=BOTH),
     "by steps and score": Case(
         ValidatesOften,
         **saves(monitor="val", every_n_train_steps=2, save_top_k=2),
@@ -239,7 +239,7 @@ SAVED = {
 }
 
 STOPPED = {
-    "patience": Case(Logged, **stops("val", patience=1)),
+    "patience": Case(Logged, **stops("val", patience=1), layouts=BOTH),
     "largest": Case(Logged, **stops("val", mode="max", patience=2), layouts=("pp",)),
     "threshold": Case(Logged, **stops("val", stopping_threshold=1.5), layouts=("dp",)),
     "divergence": Case(Logged, **stops("val", divergence_threshold=2.9), layouts=()),
@@ -255,6 +255,7 @@ OTHERS = {
         **BOOK,
         callbacks=lambda _: [LearningRateMonitor("step")],
         trainer={"log_every_n_steps": 1},
+        layouts=BOTH,
     ),
     "learning rates by epoch": Case(
         Scheduled, **BOOK, callbacks=lambda _: [LearningRateMonitor("epoch")], layouts=("pp",)
@@ -289,10 +290,10 @@ OTHERS = {
         script=keep_books,
     ),
     "lambda": Case(callbacks=calls),
-    "states": Case(callbacks=lambda _: [Counts("a"), Counts("b")], script=keep_books),
+    "states": Case(callbacks=lambda _: [Counts("a"), Counts("b")], script=keep_books, layouts=BOTH),
     "from the module": Case(Own, script=keep_books, trainer={"max_epochs": 4}),
     "predictions by batch": Case(
-        TwoValLoaders, callbacks=lambda _: [Writer("batch")], script=predict
+        TwoValLoaders, callbacks=lambda _: [Writer("batch")], script=predict, layouts=BOTH
     ),
     "predictions by epoch": Case(callbacks=lambda _: [Writer("epoch")], script=predict),
     "predictions by both": Case(

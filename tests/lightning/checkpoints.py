@@ -13,6 +13,7 @@ from tests.lightning.callbacks import Counts, Logged
 from tests.lightning.logs import Parameters
 from tests.lightning.optimizers import EachStep, Lists, Plateau
 from tests.lightning.record import (
+    BOTH,
     DATA_HOOKS,
     GLOBAL_BATCH,
     LAYOUTS,
@@ -259,11 +260,11 @@ AFTER_SETUP = (
 )
 
 RESUMED = {
-    "after an epoch": Case(Momentum, script=after_epoch),
+    "after an epoch": Case(Momentum, script=after_epoch, layouts=BOTH),
     "in mid-accumulation": Case(
-        Momentum, script=in_accumulation, trainer={"accumulate_grad_batches": 2}
+        Momentum, script=in_accumulation, trainer={"accumulate_grad_batches": 2}, layouts=BOTH
     ),
-    "saved in a hook": Case(SavesInHook, script=from_hook, hooks_only=True),
+    "saved in a hook": Case(SavesInHook, script=from_hook, hooks_only=True, layouts=BOTH),
     "at its end": Case(Momentum, script=nothing_left, layouts=("dp",)),
     "extra entries": Case(Extra, script=after_epoch),
     "callbacks' states": Case(
@@ -279,8 +280,9 @@ RESUMED = {
         script=best_and_last,
         trainer={"max_epochs": 4, "enable_checkpointing": True},
         callbacks=lambda place: [ModelCheckpoint(place, monitor="val", save_last=True)],
+        layouts=BOTH,
     ),
-    "data module": Case(script=with_data),
+    "data module": Case(script=with_data, layouts=BOTH),
     "data module with hooks": Case(script=with_other_data, layouts=("pp",)),
 }
 OTHERS = {
@@ -294,7 +296,7 @@ OTHERS = {
     "no best": Case(script=missing, layouts=("tp",)),
     "before a run": Case(script=before_fit, layouts=()),
     "batches change": Case(OwnHooks),
-    "command line": Case(script=command_line),
+    "command line": Case(script=command_line, layouts=BOTH),
 }
 CASES = OTHERS | {
     name: replace(case, unlike=dict.fromkeys(("one", *LAYOUTS), LOADED), reason=AFTER_SETUP)

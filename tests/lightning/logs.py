@@ -10,7 +10,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 from tests.lightning.loops import TwoValLoaders, Uneven
-from tests.lightning.record import Base, Case, Run, samples
+from tests.lightning.record import BOTH, Base, Case, Run, samples
 
 
 class Book(Logger):
@@ -297,7 +297,7 @@ ONE: dict[str, Any] = {
 }
 
 CASES = {
-    "every kind": Case(module=Kinds, trainer={"log_every_n_steps": 2}, **BOOK),
+    "every kind": Case(module=Kinds, trainer={"log_every_n_steps": 2}, **BOOK, layouts=BOTH),
     "every step": Case(module=Kinds, trainer={"log_every_n_steps": 1}, layouts=("tp",), **BOOK),
     "seldom": Case(trainer={"log_every_n_steps": 10}, layouts=(), **BOOK),
     "accumulation": Case(
@@ -305,18 +305,18 @@ CASES = {
     ),
     "two loggers": Case(made_options=with_two_books, script=read_books, layouts=("pp",)),
     "two loaders": Case(module=TwoValLoaders, layouts=("pp",), **BOOK),
-    "reductions": Case(module=Reductions, trainer={"log_every_n_steps": 1}, **BOOK),
+    "reductions": Case(module=Reductions, trainer={"log_every_n_steps": 1}, **BOOK, layouts=BOTH),
     "nothing": Case(module=Nothing, **BOOK),
-    "sometimes": Case(module=Sometimes, trainer={"log_every_n_steps": 1}, **BOOK),
-    "in hooks": Case(module=LogsInHooks, trainer={"log_every_n_steps": 1}, **BOOK),
+    "sometimes": Case(module=Sometimes, trainer={"log_every_n_steps": 1}, **BOOK, layouts=BOTH),
+    "in hooks": Case(module=LogsInHooks, trainer={"log_every_n_steps": 1}, **BOOK, layouts=BOTH),
     "in callbacks": Case(
         callbacks=lambda _: [LogsInCallback()], trainer={"log_every_n_steps": 1}, **BOOK
     ),
-    "metrics": Case(module=Metrics, **BOOK, **SINGLE),
+    "metrics": Case(module=Metrics, **BOOK, **SINGLE, layouts=BOTH),
     "metric by hand": Case(module=ByHand, layouts=("dp",), **BOOK, **SINGLE),
     "hyper-parameters": Case(module=Parameters, layouts=("pp",), **BOOK),
     "graph": Case(module=Graph, layouts=("tp",), **BOOK),
-    "csv": Case(module=Kinds, trainer={"log_every_n_steps": 1}, script=read_csv),
+    "csv": Case(module=Kinds, trainer={"log_every_n_steps": 1}, script=read_csv, layouts=BOTH),
     "key twice": Case(module=LogsTwice, **ONE),
     "text": Case(module=LogsText, **ONE),
     "vector": Case(module=LogsVector, **ONE),

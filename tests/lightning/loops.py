@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from tests.lightning.record import GLOBAL_BATCH, Base, Case, Run, samples
+from tests.lightning.record import BOTH, GLOBAL_BATCH, Base, Case, Run, samples
 
 
 class StopsEarly(Base):
@@ -332,7 +332,7 @@ CASES = {
     "max_steps=0": Case(trainer={"max_steps": 0}, layouts=("pp",)),
     "max_epochs=0": Case(trainer={"max_epochs": 0}, layouts=()),
     "max_time=0": Case(trainer={"max_time": timedelta(seconds=0)}, layouts=("dp",)),
-    "should_stop": Case(module=StopsEarly),
+    "should_stop": Case(module=StopsEarly, layouts=BOTH),
     "should_stop in the step": Case(module=StopsInStep, unlike={"pp": ("training_step",)}),
     "should_stop in validation": Case(
         module=StopsInValidation, trainer={"val_check_interval": 1}, layouts=("pp",)
@@ -341,18 +341,18 @@ CASES = {
         module=StopsEarly, trainer={"min_epochs": 2, "max_epochs": 4}, layouts=("dp",)
     ),
     "should_stop, min_steps=5": Case(module=StopsEarly, trainer={"min_steps": 5, "max_epochs": 4}),
-    "accumulate_grad_batches=2": Case(trainer={"accumulate_grad_batches": 2}),
+    "accumulate_grad_batches=2": Case(trainer={"accumulate_grad_batches": 2}, layouts=BOTH),
     "accumulate, val_check_interval": Case(
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 1}, layouts=("pp",)
     ),
     "accumulate, max_steps": Case(
         trainer={"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": 5}, layouts=("dp",)
     ),
-    "gradient_clip_val": Case(trainer={"gradient_clip_val": 0.05}),
+    "gradient_clip_val": Case(trainer={"gradient_clip_val": 0.05}, layouts=BOTH),
     "gradient_clip_algorithm=value": Case(
         trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, layouts=("pp",)
     ),
-    "rest of an epoch is skipped": Case(module=SkipsRest),
+    "rest of an epoch is skipped": Case(module=SkipsRest, layouts=BOTH),
     "every epoch is skipped": Case(module=SkipsAll, layouts=("pp",)),
     "training_step returns None": Case(
         module=SkipsBatch,
@@ -375,30 +375,32 @@ CASES = {
         made_options=lambda _: {"barebones": True, "logger": None, "num_sanity_val_steps": None},
         layouts=("pp",),
     ),
-    "overfit_batches=2": Case(trainer={"overfit_batches": 2}),
+    "overfit_batches=2": Case(trainer={"overfit_batches": 2}, layouts=BOTH),
     "sanity check": Case(trainer={"num_sanity_val_steps": 1}, layouts=()),
     "whole sanity check": Case(
         trainer={"num_sanity_val_steps": -1}, module=TwoValLoaders, layouts=("pp",)
     ),
     "reload_dataloaders": Case(
-        module=Reloads, trainer={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3}
+        module=Reloads,
+        trainer={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
+        layouts=BOTH,
     ),
     "reload_dataloaders, every second": Case(
         module=Reloads,
         trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4},
         layouts=(),
     ),
-    "two validation loaders": Case(module=TwoValLoaders),
+    "two validation loaders": Case(module=TwoValLoaders, layouts=BOTH),
     "two loaders with limits": Case(
         module=TwoValLoaders, trainer={"limit_val_batches": 1}, layouts=()
     ),
     "names without index": Case(module=OwnNames, layouts=("pp",)),
     "combined validation": Case(module=SequentialVal),
     "combined validation, min_size": Case(module=MinSizeVal, layouts=("dp",)),
-    "max_size_cycle": Case(module=Combined),
+    "max_size_cycle": Case(module=Combined, layouts=BOTH),
     "min_size": Case(module=CombinedMin, layouts=()),
     "max_size": Case(module=CombinedMax, layouts=("pp",)),
-    "sequential": Case(module=CombinedSequential),
+    "sequential": Case(module=CombinedSequential, layouts=BOTH),
     "dict of loaders": Case(module=PlainDict, layouts=()),
     "list of loaders": Case(module=PlainList, layouts=("dp",)),
     "iterable dataset": Case(module=Streams, layouts=ONE_READER, reason=NO_DATA_PARALLEL),
@@ -418,9 +420,11 @@ CASES = {
         module=SizedStreams, layouts=ONE_READER, reason=NO_DATA_PARALLEL
     ),
     "iterable without a loader": Case(module=NoLoader, layouts=ONE_READER, reason=NO_DATA_PARALLEL),
-    "shuffled": Case(module=Shuffled, hooks_only=True, reason="orders by seed and epoch alone"),
-    "own sampler": Case(module=OwnSampler),
-    "own batch sampler": Case(module=OwnBatches),
+    "shuffled": Case(
+        module=Shuffled, hooks_only=True, reason="orders by seed and epoch alone", layouts=BOTH
+    ),
+    "own sampler": Case(module=OwnSampler, layouts=BOTH),
+    "own batch sampler": Case(module=OwnBatches, layouts=BOTH),
     "dataloader_iter": Case(
         module=PullsItself,
         refused={"pp": "cannot be cut into microbatches; nearest valid: .* num_microbatches=1"},
@@ -428,7 +432,7 @@ CASES = {
     ),
     "batches of dicts": Case(module=Dicts, layouts=("pp",)),
     "evaluation": Case(script=evaluate, module=KeepsOutputs, layouts=("dp", "zero3", "tp", "pp")),
-    "evaluation of several loaders": Case(script=evaluate, module=TwoValLoaders),
+    "evaluation of several loaders": Case(script=evaluate, module=TwoValLoaders, layouts=BOTH),
     "evaluation with limits": Case(
         script=evaluate,
         trainer={"limit_test_batches": 1, "limit_predict_batches": 1, "limit_val_batches": 0.5},
@@ -438,7 +442,7 @@ CASES = {
         script=evaluate, trainer={"inference_mode": False}, layouts=("pp",)
     ),
     "predictions are dropped": Case(script=predict_without_results, layouts=()),
-    "loaders are given": Case(script=with_loaders),
+    "loaders are given": Case(script=with_loaders, layouts=BOTH),
     "fit twice": Case(script=fit_twice, layouts=("dp", "pp")),
     "fit in two Trainers": Case(script=fit_in_two_trainers),
 }

@@ -6,7 +6,7 @@ import torch
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.lightning.record import Base, Case, Run
+from tests.lightning.record import BOTH, Base, Case, Run
 
 DATA_ONLY = ("dp", "zero3", "tp")
 NO_PIPELINE = "manual optimization needs the graph of the whole network in one process"
@@ -236,25 +236,25 @@ MANUAL: dict[str, Any] = {
 
 CASES = {
     "each epoch": Case(module=Scheduled, trainer={"max_epochs": 3}),
-    "each step": Case(module=EachStep),
+    "each step": Case(module=EachStep, layouts=BOTH),
     "each second step": Case(module=EachSecondStep),
     "each second epoch": Case(module=EachSecondEpoch, trainer={"max_epochs": 4}, layouts=()),
     "each step, accumulated": Case(module=EachStep, trainer={"accumulate_grad_batches": 2}),
-    "plateau": Case(module=Plateau, trainer={"max_epochs": 4}),
+    "plateau": Case(module=Plateau, trainer={"max_epochs": 4}, layouts=BOTH),
     "plateau, interval": Case(module=Plateau, trainer={"val_check_interval": 1}, layouts=("pp",)),
     "plateau by step": Case(module=PlateauByStep),
     "plateau of nothing": Case(module=PlateauOfNothing, layouts=("tp",)),
     "plateau without monitor": Case(module=PlateauWithoutMonitor, layouts=("tp",)),
     "lists": Case(module=Lists),
     "two schedulers": Case(module=TwoSchedulers),
-    "one cycle": Case(module=OneCycle, trainer={"accumulate_grad_batches": 2}),
+    "one cycle": Case(module=OneCycle, trainer={"accumulate_grad_batches": 2}, layouts=BOTH),
     "no optimizer": Case(module=NoOptimizer, layouts=()),
     "wrong optimizer": Case(module=WrongOptimizer, layouts=()),
     "two optimizers, automatic": Case(module=TwoAutomatic, layouts=()),
     "own lr_scheduler_step": Case(module=OwnSchedulerStep),
     "own optimizer_step": Case(module=WarmsUp),
     "own optimizer_step that skips": Case(module=StepsEachSecond),
-    "own clipping": Case(module=ClipsItself),
+    "own clipping": Case(module=ClipsItself, layouts=BOTH),
     "own zero_grad": Case(module=KeepsZeros),
     "frozen": Case(module=Frozen, layouts=("dp", "zero3", "pp")),
     "groups": Case(module=Groups, layouts=("dp", "zero3", "pp")),

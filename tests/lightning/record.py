@@ -340,7 +340,7 @@ class Case:
     callbacks: Callable[[Path], list[Callback]] = lambda _: []
     made_options: Callable[[Path], dict[str, Any]] = lambda _: {}
     script: Callable[[Run], None] = fit
-    layouts: Sequence[str] = BOTH
+    layouts: Sequence[str] = ("pp",)
     refused: Mapping[str, str] = field(default_factory=dict)
     unlike: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rounding: float = 1e-10

@@ -24,9 +24,6 @@ CASES = {
     f"{group}: {name}": case for group, cases in GROUPS.items() for name, case in cases.items()
 }
 
-PENDING = {"optimizers: manual, accumulated"}
-"""What is to be mended elsewhere: clipping of what the other optimizer holds."""
-
 
 def quiet() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -56,8 +53,7 @@ def test_one_process_is_as_plain_lightning(name: str, plain: Plain, tmp_path: Pa
     if "one" in case.refused:
         assert re.search(case.refused["one"], ours.error)
     else:
-        found = difference(comparable(ours, case), comparable(theirs, case))
-        assert not found or name in PENDING
+        assert not difference(comparable(ours, case), comparable(theirs, case))
 
 
 def layout_job(layout: str, root: Path) -> dict[str, Record]:
@@ -81,6 +77,6 @@ def test_layouts_are_as_plain_lightning(
                 continue
             ours, theirs = (comparable(r, case, layout, rank) for r in (record, plain(name)))
             found = difference(ours, theirs, case.rounding)
-            if bool(found) != (name in PENDING):
-                wrong.append(f"rank {rank}, {name}: {found or 'mended'}")
+            if found:
+                wrong.append(f"rank {rank}, {name}: {found}")
     assert not wrong, "\n".join(wrong)

@@ -98,7 +98,8 @@ def test_everything_wrong_is_reported_at_once():
     ("arguments", "words"),
     [
         (("huge",), "preset=huge: .*llama3-8b"),
-        (("tiny", {"layers": 3}), "layers: .*no such field"),
+        (("lama3-8b",), "preset=lama3-8b: .*nearest valid: 'llama3-8b'"),
+        (("tiny", {"layers": 3}), "layers: .*no such field; nearest valid: num_layers"),
         (("tiny", {"head_dim": 7}), "head_dim=7, positions=rotary: .*nearest valid: head_dim=8"),
     ],
 )

@@ -156,3 +156,13 @@ def test_wrong_options() -> None:
             make([nn.Parameter(torch.ones(1))], state_dtype="int4")
         with pytest.raises(ConfigError, match="parameters are in float64"):
             make(wide, state_dtype="bfloat16")
+
+
+def test_second_moments_do_not_become_nothing() -> None:
+    """What divides is rounded up where zero is the nearest value, at random or not."""
+    values = torch.full((300,), 1e-12)
+    values[0] = 1.0
+    for generator in (None, generator_for("weight", 1, values.device)):
+        stored = narrow(values, "int8", signed=False, generator=generator)
+        assert (stored.wide()[:250] > 0).all()
+    assert (narrow(values * 0, "int8", signed=False).wide() == 0).all()

@@ -1,7 +1,6 @@
 """ZeRO 3 where ranks do different things, and where users look at parts."""
 
 import re
-import warnings
 from typing import Any
 
 import lightning as L
@@ -17,7 +16,7 @@ from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.strategies.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerError, WorkerPool
-from tests.parity.habits import Branches, BranchesInside, Experts, Habit, LooksAtBatchEnd
+from tests.parity.habits import Branches, BranchesInside, Experts, Habit
 from tests.parity.jobs import quiet_trainer
 from tests.parity.plain_modules import FromMemory
 
@@ -203,17 +202,3 @@ def unhooked_job() -> int:
 
 def test_hooks_that_were_removed_do_no_harm(pool: WorkerPool) -> None:
     assert min(pool.run(2, unhooked_job)) > 0
-
-
-def warnings_job(zero: int, looks: bool) -> int:
-    module = LooksAtBatchEnd() if looks else Habit()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(module, MegatronStrategy(zero=zero))
-    return sum("this rank's part only" in str(warning.message) for warning in caught)
-
-
-def test_who_may_look_at_parts_of_gradients_is_warned(pool: WorkerPool) -> None:
-    assert pool.run(2, warnings_job, 3, True) == [1, 0]
-    assert pool.run(2, warnings_job, 3, False) == [0, 0]
-    assert pool.run(2, warnings_job, 2, True) == [0, 0]

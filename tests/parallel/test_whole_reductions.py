@@ -109,7 +109,7 @@ KINDS = {
         *(Penalty, Vectors),
     )
 }
-_TP = "view was called on .* tp=2 .*nearest valid"
+_TP = "cat was called on .* tp=2 .*nearest valid"
 _PP = "pp=2 each rank has those of its own stages; nearest valid"
 REFUSED: dict[str, dict[str, str]] = {
     "tp": {"Vectors": _TP},

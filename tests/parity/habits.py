@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, WeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -339,6 +340,33 @@ def shrink(module: nn.Module) -> None:
 HIDDEN = [shrink]
 
 
+class ReducesByHand(Habit):
+    """The mean of what is the mean already."""
+
+    def on_after_backward(self) -> None:
+        if dist.is_initialized():
+            for p in self.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+
+
+class CopiesAtEpochEnd(Habit):
+    def on_train_epoch_end(self) -> None:
+        copied = copy.deepcopy(self.net)
+        with torch.no_grad():
+            self.note(copied(PROBE).sum())
+
+
+class ZeroRedundancy(Habit):
+    def configure_optimizers(self) -> Any:
+        if not dist.is_initialized():
+            return super().configure_optimizers()
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles scripts, and warns
+
+        options: Any = {"lr": 1e-2, "eps": 1e-5}
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, **options)
+
+
 class GradientPenalty(Habit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -501,7 +529,7 @@ HABITS: dict[str, Any] = _by_name(
         *(ForwardBetween, CallsInHooks, Generates, HookEarly, HookLate, ClipsByHand),
         *(ClipsValuesByHand, LogsGradients, LooksAtBatchEnd, AddsNoise, LoadsInSetup),
         *(LoadsAtFitStart, Copies, Prunes, Averages, AveragesEvenly, Vectors, GradientPenalty),
-        *(Assigns, AssignsElsewhere),
+        *(Assigns, AssignsElsewhere, ReducesByHand, CopiesAtEpochEnd, ZeroRedundancy),
         *(OtherMethods, Branches, Lists, Twice, CallsWhileFitting, BranchesInside, Experts),
         *(NestedLists,),
     )

@@ -4,11 +4,8 @@ The net is built from parallel layers in a `PipelineSequential`. `notes` collect
 found out on the way.
 """
 
-import random
 from typing import Any
 
-import lightning as L
-import numpy
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -69,15 +66,6 @@ class LogitsByHand(Stranger):
         self.log("acc", (logits.argmax(-1) == y).double().mean(), sync_dist=True, on_epoch=True)
         self.log("max", logits.max(dim=-1).values.mean(), sync_dist=True, on_epoch=True)
         return -right + 0.1 * entropy + 0.1 * (top[:, 0] - top[:, 1]).mean()
-
-
-class Noisy(Stranger):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        # Equal on ranks with other samples too, as no rank draws what one process does.
-        random.random(), numpy.random.rand(), torch.rand(2)
-        x, y = batch
-        shift = batch_idx + 1.0
-        return self.loss(x + 0.1 * shift, y)
 
 
 class ClipsByHand(Stranger):
@@ -141,7 +129,7 @@ class NoisyWeights(Stranger):
     def on_train_batch_end(self, *_: Any) -> None:
         with torch.no_grad():
             for p in self.parameters():
-                p.add_(torch.linspace(0, 1e-2, p.numel(), dtype=p.dtype).view(p.shape))
+                p.add_(torch.linspace(0, 1e-2, p.shape[-1], dtype=p.dtype).expand(p.shape))
 
 
 class Clamps(Stranger):
@@ -324,4 +312,3 @@ STRANGERS: dict[str, type[Stranger]] = {
     for cls in list(globals().values())
     if isinstance(cls, type) and issubclass(cls, Stranger)
 }
-__all__ = ["STRANGERS", "L", "Stranger"]

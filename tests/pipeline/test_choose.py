@@ -130,3 +130,16 @@ def test_nothing_that_fits_is_faster(p: int, m: int, times: list[float]) -> None
     assert max(best.peak_activation) <= limit
     for other in choice.candidates:
         assert not other.fits or other.step_time >= best.step_time * (1 - 1e-8)
+
+
+def test_the_longest_transfer_counts_when_stages_are_cut() -> None:
+    costs = StageCosts(forward=1.0, backward_input=1.0, backward_weight=1.0, send=[0.5, 2.0, 1.0])
+    assert costs.split(2).send == 2.0
+
+
+def test_limits_by_rank_are_met_rank_by_rank() -> None:
+    with pytest.raises(ConfigError) as error:
+        choose_schedule(
+            4, 12, {1: EVEN}, memory_limit=[9.0, 9.0, 9.0, 0.5], names=("gpipe", "1f1b")
+        )
+    assert "memory_limit=[4.0, 3.0, 2.0, 1.0] for schedule='1f1b'" in str(error.value)

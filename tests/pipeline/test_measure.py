@@ -80,6 +80,19 @@ def test_a_last_action_on_a_rank_that_began_late() -> None:
     assert found.fraction == found.ideal == pytest.approx(0.5)
 
 
+def test_the_slowest_rank_ends_the_step_and_actions_have_their_mean() -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    ranks = [
+        StepTimes(tuple(float(i * i) for i, _ in enumerate(row)), 300.0 - 100 * rank)
+        for rank, row in enumerate(schedule.actions)
+    ]
+    found = bubble(schedule, ranks)
+    assert found.fraction == pytest.approx(1 - sum(i * i for i in range(8)) / 300)
+    row, busy = schedule.actions[0], ranks[0].busy
+    first = [t for a, t in zip(row, busy, strict=True) if a.kind is Kind.FORWARD]
+    assert found.forward[0] == pytest.approx(sum(first) / 4)
+
+
 def test_the_clock_leaves_waiting_out() -> None:
     clock = Clock(torch.device("cpu"))
     clock.begin()
@@ -93,3 +106,10 @@ def test_the_clock_leaves_waiting_out() -> None:
     assert len(times.busy) == 3
     assert all(seconds > 0.009 for seconds in times.busy)
     assert times.step - sum(times.busy) > 0.059
+
+
+def test_a_backward_in_one_piece_has_two_equal_halves() -> None:
+    schedule = make_schedule("1f1b", 2, 4)
+    times = [StepTimes(tuple(COSTS[a.kind] for a in row), 15.0) for row in schedule.actions]
+    found = bubble(schedule, times)
+    assert found.backward_input == found.backward_weight == (1.0, 1.0)

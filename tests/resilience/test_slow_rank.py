@@ -73,3 +73,36 @@ def test_two_windows_in_a_row_make_a_slow_rank_once() -> None:
     told = [verdicts.add(window) for window in (slow, fast, slow, slow, slow, fast, slow, slow)]
     assert [len(t) for t in told] == [0, 0, 0, 1, 0, 0, 0, 1]
     assert (told[3][0].rank, told[3][0].section) == (1, "forward")
+
+
+def test_a_twentieth_of_the_longest_step_matters() -> None:
+    # 0.6 is more than a twentieth of the shortest step, and less than one of the longest.
+    work = [[0.0, 1.0, 1.0, 0.0], [0.0, 1.6, 1.0, 18.0]]
+    by_section = {s.section: s for s in scores(work, [0.0, 0.0]) if s.rank == 1}
+    assert by_section["forward"].score == 1.0
+    assert by_section["optimizer"].score == 0.0
+    assert (by_section["forward"].seconds, by_section["forward"].fastest) == (1.6, 1.0)
+
+
+def test_a_score_at_the_threshold_is_not_slow() -> None:
+    window = scores([[0.0, 1.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0]], [0.0, 0.0])
+    assert window[0].score == 0.5
+    assert not Verdicts(0.5, 1).add(window)
+    verdicts = Verdicts(0.51, 1)
+    assert [s.rank for s in verdicts.add(window)] == [1]
+    assert verdicts.current == {(1, "forward"): 1}
+
+
+def test_a_wait_that_ends_in_another_batch_makes_no_negative_work() -> None:
+    time = Time()
+    clock = SectionClock(time)
+    clock.enter("backward")
+    work = OwnWork(clock)
+    began = clock.began_to_wait()
+    time.now += 10.0
+    work.end()
+    assert work.take() == [0.0, 0.0, 10.0, 0.0]
+    time.now += 1.0
+    clock.waited(began)
+    work.end()
+    assert work.take() == [0.0] * 4

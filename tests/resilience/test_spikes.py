@@ -72,3 +72,27 @@ def test_wrong_numbers() -> None:
         "spikes.deviations=0.5: must be at least 1.0; nearest valid: deviations=1.0",
         "spikes.warmup=200, history=128: a history never holds more; nearest valid: warmup=128",
     ]
+
+
+def test_losses_below_zero_have_a_floor_too() -> None:
+    config = SpikeConfig(warmup=4, deviations=10.0, floor=0.02)
+    assert spike_limit([-5.0] * 4, config) == pytest.approx(-5.0 + 10 * 0.02 * 5.0)
+
+
+def test_a_restored_history_is_the_saved_one_amid_a_row_of_spikes() -> None:
+    config = SpikeConfig(warmup=2, history=8, patience=3)
+    history, other = SpikeHistory(config), SpikeHistory(config)
+    for loss in (1.0, 1.0, 1.0, 30.0, 30.0):
+        history.exceeds(loss)
+    for loss in (500.0, 500.0):
+        other.exceeds(loss)
+    other.load_state_dict(history.state_dict())
+    assert other.state_dict() == history.state_dict() == {"losses": [1.0] * 3, "in_a_row": 2}
+    assert other.exceeds(30.0) is None  # the third in a row
+    assert other.state_dict()["losses"] == [30.0]
+
+
+def test_what_is_no_spike_ends_the_row() -> None:
+    history = SpikeHistory(SpikeConfig(warmup=2, history=8, patience=2))
+    found = [history.exceeds(loss) for loss in (1.0, 1.0, 30.0, 1.0, 30.0, 30.0)]
+    assert [limit is not None for limit in found] == [False, False, True, False, True, False]

@@ -183,7 +183,7 @@ def train(
     make_loader: MakeLoader,
     directory: str | None = None,
     path: str | None = None,
-    module: pl.LightningModule | None = None,
+    module: type[pl.LightningModule] = Noisy,
     **options: Any,
 ) -> dict[tuple[int, int], tuple[Any, ...]]:
     """The curve of a run that starts fresh and saves, or that goes on from ``path``."""
@@ -204,7 +204,7 @@ def train(
     trainer = make_trainer(layout, devices, callbacks=callbacks, **{**quiet, **options})
     size = GLOBAL_BATCH // dp_of(devices, layout)
     validation = DataLoader(Augmented(), batch_size=size)
-    trainer.fit(module or Noisy(), make_loader(size, workers), validation, ckpt_path=path)
+    trainer.fit(module(), make_loader(size, workers), validation, ckpt_path=path)
     return curve.points
 
 

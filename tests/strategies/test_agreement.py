@@ -105,3 +105,10 @@ def test_a_slot_alone() -> None:
     assert (slot.values, slot.max) == ((2.0,), 2.0)
     agreement.settle()
     assert slot.values == (0.0,)
+
+
+def test_a_number_that_is_none_is_the_largest() -> None:
+    slot = Agreement().register("loss")
+    for values in ((math.nan, 1.0), (1.0, math.nan)):
+        slot.values = values
+        assert math.isnan(slot.max)

@@ -244,3 +244,68 @@ def test_stages_without_parameters_of_an_optimizer_leave_no_trace(
     [alone] = pool.run(1, go_on, {}, 1, two, 2)
     for found in pool.run(2, go_on, {"pp": 2}, 2, one, 2):
         assert_same(found, alone)
+
+
+def norms_before_and_after() -> list[float]:
+    """Of all and of the optimizer's, around a clipping that leaves out the others."""
+    module, found = HeadOnly(), []
+
+    class Asking(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            gradients = trainer.strategy.parallel_gradients
+            others = float(gradients.norm()) ** 2 - float(gradients.norm(optimizer)) ** 2
+            found.extend([float(gradients.clip_norm(0.05, optimizer)), others])
+            clipped = float(gradients.norm(optimizer)), float(gradients.norm())
+            gradients.scale(torch.ones(()))  # so that it is computed anew
+            found.extend([*clipped, float(gradients.norm(optimizer)), float(gradients.norm())])
+
+    make_trainer({"tp": 2}, 2, callbacks=[Asking()], max_steps=1).fit(module, loader())
+    return found
+
+
+def test_norms_after_clipping_are_those_of_clipped_gradients(pool: WorkerPool) -> None:
+    for found in pool.run(2, norms_before_and_after):
+        norm, others, clipped, total, clipped_again, total_again = found
+        assert norm > 0.05
+        assert clipped == pytest.approx(0.05, rel=1e-4)
+        assert clipped_again == pytest.approx(clipped, rel=1e-10)
+        assert total == pytest.approx((clipped**2 + others) ** 0.5, rel=1e-10)
+        assert total_again == pytest.approx(total, rel=1e-10)
+
+
+class Answering(torch.optim.SGD):
+    """An optimizer whose step says something."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return 7.0
+
+
+class Asked(HeadOnly):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        self.answer = optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return Answering(self.parameters(), lr=0.1)
+
+
+def ask(precision: str) -> Any:
+    module = Asked()
+    options: dict[str, Any] = {"precision": precision}
+    if precision == "fp16":
+        module = module.float()
+        options = {"precision": None, "plugins": [Fp16Precision(2.0**6)]}
+    make_trainer({}, 2, max_steps=1, **options).fit(module, loader(dp=2))
+    return module.answer
+
+
+def test_what_the_step_of_an_optimizer_returns_is_handed_on(pool: WorkerPool) -> None:
+    assert pool.run(2, ask, "64-true") == [7.0, 7.0]

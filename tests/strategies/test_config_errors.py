@@ -173,6 +173,10 @@ CASES = {
     "sequence parallelism without tp": Case(
         layout={"sequence_parallel": True}, says=("sequence_parallel=True, tp=1", "tp=2")
     ),
+    "sequence parallelism without parallel layers": Case(
+        layout={"tp": 2, "sequence_parallel": True},
+        says=("sequence_parallel=True: Small has no parallel layer", "sequence_parallel=False"),
+    ),
     "empty microbatches": Case(
         layout={"microbatch_size": 0}, says=("microbatch_size=0", "microbatch_size=1")
     ),
@@ -185,6 +189,12 @@ CASES = {
     ),
     "microbatch larger than the batch": Case(
         layout={"microbatch_size": 16}, says=("microbatch_size=16", "batch_size=8")
+    ),
+    "nowhere to write to": Case(
+        layout={},
+        trainer={"default_root_dir": f"{__file__}/runs", "enable_checkpointing": True},
+        says=("default_root_dir=", "test_config_errors.py is no folder"),
+        devices=2,
     ),
     "misspelt schedule": Case(layout={"pp": 2, "schedule": "1f2b"}, says=("1f2b", "'1f1b'")),
     "unknown schedule": Case(layout={"pp": 2, "schedule": "fast"}, says=("fast", "gpipe")),
@@ -380,6 +390,13 @@ CASES = {
         module=language_model,
         sizes={"num_heads": 12, "num_kv_heads": 3, "hidden_size": 48},
         says=("num_kv_heads=3, tp=4", "multiple", "tp=3"),
+    ),
+    "vocabulary and MLP by the names of the model": Case(
+        layout={"tp": 4},
+        module=language_model,
+        sizes={"vocab_size": 66, "mlp_size": 50},
+        says=("vocab_size=66, tp=4", "mlp_size=50, tp=4", "nearest valid"),
+        count=2,
     ),
     "sequence length": Case(
         layout={"tp": 2, "sequence_parallel": True},

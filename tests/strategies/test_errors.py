@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_megatron.errors import CheckpointError
 from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategies.small import Small, dp_of, loader, make_trainer, samples
@@ -130,3 +131,14 @@ def test_an_exception_ends_every_schedule(pool: WorkerPool, schedule: str, place
     with pytest.raises(WorkerError) as failure:
         pool.run(2, explode_and_exit, layout, 2, place, rank, grace=PATIENCE_S)
     check(failure.value, 2, place, rank)
+
+
+def resume_from_nothing() -> bool | None:
+    with pytest.raises(CheckpointError, match="no such checkpoint") as failure:
+        make_trainer({}, 2).fit(Small(), loader(dp=2), ckpt_path="nowhere.ckpt")
+    return failure.value.told_by_rank_0
+
+
+def test_a_rank_knows_that_rank_0_fails_with_the_same(pool: WorkerPool) -> None:
+    """So that a mistake is told once, whatever the number of processes."""
+    assert pool.run(2, resume_from_nothing) == [None, True]

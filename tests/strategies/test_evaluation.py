@@ -188,3 +188,39 @@ def test_one_process_keeps_the_inference_mode_that_it_was_given() -> None:
         evaluation(Evaluated(), loader(), verbose=False)
     assert not trainer.validate_loop.inference_mode
     assert trainer.test_loop.inference_mode
+
+
+class Averaged(Small):
+    """Logs a mean and a sum over validation samples."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean", self.loss(batch), sync_dist=True)
+        count = torch.tensor(float(len(batch[0])))
+        self.log("count", count, sync_dist=True, reduce_fx="sum")
+
+    test_step = validation_step
+
+
+def averages(layout: Mapping[str, Any] | None, devices: int, count: int) -> list[dict[str, float]]:
+    """In fit, in validate and in test, of the same weights."""
+    dp = dp_of(devices, layout or {})
+    data = loader(samples(count, seed=1), dp=dp)
+    module = Averaged(lr=0.0)
+    trainer = make_trainer(layout, devices)
+    trainer.fit(module, loader(dp=dp), data)
+    found = [dict(trainer.callback_metrics)]
+    found += trainer.validate(module, data, verbose=False)
+    found += trainer.test(module, data, verbose=False)
+    return [{key: float(value) for key, value in each.items()} for each in found]
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout"), [(2, {"zero": 3}), (4, {"pp": 2}), (4, {})], ids=str
+)
+def test_uneven_samples_are_evaluated_once_each(
+    pool: WorkerPool, devices: int, layout: dict[str, Any]
+) -> None:
+    [plain] = pool.run(1, averages, None, 1, 17)
+    for found in pool.run(devices, averages, layout, devices, 17):
+        for ours in found:
+            assert ours == pytest.approx(plain[0], rel=1e-10)

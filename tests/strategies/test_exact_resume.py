@@ -132,7 +132,7 @@ def fail_and_resume(directory: str) -> list[str]:
     whole = train({}, 1, 0, augmented_loader)
     save = ModelCheckpoint(directory, filename="failed", save_on_exception=True)
     with pytest.raises(ZeroDivisionError):
-        train({}, 1, 0, augmented_loader, module=Failing(), callbacks=[save])
+        train({}, 1, 0, augmented_loader, module=Failing, callbacks=[save])
     [path] = Path(directory).glob("*.ckpt")
     rest = train({}, 1, 0, augmented_loader, path=str(path))
     return differences(whole, rest, (0, 2))

@@ -284,3 +284,26 @@ def test_the_module_cannot_drive_backward_under_a_pipeline(
     with pytest.raises(WorkerError, match="pp=1") as failure:
         run(pool, layout, fit_class, cls)
     assert isinstance(failure.value.__cause__, ConfigError)
+
+
+class Losses(pl.Callback):
+    """What callbacks are told of each batch."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+def told_losses(layout: dict[str, Any] | None) -> list[float]:
+    losses = Losses()
+    trainer = make_trainer(layout, 1, callbacks=[losses], accumulate_grad_batches=2)
+    trainer.fit(Small(), loader())
+    return losses.found
+
+
+def test_the_loss_of_an_accumulated_batch_is_told_as_in_one_process(pool: WorkerPool) -> None:
+    [plain] = pool.run(1, told_losses, None)
+    for layout in ({}, {"num_microbatches": 2}):
+        assert pool.run(1, told_losses, layout) == [pytest.approx(plain, rel=1e-10)]

@@ -4,14 +4,16 @@ import contextlib
 import io
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 
-from lightning_megatron.testing import WorkerPool
+from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategies.small import Small, dp_of, loader, make_trainer
 
 
@@ -98,3 +100,51 @@ def test_all_leave_at_the_same_batch(
 ) -> None:
     by_rank = pool.run(devices, run_and_be_killed, layout, devices, rank, "on_after_backward", 1)
     assert by_rank == [(143, 2, True)] * devices
+
+
+class StopsItself(Small):
+    """One rank finds that it is enough."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+def stop_on_one_rank() -> tuple[int, bool]:
+    trainer = make_trainer({"zero": 1}, 2)
+    trainer.fit(StopsItself(), loader(dp=2))
+    return trainer.global_step, trainer.should_stop
+
+
+def test_should_stop_in_a_step_of_one_rank_stops_all(pool: WorkerPool) -> None:
+    assert pool.run(2, stop_on_one_rank) == [(2, True)] * 2
+
+
+class Interrupted(Small):
+    """One rank is interrupted, and no other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+
+def interrupt_one_rank() -> None:
+    """To the end of its process, as a script."""
+    try:
+        make_trainer({"zero": 1}, 2).fit(Interrupted(), loader(dp=2))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def test_an_interrupt_of_one_rank_ends_all_and_is_named(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as failure:
+        pool.run(2, interrupt_one_rank, grace=60.0)
+    by_rank = {found.rank: found for found in failure.value.failures}
+    assert sorted(by_rank) == [0, 1]
+    assert all("exit code 1" in found.summary for found in by_rank.values())
+    assert "was interrupted (KeyboardInterrupt) ===" in by_rank[0].output
+    assert "=== root cause: rank 1 (" in by_rank[0].output

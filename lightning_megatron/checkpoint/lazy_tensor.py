@@ -1,0 +1,208 @@
+"""Tensors of a checkpoint whose values are fetched when somebody looks at them.
+
+``on_save_checkpoint`` and ``on_load_checkpoint`` see ``checkpoint["state_dict"]``, and under most
+layouts no process holds what it names: the values lie in files, or in parts on other ranks. A
+`LazyTensor` stands for one of them. It is a tensor of the right shape, number format and device,
+and can be renamed, dropped or handed on for nothing. Whatever asks for its values (a method, a
+function of torch, ``float()``, ``copy_`` into another tensor, pickling) is done with the whole
+tensor, which is fetched then and let go afterwards, so that a hook that goes through all of them
+needs the memory of one.
+
+torch leads every use of a subclass of Tensor through ``__torch_function__``, and that of its C++
+code through ``__torch_dispatch__``:
+https://docs.pytorch.org/docs/stable/notes/extending.html#subclassing-torch-tensor
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron._torch import call_as_tensor, tensor_without_memory, tree_map
+
+_PROPERTIES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "is_meta",
+    "is_cuda",
+    "is_cpu",
+    "is_leaf",
+    "is_sparse",
+    "is_quantized",
+    "itemsize",
+    "nbytes",
+    "grad",
+    "grad_fn",
+    "is_nested",
+]
+_METHODS = [
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "__len__",
+    "is_floating_point",
+    "is_complex",
+    "__hash__",
+    "stride",
+    "is_contiguous",
+    "get_device",
+    "requires_grad_",
+    "retain_grad",
+]
+_ABOUT = frozenset(
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES]
+    + [getattr(Tensor, name) for name in _METHODS]
+    + [torch.is_floating_point, torch.is_complex, torch.numel]
+)
+"""What is known without the values."""
+_MEMORY = ("numpy", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__")
+"""Ways to the memory past which no version counter counts."""
+
+
+class Shelf:
+    """The values that were fetched last for the lazy tensors of one mapping.
+
+    Attributes:
+        closed: why nothing can be fetched any more; None while it can.
+    """
+
+    def __init__(self) -> None:
+        self.closed: str | None = None
+        self._last: LazyTensor | None = None
+
+    def take(self, lazy: "LazyTensor") -> Tensor:
+        """Return the whole tensor."""
+        held = lazy.held()
+        if held is None:
+            if self.closed is not None:
+                raise RuntimeError(f"{lazy.source}: {self.closed}")
+            held = lazy.fetch()
+            lazy.hold(held)
+        if self._last is not lazy:
+            if self._last is not None:
+                self._last.let_go()
+            self._last = lazy
+        return held
+
+
+class LazyTensor(Tensor):
+    """A tensor whose values are fetched when they are needed.
+
+    Args:
+        name: under which it is stored, or the module has it.
+        shape: of the whole tensor.
+        dtype: its number format.
+        device: on which its values will be.
+        fetch: returns them.
+        shelf: shared by all tensors of a mapping.
+    """
+
+    source: str
+    shelf: Shelf
+    fetch: Callable[[], Tensor]
+    _held: Tensor | None
+    _known: "weakref.ref[Tensor] | None"
+    _version_read: int
+    _lent: bool
+
+    @staticmethod
+    @override
+    def __new__(
+        cls,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        fetch: Callable[[], Tensor],
+        shelf: Shelf,
+    ) -> "LazyTensor":
+        lazy: LazyTensor = tensor_without_memory(cls, shape, dtype, device)
+        lazy.source, lazy.fetch, lazy.shelf = name, fetch, shelf
+        lazy._held, lazy._known, lazy._version_read, lazy._lent = None, None, 0, False
+        return lazy
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def value(self) -> Tensor:
+        """The whole tensor."""
+        return self.shelf.take(self)
+
+    def changed(self) -> Tensor | None:
+        """The whole tensor, if somebody may have written to it; None if it is what it was."""
+        held = self.held()
+        return held if held is not None and self._differs(held) else None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written to by torch."""
+        held = self.held()
+        return held is not None and held._version != self._version_read
+
+    def held(self) -> Tensor | None:
+        """The values, where somebody still has them."""
+        return self._held if self._held is not None or self._known is None else self._known()
+
+    def hold(self, value: Tensor) -> None:
+        """Keep what was fetched."""
+        self._held, self._known = value, weakref.ref(value)
+        self._version_read = value._version
+
+    def become(self, value: Tensor) -> None:
+        """Stand for other values from now on."""
+        self.hold(value)
+        self._lent = True
+
+    def let_go(self) -> None:
+        """Leave the values to whoever uses them, unless they were written to."""
+        if self._held is not None and not self._differs(self._held):
+            self._held = None
+
+    def _differs(self, value: Tensor) -> bool:
+        return self._lent or value._version != self._version_read
+
+    @override
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"LazyTensor({self.source!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _ABOUT:
+            return call_as_tensor(func, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        data = func == Tensor.data.__get__  # type: ignore[attr-defined]
+        if (name in _MEMORY or data) and isinstance(args[0], LazyTensor):
+            args[0].value()
+            args[0]._lent = True
+        return func(*tree_map(_resolved, args), **tree_map(_resolved, dict(kwargs or {})))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return func(*tree_map(_resolved, args), **tree_map(_resolved, dict(kwargs or {})))
+
+
+def _resolved(value: Any) -> Any:
+    return value.value() if isinstance(value, LazyTensor) else value

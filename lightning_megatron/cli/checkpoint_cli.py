@@ -1,0 +1,46 @@
+"""LightningCLI that finds a module's hyper-parameters in a checkpoint directory.
+
+``fit --ckpt_path FILE`` of Lightning's builds the module with the hyper-parameters of the
+checkpoint. Where ``ckpt_path`` is a directory, as those of MegatronStrategy are, it does not look,
+and the module is built with the options of the command line alone.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.cli import LightningCLI
+from typing_extensions import override
+
+from lightning_megatron.checkpoint.document import read_document
+from lightning_megatron.checkpoint.export import plain_hyper_parameters
+from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
+
+
+class CheckpointCLI(LightningCLI):
+    """LightningCLI whose ``--ckpt_path`` may be a checkpoint directory; all else is LightningCLI's.
+
+    Example::
+
+        from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
+
+        CheckpointCLI(MyModule, MyData)
+
+    Raises:
+        CheckpointError: the directory is damaged.
+    """
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        subcommand = self.config.get("subcommand")
+        path = self.config[subcommand].get("ckpt_path") if subcommand else None
+        if not path or not Path(path).is_dir() or not is_checkpoint(path):
+            super()._parse_ckpt_path()
+            return
+        state = read_document(Path(path), read_manifest(path))["state"]
+        values: dict[str, Any] = plain_hyper_parameters(state.get("hyper_parameters", {}))
+        values.pop("_instantiator", None)
+        if not values:
+            return
+        if "_class_path" in values:
+            values = {"class_path": values.pop("_class_path"), "dict_kwargs": values}
+        self.config = self.parser.parse_object({subcommand: {"model": values}}, self.config)

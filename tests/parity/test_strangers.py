@@ -1,0 +1,114 @@
+"""What a user may write gives one process's numbers under every layout, or an error of ours.
+
+Each module runs under each layout, and either everything it trained, noted and logged is what plain
+Lightning gives in one process, or the run ends in an error that says what to write instead. A new
+way to spread a model belongs in `LAYOUTS`, a new habit in `tests.parity.strangers`.
+"""
+
+import re
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_megatron
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.parity.jobs import quiet_trainer
+from tests.parity.strangers import STRANGERS
+
+TOLERANCE = 1e-10
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero 1": (2, {"zero": 1}),
+    "zero 3": (2, {"zero": 3}),
+    "tp": (2, {"tp": 2}),
+    "pp": (2, {"pp": 2, "num_microbatches": 1}),
+    "all": (8, {"tp": 2, "pp": 2, "zero": 1, "num_microbatches": 1}),
+}
+# What a layout refuses, and what the error says. In each the user finds what to write instead.
+_TP = {
+    "StackedNorms": r"net\.up\.weight: flatten was called .* of which each of tp=2 ranks",
+    "Vectors": r"net\.up\.weight: flatten was called .* of which each of tp=2 ranks",
+    "NoisyWeights": r"net\.up\.weight: add combines .* with a tensor of shape \(4, 6\)",
+}
+_PP = {
+    "ByHand": r"pp=2, automatic_optimization=False",
+    "SetsInHook": r"item 'head' of the PipelineSequential lives on pipeline stage 1",
+    "PenaltyOfOne": r"item 'up' of the PipelineSequential lives on pipeline stage 0",
+    "NotesWeights": r"goes through all parameters and takes numbers of them \(float\)",
+    "NotesState": r"goes through all parameters and takes numbers of them \(float\)",
+    "CountsParameters": r"goes through all parameters and takes numbers of them \(numel\)",
+    **dict.fromkeys(
+        ("LogsNorms", "NormByHand", "StackedNorms", "Penalty", "Vectors"),
+        r"unites values of several parameters \(net\..*and with pp=2 each rank has those of",
+    ),
+}
+REFUSED: dict[str, dict[str, str]] = {
+    "zero 3": {
+        "NoisyWeights": r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters",
+        "TensorHooks": r"Tensor\.register_hook was called .*under ZeRO 3.*nearest valid: zero=2",
+    },
+    "tp": _TP,
+    "pp": _PP,
+    "all": _PP | _TP,
+}
+Found = tuple[dict[str, torch.Tensor], list[float], dict[str, float]]
+
+
+def job(options: dict[str, Any] | str, names: list[str]) -> dict[str, Found]:
+    """What each module trained, noted and logged."""
+    found: dict[str, Found] = {}
+    for name in names:
+        L.seed_everything(5, verbose=False)
+        module = STRANGERS[name]()
+        strategy = options if isinstance(options, str) else MegatronStrategy(**options)
+        trainer = quiet_trainer(strategy, max_epochs=2)
+        trainer.fit(module)
+        logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        found[name] = lightning_megatron.gather(module), module.notes, logged
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(pool: WorkerPool) -> dict[str, Found]:
+    """What plain Lightning gives in one process."""
+    found: dict[str, Found] = pool.run(1, job, "auto", list(STRANGERS))[0]
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strangers_train_as_in_one_process(
+    pool: WorkerPool, alone: dict[str, Found], layout: str
+) -> None:
+    ranks, options = LAYOUTS[layout]
+    names = [name for name in STRANGERS if name not in REFUSED.get(layout, ())]
+    for found in pool.run(ranks, job, options, names):
+        for name in names:
+            weights, notes, logged = found[name]
+            expected, their_notes, their_logged = alone[name]
+            assert weights.keys() == expected.keys()
+            for key, value in expected.items():
+                torch.testing.assert_close(
+                    *(weights[key], value),
+                    rtol=0,
+                    atol=TOLERANCE,
+                    msg=lambda text, name=name, key=key: f"{name}, {key}: {text}",
+                )
+            assert notes == pytest.approx(their_notes, abs=TOLERANCE), name
+            assert logged == pytest.approx(their_logged, abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [(layout, name) for layout in ("zero 3", "tp", "pp") for name in REFUSED[layout]],
+)
+def test_what_no_layout_can_keep_true_is_refused_by_name(
+    pool: WorkerPool, layout: str, name: str
+) -> None:
+    ranks, options = LAYOUTS[layout]
+    with pytest.raises(WorkerError) as failure:
+        pool.run(ranks, job, options, [name])
+    text = str(failure.value).splitlines()[0]
+    assert re.search(REFUSED[layout][name], text), text
+    assert "nearest valid" in text or "zero=2 or lower" in text
