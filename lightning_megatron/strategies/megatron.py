@@ -428,8 +428,13 @@ class MegatronStrategy(
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        with self._stand_ins():
+        try:
             super().setup_optimizers(trainer)
+        except ValueError as error:
+            if self.topology.pp.size == 1 or "empty parameter list" not in str(error):
+                raise
+            with self._stand_ins():
+                super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
                 optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
