@@ -24,6 +24,7 @@ about 2 us of the host's more within the mode, so it is entered only where someb
 import inspect
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ _SAME_SHAPE = frozenset(
 _REDUCTIONS = frozenset(
     ("sum", "mean", "norm", "vector_norm", "max", "min", "amax", "amin", "any", "all")
 )
+_COUNTS = frozenset(("numel", "nelement"))
+_CONTENTS = frozenset(("tolist", "numpy", "array"))
 _VIEWS = frozenset(("view", "reshape", "flatten", "ravel", "unsqueeze", "squeeze"))
 _UNITING = frozenset(("cat", "stack", "concat", "concatenate", "hstack"))
 _TO_PYTHON = frozenset(
@@ -114,6 +117,7 @@ class WholeReductions(TorchFunctionMode):
         """Code of the user's that went through all parameters of a stage."""
         self._reads: dict[CodeType, str] = {}
         """Code of the user's that took numbers of parameters to Python."""
+        self._warned: set[str] = set()
         self._listen(self._walked)
 
     def follow(self, gradients: GradientSet) -> None:
@@ -176,7 +180,7 @@ class WholeReductions(TorchFunctionMode):
             return result
         if self._topology.pp.size > 1 and not self._is_inside(frame):
             self._refuse_sums(name, {part.name for _, part in parts}, numbers)
-            if frame is not None and (name in _TO_PYTHON or name in ("numel", "nelement")):
+            if frame is not None and (name in _TO_PYTHON or name in _COUNTS):
                 self._read(frame, name)
         if not parts:
             result = func(*args, **kwargs)
@@ -230,7 +234,7 @@ class WholeReductions(TorchFunctionMode):
         parts: Sequence[tuple[Tensor, _Part]],
     ) -> Any:
         tensor, part = parts[0]
-        if name in ("numel", "nelement") and part.cut_by_tp:
+        if name in _COUNTS and part.cut_by_tp:
             return part.numel
         result: Any
         if name == "set_data" and tensor is args[0]:
@@ -346,11 +350,16 @@ class WholeReductions(TorchFunctionMode):
             self._refuse_walk(frame, self._reads[frame.f_code])
 
     def _refuse_walk(self, frame: FrameType, name: str) -> None:
-        raise ConfigError(
+        text = (
             f"{frame.f_code.co_name} goes through all parameters and takes numbers of them "
             f"({name}), and with pp={self._topology.pp.size} each rank has those of its own "
             f"stages; {_REMEDY}"
         )
+        if name not in _COUNTS | _CONTENTS:
+            raise ConfigError(text)
+        if name not in self._warned:  # each of these values is true
+            self._warned.add(name)
+            warnings.warn(text, stacklevel=2)
 
     # torch.nn.utils.get_total_norm ---------------------------------------------------------------
 

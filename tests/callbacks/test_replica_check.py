@@ -48,7 +48,7 @@ def healing(layout: Mapping[str, Any], devices: int, rank: int, name: str) -> tu
     [
         ({"zero": 0}, 2, "net.1.0.weight"),
         ({"zero": 0, "tp": 2}, 2, "net.0.weight"),  # which tp ranks hold alike
-        ({"zero": 0, "pp": 2, "num_microbatches": 2}, 1, "net.0.weight"),  # tied over both stages
+        ({"zero": 0, "pp": 2, "num_microbatches": 2}, 3, "net.0.weight"),  # tied over both stages
         ({"zero": 2, "sharding": ShardingConfig(dp_replicate=4)}, 0, "net.1.0.weight"),
     ],
     ids=["zero 0", "tp=2", "pp=2", "hybrid"],

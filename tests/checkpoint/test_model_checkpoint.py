@@ -26,6 +26,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+class OfThisRank(dict[int, tuple[float, dict[str, Tensor]]]):
+    """Loss and weights by step, which the last stage of a pipeline does not give to others."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError
+
+
 class Net(Small):
     """Logs its loss, which goes up and down, and notes its weights."""
 
@@ -40,7 +47,7 @@ class Net(Small):
             ]
         )
         self.breaks_at = breaks_at
-        self.seen: dict[int, tuple[float, dict[str, Tensor]]] = {}
+        self.seen = OfThisRank()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)

@@ -178,7 +178,7 @@ torch.save((len(own), names), f"done{trainer.global_rank}.pt")
 
 def two_trainers_then_a_failure(folder: Path) -> tuple[Finished, dict[str, Any]]:
     """The output, and what each rank wrote before the failure of the last."""
-    done = python(_TWO_TRAINERS + _FAILURE % ("loss", 1, False), folder)
+    done = python(_TWO_TRAINERS + _FAILURE % ("forward", 1, False), folder)
     return done, {path.name: torch.load(path) for path in folder.glob("done*.pt")}
 
 

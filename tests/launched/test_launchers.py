@@ -46,7 +46,7 @@ def ends_soon_with_its_traceback(done: Finished, place: str) -> None:
 
 @two_trainers_then_a_failure
 def test_a_failure_of_a_started_rank_ends_the_job(launched: tuple[Finished, Any]) -> None:
-    ends_soon_with_its_traceback(launched[0], "loss")
+    ends_soon_with_its_traceback(launched[0], "forward")
 
 
 @pytest.mark.parametrize(

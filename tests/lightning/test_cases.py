@@ -3,7 +3,7 @@
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -40,9 +40,19 @@ Plain = Callable[[str], Record]
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """What plain Lightning does."""
-    quiet()
     root = tmp_path_factory.mktemp("plain")
     return cache(lambda name: run_case(CASES[name], None, directory_of(root, name)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_module() -> Iterator[None]:
+    """Other tests of this process look at what is logged."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    with warnings.catch_warnings():
+        quiet()
+        yield
+    logger.setLevel(level)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -295,7 +295,7 @@ def held_items() -> tuple[list[list[int]], list[str]]:
 
 
 def test_ranks_hold_what_the_plan_says(pool: WorkerPool) -> None:
-    (first, texts), (second, _) = pool.run(2, held_items)
+    (second, texts), (first, _) = pool.run(2, held_items)  # rank 0 holds the last stage
     assert first == [[0, 1], [0, 2], [0]]
     assert second == [[2, 3], [1, 3], [1, 2, 3]]
     (text,) = texts

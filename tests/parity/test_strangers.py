@@ -6,6 +6,7 @@ way to spread a model belongs in `LAYOUTS`, a new habit in `tests.parity.strange
 """
 
 import re
+import warnings
 from typing import Any
 
 import lightning as L
@@ -28,8 +29,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # What a layout refuses, and what the error says. In each the user finds what to write instead.
 _TP = {
-    "StackedNorms": r"net\.up\.weight: flatten was called .* of which each of tp=2 ranks",
-    "Vectors": r"net\.up\.weight: flatten was called .* of which each of tp=2 ranks",
+    "StackedNorms": r"net\.up\.weight: cat was called .* of which each of tp=2 ranks",
+    "Vectors": r"net\.up\.weight: cat was called .* of which each of tp=2 ranks",
     "NoisyWeights": r"net\.up\.weight: add combines .* with a tensor of shape \(4, 6\)",
 }
 _PP = {
@@ -38,7 +39,6 @@ _PP = {
     "PenaltyOfOne": r"item 'up' of the PipelineSequential lives on pipeline stage 0",
     "NotesWeights": r"goes through all parameters and takes numbers of them \(float\)",
     "NotesState": r"goes through all parameters and takes numbers of them \(float\)",
-    "CountsParameters": r"goes through all parameters and takes numbers of them \(numel\)",
     **dict.fromkeys(
         ("LogsNorms", "NormByHand", "StackedNorms", "Penalty", "Vectors"),
         r"unites values of several parameters \(net\..*and with pp=2 each rank has those of",
@@ -53,6 +53,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "pp": _PP,
     "all": _PP | _TP,
 }
+COUNTS = "CountsParameters"
+"""Under a pipeline it is warned that it counts those of a stage, where each number is true."""
 Found = tuple[dict[str, torch.Tensor], list[float], dict[str, float]]
 
 
@@ -83,6 +85,8 @@ def test_strangers_train_as_in_one_process(
 ) -> None:
     ranks, options = LAYOUTS[layout]
     names = [name for name in STRANGERS if name not in REFUSED.get(layout, ())]
+    if "pp" in options:
+        names.remove(COUNTS)
     for found in pool.run(ranks, job, options, names):
         for name in names:
             weights, notes, logged = found[name]
@@ -112,3 +116,17 @@ def test_what_no_layout_can_keep_true_is_refused_by_name(
     text = str(failure.value).splitlines()[0]
     assert re.search(REFUSED[layout][name], text), text
     assert "nearest valid" in text or "zero=2 or lower" in text
+
+
+def warnings_job(options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(MegatronStrategy(**options)).fit(STRANGERS[COUNTS]())
+    return [str(warning.message) for warning in caught]
+
+
+def test_counts_of_a_stage_are_warned_of(pool: WorkerPool) -> None:
+    for texts in pool.run(2, warnings_job, {"pp": 2, "num_microbatches": 1}):
+        found = [text for text in texts if "goes through all parameters" in text]
+        assert len(found) == 1
+        assert "(numel), and with pp=2 each rank has those of its own stages" in found[0]

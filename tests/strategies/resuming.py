@@ -83,6 +83,8 @@ class Curve(pl.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
         stepped = (index + 1) % ACCUMULATE == 0
+        with strategy._unseen():  # the parts of this rank are what is compared
+            held = [local(p).tolist() for p in module.parameters()]
         norm = strategy.parallel.gradients.last_norm if stepped else None
         self.points[trainer.current_epoch, index] = (
             outputs["loss"].item(),
@@ -90,7 +92,7 @@ class Curve(pl.Callback):
             trainer.optimizers[0].param_groups[0]["lr"],
             trainer.global_step,
             numbers(batch),
-            [local(p).tolist() for p in module.parameters()],
+            held,
             # Other ranks gather others, of which a checkpoint keeps the first rank's.
             [b.tolist() for b in module.buffers() if strategy.topology.batch.rank == 0],
         )
