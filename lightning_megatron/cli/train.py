@@ -71,6 +71,10 @@ class MegatronCLI(LightningCLI):
             Trainer does not take what it is given.
     """
 
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Leave ``ckpt_path`` to the strategy: of a file Lightning would read hyper-parameters."""
+
     def __init__(self, args: ArgsType = None) -> None:
         self._args = list(args) if isinstance(args, list) else sys.argv[1:]
         _quieten()
