@@ -12,13 +12,15 @@ element, and makes them true:
 * ``torch.nn.utils.get_total_norm``, and with it ``clip_grad_norm_``, gives the norm over the ranks
   of the whole model, each element counted once;
 * an assignment to ``.data`` of a DTensor, which torch would lose, writes to its shard;
-* what cannot be made true (another shape, numbers of several stages that are added up) is refused
-  by a `ConfigError`.
+* what cannot be made true (another shape, numbers of several stages that are added up, in torch or
+  on a walk over ``self.parameters()``) is refused by a `ConfigError`; counts and contents that such
+  a walk takes, each true by itself, are warned of.
 
 Completed numbers are collective: all ranks must ask. Code of this package, of optimizers and of
-``torch.nn`` and ``torch.distributed`` knows what it holds, and is left alone. An operation costs
-about 2 us of the host's more within the mode, so it is entered only where somebody may look
-(`strategies.gradient_observers`), and lifted where the network runs.
+``torch.nn`` and ``torch.distributed`` knows what it holds, and is left alone. Within the mode every
+operation passes Python once more, so it is entered only where somebody may look
+(`strategies.gradient_observers`), and lifted where the network runs. A step that mentions weights
+itself is not: one of 20 ms under tp=2 took 1 to 12 ms longer.
 """
 
 import inspect
