@@ -18,14 +18,15 @@ element, and makes them true:
 Completed numbers are collective: all ranks must ask. Code of this package, of optimizers and of
 ``torch.nn`` and ``torch.distributed`` knows what it holds, and is left alone. An operation costs
 about 2 us of the host's more within the mode, so it is entered only where somebody may look
-(`strategies.gradient_observers`), and lifted where the network runs.
+(`strategies.gradient_observers`), and lifted where the network runs. What a compiler makes of a
+block runs without it; what a backward computes again is seen as it was in the forward.
 """
 
 import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType, FrameType
@@ -52,8 +53,13 @@ _REMEDY = (
     "optimizer for a penalty, lightning_megatron.gather(module) for whole weights"
 )
 _TOTAL_NORM: CodeType = inspect.unwrap(get_total_norm).__code__
-_OWN = ("torch.distributed", "torch.optim", "torch.nn.modules", "torch._dynamo", "torch._inductor")
+_OWN = (
+    *("torch.distributed", "torch.optim", "torch.nn.modules", "torch._dynamo", "torch._inductor"),
+    "torch.autograd.graph",  # runs a backward
+)
 """Libraries that are given parts on purpose."""
+_TRACED = "<eval_with_key>"
+"""Files of the code that torch writes for graphs, which is in no module."""
 _SAME_SHAPE = frozenset(
     (
         *("abs", "add", "addcdiv", "addcmul", "bfloat16", "bool", "clamp", "clamp_max"),
@@ -403,6 +409,17 @@ class WholeReductions(TorchFunctionMode):
         return total.to(held_in[0].dtype)
 
 
+def is_seen() -> bool:
+    """Whether what runs here goes through a `WholeReductions`."""
+    return isinstance(current_function_mode(), WholeReductions)
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Within the block nothing does."""
+    mode = current_function_mode()
+    return mode.lifted() if isinstance(mode, WholeReductions) else nullcontext()
+
+
 class _Complete(torch.autograd.Function):
     """Sum over ranks that have parts of one whole; each part's gradient is the sum's."""
 
@@ -523,13 +540,13 @@ def _caller() -> tuple[FrameType | None, str]:
         if frame.f_code is _TOTAL_NORM:
             return frame, ""
         module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith(_OWN):
+        if module.startswith(_OWN) or frame.f_code.co_filename.startswith(_TRACED):
             return frame, "torch"
         if not module.startswith("torch."):
             own = module.startswith("lightning_megatron.")
             return frame, "own" if own or _is_layer(frame) else ""
         frame = frame.f_back
-    return None, ""
+    return None, "torch"  # a thread of autograd's
 
 
 def _walker() -> FrameType | None:
