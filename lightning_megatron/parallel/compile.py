@@ -53,6 +53,7 @@ from typing_extensions import override
 from lightning_megatron.layers.deferral import end_graphs
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
+from lightning_megatron.parallel.whole_reductions import unseen
 from lightning_megatron.parallel.wrapping import BlockForward
 from lightning_megatron.pipeline.sequential import PipelineSequential, StageItems
 
@@ -126,10 +127,10 @@ class _Compiled(BlockForward):
         if self._run is None:
             self._run = torch.compile(self._forward, backend=self._backend, dynamic=self._dynamic)
         layer = _last_layer(self._block)
-        if layer is None or layer.tp_size == 1:
-            return self._run(*args, **kwargs)
+        with unseen():
+            output = self._run(*args, **kwargs)
         # Inside of a graph what is split over tp is plain.
-        return layer.marked_output(self._run(*args, **kwargs))
+        return output if layer is None or layer.tp_size == 1 else layer.marked_output(output)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the compiled code, which belongs to this block alone."""

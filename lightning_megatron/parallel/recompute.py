@@ -50,6 +50,7 @@ from lightning_megatron.parallel.selective import (
     kept_operations,
     traced_contexts,
 )
+from lightning_megatron.parallel.whole_reductions import is_seen, unseen
 from lightning_megatron.parallel.wrapping import BlockForward, address, outermost
 
 _FULL = MemoryConfig(recompute="full")
@@ -303,10 +304,13 @@ class _Again(AbstractContextManager[None]):
         self._counting, self._notes = counting, notes
         # Precision plugins change it around forwards only.
         self._dtype = torch.get_default_dtype()
+        self._is_seen = is_seen()
 
     @override
     def __enter__(self) -> None:
         self._entered = ExitStack()
+        if not self._is_seen:
+            self._entered.enter_context(unseen())
         self._entered.enter_context(_default_dtype(self._dtype))
         self._entered.enter_context(_without_counting(self._counting))
         if self._notes is not None:

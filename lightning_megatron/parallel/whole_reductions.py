@@ -20,7 +20,8 @@ Completed numbers are collective: all ranks must ask. Code of this package, of o
 ``torch.nn`` and ``torch.distributed`` knows what it holds, and is left alone. Within the mode every
 operation passes Python once more, so it is entered only where somebody may look
 (`strategies.gradient_observers`), and lifted where the network runs. A step that mentions weights
-itself is not: one of 20 ms under tp=2 took 1 to 12 ms longer.
+itself is not: one of 20 ms under tp=2 took 1 to 12 ms longer. What a compiler makes of a block runs
+without it; what a backward computes again is seen as it was in the forward.
 """
 
 import inspect
@@ -28,7 +29,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType, FrameType
@@ -55,8 +56,13 @@ _REMEDY = (
     "optimizer for a penalty, lightning_megatron.gather(module) for whole weights"
 )
 _TOTAL_NORM: CodeType = inspect.unwrap(get_total_norm).__code__
-_OWN = ("torch.distributed", "torch.optim", "torch.nn.modules", "torch._dynamo", "torch._inductor")
+_OWN = (
+    *("torch.distributed", "torch.optim", "torch.nn.modules", "torch._dynamo", "torch._inductor"),
+    "torch.autograd.graph",  # runs a backward
+)
 """Libraries that are given parts on purpose."""
+_TRACED = "<eval_with_key>"
+"""Files of the code that torch writes for graphs, which is in no module."""
 _SAME_SHAPE = frozenset(
     (
         *("abs", "add", "addcdiv", "addcmul", "bfloat16", "bool", "clamp", "clamp_max"),
@@ -312,6 +318,12 @@ class WholeReductions(TorchFunctionMode):
                 f"{part.name}: {name} along dimensions was called on a parameter or gradient of "
                 f"which this rank holds a part; {_REMEDY}"
             )
+        if _is_repeated():
+            raise ConfigError(
+                f"{part.name}: {name} of a parameter of which this rank holds a part, within "
+                "torch.utils.checkpoint, whose repetition in the backward would see the part "
+                "alone; nearest valid: the penalty outside of it, or weight_decay of the optimizer"
+            )
         with self.lifted():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             order = 2.0 if order in (None, "fro") else float(order)
@@ -412,6 +424,17 @@ class WholeReductions(TorchFunctionMode):
         total = total if math.isinf(order) else total ** (1 / order)
         held_in = (*tensors, *self._gradients.parameters, total)
         return total.to(held_in[0].dtype)
+
+
+def is_seen() -> bool:
+    """Whether what runs here goes through a `WholeReductions`."""
+    return isinstance(current_function_mode(), WholeReductions)
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Within the block nothing does."""
+    mode = current_function_mode()
+    return mode.lifted() if isinstance(mode, WholeReductions) else nullcontext()
 
 
 class _Complete(torch.autograd.Function):
@@ -534,13 +557,13 @@ def _caller() -> tuple[FrameType | None, str]:
         if frame.f_code is _TOTAL_NORM:
             return frame, ""
         module = str(frame.f_globals.get("__name__", ""))
-        if module.startswith(_OWN):
+        if module.startswith(_OWN) or frame.f_code.co_filename.startswith(_TRACED):
             return frame, "torch"
         if not module.startswith("torch."):
             own = module.startswith("lightning_megatron.")
             return frame, "own" if own or _is_layer(frame) else ""
         frame = frame.f_back
-    return None, ""
+    return None, "torch"  # a thread of autograd's
 
 
 def _walker() -> FrameType | None:
@@ -552,6 +575,16 @@ def _walker() -> FrameType | None:
             return None if module.startswith(("torch.", "lightning")) else frame
         frame = frame.f_back
     return None
+
+
+def _is_repeated() -> bool:
+    """Whether a user's call of ``torch.utils.checkpoint`` is on the stack."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_layer(frame: FrameType) -> bool:

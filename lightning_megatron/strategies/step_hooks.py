@@ -99,7 +99,7 @@ class StepHooks(ParallelStrategy):
         engine, trainer = self._steps(), self._module().trainer
         args = (*args, *kwargs.values())
         context = self.precision_plugin.train_step_context
-        with nullcontext() if self._watches_step else self._unseen():
+        with self._seen_as_steps():
             if not engine.interleaved:
                 output = engine.step_on_batch("training_step", args, context)
                 return mean_over_tokens(output, self.parallel.topology)
@@ -121,7 +121,7 @@ class StepHooks(ParallelStrategy):
         self.pre_backward(closure_loss)
         module = self._module()
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        with self._unseen():
+        with self._seen_as_steps():  # which a backward may repeat
             self._backward(loss, module, optimizer, *args, **kwargs)
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
@@ -152,6 +152,10 @@ class StepHooks(ParallelStrategy):
         if self._reductions is not None:
             self._reductions.end()
             self._reductions, self._precision().around_step = None, nullcontext
+
+    def _seen_as_steps(self) -> AbstractContextManager[None]:
+        """What runs within is seen if steps of the user's are."""
+        return nullcontext() if self._watches_step else self._unseen()
 
     def _unseen(self) -> AbstractContextManager[None]:
         """What runs within is the network, which knows its weights."""

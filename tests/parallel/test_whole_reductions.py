@@ -8,9 +8,10 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 
-from lightning_megatron import PipelineSequential, gather
+from lightning_megatron import MemoryConfig, PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategies.small import WIDTH, Small, dp_of, loader, make_trainer
@@ -171,6 +172,24 @@ def test_what_modules_see_of_their_weights(
             # A loss is that of the rank's samples.
             if name != "Penalty" or layout == {"tp": 2}:
                 assert ours_seen == pytest.approx(seen, rel=1e-10), name
+
+
+def penalise_compiled() -> tuple[dict[str, Any], dict[str, int]]:
+    """Weights, and what broke graphs."""
+    counters.clear()
+    torch.compiler.reset()
+    module, memory = Penalty(), MemoryConfig(compile="model", compile_backend="aot_eager")
+    make_trainer({"tp": 2, "memory": memory}, 2).fit(module, loader())
+    assert counters["stats"]["unique_graphs"]
+    return gather(module), dict(counters["graph_break"])
+
+
+def test_graphs_do_not_break_where_steps_are_watched(pool: WorkerPool, alone: Found) -> None:
+    expected: Any = alone["Penalty"][0]
+    for weights, breaks in pool.run(2, penalise_compiled):
+        assert not breaks
+        for key, value in expected.items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-10, atol=1e-10)
 
 
 def penalise(layout: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 _TP = {
     "StackedNorms": r"net\.up\.weight: cat was called .* of which each of tp=2 ranks",
     "Vectors": r"net\.up\.weight: cat was called .* of which each of tp=2 ranks",
+    "RecomputedPenalty": r"net\.up\.weight: norm of a parameter .*within torch\.utils\.checkpoint",
     "NoisyWeights": r"net\.up\.weight: add combines .* with a tensor of shape \(4, 6\)",
 }
 _PP = {
@@ -40,12 +41,13 @@ _PP = {
     "NotesWeights": r"goes through all parameters and takes numbers of them \(float\)",
     "NotesState": r"goes through all parameters and takes numbers of them \(float\)",
     **dict.fromkeys(
-        ("LogsNorms", "NormByHand", "StackedNorms", "Penalty", "Vectors"),
+        ("LogsNorms", "NormByHand", "StackedNorms", "Penalty", "RecomputedPenalty", "Vectors"),
         r"unites values of several parameters \(net\..*and with pp=2 each rank has those of",
     ),
 }
 REFUSED: dict[str, dict[str, str]] = {
     "zero 3": {
+        "RecomputedPenalty": r"norm of a parameter .*within torch\.utils\.checkpoint",
         "NoisyWeights": r"NoisyWeights\.on_train_batch_end: .*zero=2 or lower keeps parameters",
         "TensorHooks": r"Tensor\.register_hook was called .*under ZeRO 3.*nearest valid: zero=2",
     },
