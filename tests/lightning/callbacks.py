@@ -24,7 +24,7 @@ from torch.optim import SGD
 from tests.lightning.logs import BOOK, Book
 from tests.lightning.loops import TwoValLoaders
 from tests.lightning.optimizers import EachStep, Groups, Scheduled, TwoSchedulers
-from tests.lightning.record import BOTH, Base, Case, Run
+from tests.lightning.record import Base, Case, Run
 
 
 class Logged(Base):
@@ -203,20 +203,20 @@ def stops(*args: Any, **options: Any) -> dict[str, Any]:
 
 
 SAVED = {
-    "each epoch": Case(Base, **saves()),
-    "all": Case(Base, **saves(save_top_k=-1), layouts=("pp",)),
+    "each epoch": Case(Base, **saves(), layouts=()),
+    "all": Case(Base, **saves(save_top_k=-1), layouts=()),
     "none": Case(Base, **saves(save_top_k=0), layouts=()),
-    "best": Case(Logged, **saves(monitor="val", filename="{epoch}-{val:.2f}")),
-    "two best": Case(Logged, **saves(monitor="val", save_top_k=2, mode="max"), layouts=("dp",)),
-    "best and last": Case(Logged, **saves(monitor="val", save_last=True), layouts=BOTH),
-    "linked last": Case(Logged, **saves(monitor="val", save_last="link"), layouts=("pp",)),
+    "best": Case(Logged, **saves(monitor="val", filename="{epoch}-{val:.2f}"), layouts=()),
+    "two best": Case(Logged, **saves(monitor="val", save_top_k=2, mode="max"), layouts=()),
+    "best and last": Case(Logged, **saves(monitor="val", save_last=True), layouts=("pp",)),
+    "linked last": Case(Logged, **saves(monitor="val", save_last="link"), layouts=()),
     "names": Case(
         Logged,
         **saves(monitor="val", filename="a{epoch}_{val:.1f}", auto_insert_metric_name=False),
         layouts=(),
     ),
-    "same name": Case(Base, **saves(filename="one", save_top_k=-1), layouts=("dp",)),
-    "each second step": Case(Base, **saves(every_n_train_steps=2, save_top_k=-1), layouts=BOTH),
+    "same name": Case(Base, **saves(filename="one", save_top_k=-1), layouts=()),
+    "each second step": Case(Base, **saves(every_n_train_steps=2, save_top_k=-1), layouts=("dp",)),
     "by steps and score": Case(
         ValidatesOften,
         **saves(monitor="val", every_n_train_steps=2, save_top_k=2),
@@ -226,25 +226,28 @@ SAVED = {
     "each validation": Case(
         ValidatesOften,
         **saves(monitor="val", save_top_k=2, trainer={"val_check_interval": 1, "max_epochs": 2}),
+        layouts=(),
     ),
     "each training epoch": Case(
-        Base, **saves(monitor="loss", save_on_train_epoch_end=True), layouts=("dp",)
+        Base, **saves(monitor="loss", save_on_train_epoch_end=True), layouts=()
     ),
     "by time": Case(
         Base, **saves(train_time_interval=timedelta(seconds=0), save_top_k=-1), layouts=()
     ),
     "weights only": Case(Base, **saves(save_weights_only=True), layouts=("dp",)),
-    "unknown monitor": Case(Base, **saves(monitor="nothing"), layouts=("tp",)),
+    "unknown monitor": Case(Base, **saves(monitor="nothing"), layouts=()),
     "on an error": Case(Fails, **saves(save_on_exception=True, every_n_epochs=9), layouts=()),
 }
 
 STOPPED = {
-    "patience": Case(Logged, **stops("val", patience=1), layouts=BOTH),
-    "largest": Case(Logged, **stops("val", mode="max", patience=2), layouts=("pp",)),
+    "patience": Case(Logged, **stops("val", patience=1), layouts=("pp",)),
+    "largest": Case(Logged, **stops("val", mode="max", patience=2), layouts=()),
     "threshold": Case(Logged, **stops("val", stopping_threshold=1.5), layouts=("dp",)),
     "divergence": Case(Logged, **stops("val", divergence_threshold=2.9), layouts=()),
-    "infinite": Case(Diverges, **stops("loss", patience=9, check_on_train_epoch_end=True)),
-    "unknown": Case(Base, **stops("nothing"), layouts=("tp",)),
+    "infinite": Case(
+        Diverges, **stops("loss", patience=9, check_on_train_epoch_end=True), layouts=()
+    ),
+    "unknown": Case(Base, **stops("nothing"), layouts=()),
     "unknown is allowed": Case(Base, **stops("nothing", strict=False), layouts=()),
     "of training": Case(Base, **stops("loss", min_delta=9.0, patience=1)),
 }
@@ -255,16 +258,16 @@ OTHERS = {
         **BOOK,
         callbacks=lambda _: [LearningRateMonitor("step")],
         trainer={"log_every_n_steps": 1},
-        layouts=BOTH,
+        layouts=("pp",),
     ),
     "learning rates by epoch": Case(
-        Scheduled, **BOOK, callbacks=lambda _: [LearningRateMonitor("epoch")], layouts=("pp",)
+        Scheduled, **BOOK, callbacks=lambda _: [LearningRateMonitor("epoch")], layouts=()
     ),
     "learning rates of groups": Case(
         Groups,
         **BOOK,
         callbacks=lambda _: [LearningRateMonitor(log_momentum=True, log_weight_decay=True)],
-        layouts=("pp",),
+        layouts=(),
     ),
     "accumulation changes": Case(
         EachStep,
@@ -289,11 +292,13 @@ OTHERS = {
         layouts=("dp",),
         script=keep_books,
     ),
-    "lambda": Case(callbacks=calls),
-    "states": Case(callbacks=lambda _: [Counts("a"), Counts("b")], script=keep_books, layouts=BOTH),
+    "lambda": Case(callbacks=calls, layouts=()),
+    "states": Case(
+        callbacks=lambda _: [Counts("a"), Counts("b")], script=keep_books, layouts=("dp",)
+    ),
     "from the module": Case(Own, script=keep_books, trainer={"max_epochs": 4}),
     "predictions by batch": Case(
-        TwoValLoaders, callbacks=lambda _: [Writer("batch")], script=predict, layouts=BOTH
+        TwoValLoaders, callbacks=lambda _: [Writer("batch")], script=predict, layouts=("dp",)
     ),
     "predictions by epoch": Case(callbacks=lambda _: [Writer("epoch")], script=predict),
     "predictions by both": Case(

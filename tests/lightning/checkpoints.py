@@ -262,27 +262,27 @@ AFTER_SETUP = (
 RESUMED = {
     "after an epoch": Case(Momentum, script=after_epoch, layouts=BOTH),
     "in mid-accumulation": Case(
-        Momentum, script=in_accumulation, trainer={"accumulate_grad_batches": 2}, layouts=BOTH
+        Momentum, script=in_accumulation, trainer={"accumulate_grad_batches": 2}, layouts=("pp",)
     ),
-    "saved in a hook": Case(SavesInHook, script=from_hook, hooks_only=True, layouts=BOTH),
-    "at its end": Case(Momentum, script=nothing_left, layouts=("dp",)),
+    "saved in a hook": Case(SavesInHook, script=from_hook, hooks_only=True, layouts=("dp",)),
+    "at its end": Case(Momentum, script=nothing_left, layouts=()),
     "extra entries": Case(Extra, script=after_epoch),
     "callbacks' states": Case(
         Logged,
         script=after_epoch,
         callbacks=lambda _: [Counts("a"), Counts("b"), EarlyStopping("val", patience=4)],
     ),
-    "schedulers": Case(Lists, script=after_epoch, layouts=("pp",)),
+    "schedulers": Case(Lists, script=after_epoch, layouts=()),
     "plateau": Case(Plateau, script=after_epoch, layouts=("pp",)),
-    "hyper-parameters": Case(Parameters, script=after_epoch, layouts=("pp",)),
+    "hyper-parameters": Case(Parameters, script=after_epoch, layouts=()),
     "best and last": Case(
         Logged,
         script=best_and_last,
         trainer={"max_epochs": 4, "enable_checkpointing": True},
         callbacks=lambda place: [ModelCheckpoint(place, monitor="val", save_last=True)],
-        layouts=BOTH,
+        layouts=("dp",),
     ),
-    "data module": Case(script=with_data, layouts=BOTH),
+    "data module": Case(script=with_data, layouts=("dp",)),
     "data module with hooks": Case(script=with_other_data, layouts=("pp",)),
 }
 OTHERS = {
@@ -293,10 +293,10 @@ OTHERS = {
         refused={"one": "ConfigError: the checkpoint holds only weights, no optimizer state"},
         reason="every ill-fitting checkpoint is a ConfigError",
     ),
-    "no best": Case(script=missing, layouts=("tp",)),
+    "no best": Case(script=missing, layouts=()),
     "before a run": Case(script=before_fit, layouts=()),
     "batches change": Case(OwnHooks),
-    "command line": Case(script=command_line, layouts=BOTH),
+    "command line": Case(script=command_line, layouts=("pp",)),
 }
 CASES = OTHERS | {
     name: replace(case, unlike=dict.fromkeys(("one", *LAYOUTS), LOADED), reason=AFTER_SETUP)

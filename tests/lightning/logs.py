@@ -291,37 +291,34 @@ def predict(run: Run) -> None:
 
 BOOK: dict[str, Any] = {"made_options": with_book, "script": read_books}
 SINGLE: dict[str, Any] = {"rounding": 1e-6, "reason": "MeanMetric casts its values to float32"}
-ONE: dict[str, Any] = {
-    "layouts": ("tp",),
-    "reason": "a stage that fails ends its process, not its peers'",
-}
+# A stage that fails ends its process, not its peers': none of these under a pipeline.
 
 CASES = {
     "every kind": Case(module=Kinds, trainer={"log_every_n_steps": 2}, **BOOK, layouts=BOTH),
-    "every step": Case(module=Kinds, trainer={"log_every_n_steps": 1}, layouts=("tp",), **BOOK),
+    "every step": Case(module=Kinds, trainer={"log_every_n_steps": 1}, layouts=(), **BOOK),
     "seldom": Case(trainer={"log_every_n_steps": 10}, layouts=(), **BOOK),
     "accumulation": Case(
         module=Kinds, trainer={"log_every_n_steps": 1, "accumulate_grad_batches": 2}, **BOOK
     ),
-    "two loggers": Case(made_options=with_two_books, script=read_books, layouts=("pp",)),
+    "two loggers": Case(made_options=with_two_books, script=read_books, layouts=()),
     "two loaders": Case(module=TwoValLoaders, layouts=("pp",), **BOOK),
     "reductions": Case(module=Reductions, trainer={"log_every_n_steps": 1}, **BOOK, layouts=BOTH),
-    "nothing": Case(module=Nothing, **BOOK),
-    "sometimes": Case(module=Sometimes, trainer={"log_every_n_steps": 1}, **BOOK, layouts=BOTH),
-    "in hooks": Case(module=LogsInHooks, trainer={"log_every_n_steps": 1}, **BOOK, layouts=BOTH),
+    "nothing": Case(module=Nothing, **BOOK, layouts=()),
+    "sometimes": Case(module=Sometimes, trainer={"log_every_n_steps": 1}, **BOOK, layouts=("pp",)),
+    "in hooks": Case(module=LogsInHooks, trainer={"log_every_n_steps": 1}, **BOOK, layouts=("pp",)),
     "in callbacks": Case(
-        callbacks=lambda _: [LogsInCallback()], trainer={"log_every_n_steps": 1}, **BOOK
+        callbacks=lambda _: [LogsInCallback()], trainer={"log_every_n_steps": 1}, **BOOK, layouts=()
     ),
     "metrics": Case(module=Metrics, **BOOK, **SINGLE, layouts=BOTH),
     "metric by hand": Case(module=ByHand, layouts=("dp",), **BOOK, **SINGLE),
-    "hyper-parameters": Case(module=Parameters, layouts=("pp",), **BOOK),
-    "graph": Case(module=Graph, layouts=("tp",), **BOOK),
-    "csv": Case(module=Kinds, trainer={"log_every_n_steps": 1}, script=read_csv, layouts=BOTH),
-    "key twice": Case(module=LogsTwice, **ONE),
-    "text": Case(module=LogsText, **ONE),
-    "vector": Case(module=LogsVector, **ONE),
-    "name of an index": Case(module=LogsIndex, **ONE),
-    "unknown reduction": Case(module=LogsWrongReduction, **ONE),
-    "in predict_step": Case(module=LogsInPrediction, script=predict, **ONE),
+    "hyper-parameters": Case(module=Parameters, layouts=(), **BOOK),
+    "graph": Case(module=Graph, layouts=(), **BOOK),
+    "csv": Case(module=Kinds, trainer={"log_every_n_steps": 1}, script=read_csv, layouts=("pp",)),
+    "key twice": Case(module=LogsTwice, layouts=()),
+    "text": Case(module=LogsText, layouts=("tp",)),
+    "vector": Case(module=LogsVector, layouts=()),
+    "name of an index": Case(module=LogsIndex, layouts=()),
+    "unknown reduction": Case(module=LogsWrongReduction, layouts=()),
+    "in predict_step": Case(module=LogsInPrediction, script=predict, layouts=()),
     **{f"refused in {n}": Case(module=_everywhere(Base, n), layouts=()) for n in _REFUSED},
 }

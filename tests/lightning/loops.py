@@ -315,24 +315,25 @@ CASES = {
     "fit": Case(layouts=("dp", "zero3", "tp", "pp")),
     "three epochs": Case(trainer={"max_epochs": 3}, layouts=()),
     "limit_train_batches=2": Case(trainer={"limit_train_batches": 2}, layouts=()),
-    "limit_train_batches=0.5": Case(trainer={"limit_train_batches": 0.5}, layouts=("pp",)),
+    "limit_train_batches=0.5": Case(trainer={"limit_train_batches": 0.5}, layouts=()),
     "limit_train_batches=0": Case(trainer={"limit_train_batches": 0}, layouts=("pp",)),
     "limit_val_batches=1": Case(trainer={"limit_val_batches": 1}, layouts=()),
-    "limit_val_batches=0": Case(trainer={"limit_val_batches": 0}, layouts=("pp",)),
+    "limit_val_batches=0": Case(trainer={"limit_val_batches": 0}, layouts=()),
     "val_check_interval=2": Case(trainer={"val_check_interval": 2}, layouts=("pp",)),
-    "val_check_interval=0.34": Case(trainer={"val_check_interval": 0.34}, layouts=("dp",)),
+    "val_check_interval=0.34": Case(trainer={"val_check_interval": 0.34}, layouts=()),
     "val_check_interval over epochs": Case(
-        trainer={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 4}
+        trainer={"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 4},
+        layouts=(),
     ),
     "check_val_every_n_epoch=2": Case(
         trainer={"check_val_every_n_epoch": 2, "max_epochs": 4}, layouts=()
     ),
     "max_steps=4": Case(trainer={"max_steps": 4}, layouts=("dp",)),
     "max_steps without epochs": Case(trainer={"max_steps": 4, "max_epochs": -1}, layouts=()),
-    "max_steps=0": Case(trainer={"max_steps": 0}, layouts=("pp",)),
+    "max_steps=0": Case(trainer={"max_steps": 0}, layouts=()),
     "max_epochs=0": Case(trainer={"max_epochs": 0}, layouts=()),
     "max_time=0": Case(trainer={"max_time": timedelta(seconds=0)}, layouts=("dp",)),
-    "should_stop": Case(module=StopsEarly, layouts=BOTH),
+    "should_stop": Case(module=StopsEarly, layouts=("pp",)),
     "should_stop in the step": Case(module=StopsInStep, unlike={"pp": ("training_step",)}),
     "should_stop in validation": Case(
         module=StopsInValidation, trainer={"val_check_interval": 1}, layouts=("pp",)
@@ -340,42 +341,40 @@ CASES = {
     "should_stop, min_epochs=2": Case(
         module=StopsEarly, trainer={"min_epochs": 2, "max_epochs": 4}, layouts=("dp",)
     ),
-    "should_stop, min_steps=5": Case(module=StopsEarly, trainer={"min_steps": 5, "max_epochs": 4}),
-    "accumulate_grad_batches=2": Case(trainer={"accumulate_grad_batches": 2}, layouts=BOTH),
+    "should_stop, min_steps=5": Case(
+        module=StopsEarly, trainer={"min_steps": 5, "max_epochs": 4}, layouts=()
+    ),
+    "accumulate_grad_batches=2": Case(trainer={"accumulate_grad_batches": 2}, layouts=("dp",)),
     "accumulate, val_check_interval": Case(
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 1}, layouts=("pp",)
     ),
     "accumulate, max_steps": Case(
-        trainer={"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": 5}, layouts=("dp",)
+        trainer={"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": 5}, layouts=()
     ),
     "gradient_clip_val": Case(trainer={"gradient_clip_val": 0.05}, layouts=BOTH),
     "gradient_clip_algorithm=value": Case(
-        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, layouts=("pp",)
+        trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, layouts=()
     ),
-    "rest of an epoch is skipped": Case(module=SkipsRest, layouts=BOTH),
-    "every epoch is skipped": Case(module=SkipsAll, layouts=("pp",)),
+    "rest of an epoch is skipped": Case(module=SkipsRest, layouts=("pp",)),
+    "every epoch is skipped": Case(module=SkipsAll, layouts=()),
     "training_step returns None": Case(
         module=SkipsBatch,
-        layouts=("dp", "tp"),
-        refused=dict.fromkeys(("dp", "tp"), "by returning None in distributed"),
+        layouts=("tp",),
+        refused={"tp": "by returning None in distributed"},
         reason=f"{SKIP}; {ENDS_ALONE}",
     ),
     "training_step returns a dict": Case(
-        module=ReturnsDict, layouts=("dp", "tp"), reason="what is beside the loss has one stage"
+        module=ReturnsDict, layouts=("tp",), reason="what is beside the loss has one stage"
     ),
-    "training_step returns a string": Case(
-        module=ReturnsWrong, layouts=("dp", "tp"), reason=ENDS_ALONE
-    ),
-    "uneven batches": Case(module=Uneven, layouts=("dp", "zero3", "pp")),
+    "training_step returns a string": Case(module=ReturnsWrong, layouts=("tp",), reason=ENDS_ALONE),
+    "uneven batches": Case(module=Uneven, layouts=("zero3", "pp")),
     "fast_dev_run": Case(trainer={"fast_dev_run": True}, layouts=()),
-    "fast_dev_run=2": Case(
-        trainer={"fast_dev_run": 2, "enable_checkpointing": True}, layouts=("pp",)
-    ),
+    "fast_dev_run=2": Case(trainer={"fast_dev_run": 2, "enable_checkpointing": True}, layouts=()),
     "barebones": Case(
         made_options=lambda _: {"barebones": True, "logger": None, "num_sanity_val_steps": None},
-        layouts=("pp",),
+        layouts=(),
     ),
-    "overfit_batches=2": Case(trainer={"overfit_batches": 2}, layouts=BOTH),
+    "overfit_batches=2": Case(trainer={"overfit_batches": 2}, layouts=("dp",)),
     "sanity check": Case(trainer={"num_sanity_val_steps": 1}, layouts=()),
     "whole sanity check": Case(
         trainer={"num_sanity_val_steps": -1}, module=TwoValLoaders, layouts=("pp",)
@@ -383,56 +382,56 @@ CASES = {
     "reload_dataloaders": Case(
         module=Reloads,
         trainer={"reload_dataloaders_every_n_epochs": 1, "max_epochs": 3},
-        layouts=BOTH,
+        layouts=("pp",),
     ),
     "reload_dataloaders, every second": Case(
         module=Reloads,
         trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4},
         layouts=(),
     ),
-    "two validation loaders": Case(module=TwoValLoaders, layouts=BOTH),
+    "two validation loaders": Case(module=TwoValLoaders, layouts=("dp",)),
     "two loaders with limits": Case(
         module=TwoValLoaders, trainer={"limit_val_batches": 1}, layouts=()
     ),
-    "names without index": Case(module=OwnNames, layouts=("pp",)),
+    "names without index": Case(module=OwnNames, layouts=()),
     "combined validation": Case(module=SequentialVal),
-    "combined validation, min_size": Case(module=MinSizeVal, layouts=("dp",)),
-    "max_size_cycle": Case(module=Combined, layouts=BOTH),
+    "combined validation, min_size": Case(module=MinSizeVal, layouts=()),
+    "max_size_cycle": Case(module=Combined, layouts=("dp",)),
     "min_size": Case(module=CombinedMin, layouts=()),
-    "max_size": Case(module=CombinedMax, layouts=("pp",)),
-    "sequential": Case(module=CombinedSequential, layouts=BOTH),
+    "max_size": Case(module=CombinedMax, layouts=()),
+    "sequential": Case(module=CombinedSequential, layouts=("pp",)),
     "dict of loaders": Case(module=PlainDict, layouts=()),
-    "list of loaders": Case(module=PlainList, layouts=("dp",)),
-    "iterable dataset": Case(module=Streams, layouts=ONE_READER, reason=NO_DATA_PARALLEL),
+    "list of loaders": Case(module=PlainList, layouts=()),
+    "iterable dataset": Case(module=Streams, layouts=("pp",), reason=NO_DATA_PARALLEL),
     "iterable dataset, interval": Case(
         module=Streams,
         trainer={"val_check_interval": 2},
-        layouts=ONE_READER,
+        layouts=("tp",),
         reason=NO_DATA_PARALLEL,
     ),
     "iterable dataset, limit": Case(
         module=Streams,
         trainer={"limit_train_batches": 2},
-        layouts=ONE_READER,
+        layouts=(),
         reason=NO_DATA_PARALLEL,
     ),
     "iterable dataset with a length": Case(
-        module=SizedStreams, layouts=ONE_READER, reason=NO_DATA_PARALLEL
+        module=SizedStreams, layouts=(), reason=NO_DATA_PARALLEL
     ),
-    "iterable without a loader": Case(module=NoLoader, layouts=ONE_READER, reason=NO_DATA_PARALLEL),
+    "iterable without a loader": Case(module=NoLoader, layouts=("tp",), reason=NO_DATA_PARALLEL),
     "shuffled": Case(
-        module=Shuffled, hooks_only=True, reason="orders by seed and epoch alone", layouts=BOTH
+        module=Shuffled, hooks_only=True, reason="orders by seed and epoch alone", layouts=("dp",)
     ),
-    "own sampler": Case(module=OwnSampler, layouts=BOTH),
-    "own batch sampler": Case(module=OwnBatches, layouts=BOTH),
+    "own sampler": Case(module=OwnSampler, layouts=("dp",)),
+    "own batch sampler": Case(module=OwnBatches, layouts=("dp",)),
     "dataloader_iter": Case(
         module=PullsItself,
         refused={"pp": "cannot be cut into microbatches; nearest valid: .* num_microbatches=1"},
         reason="the batch is fetched inside of the step",
     ),
     "batches of dicts": Case(module=Dicts, layouts=("pp",)),
-    "evaluation": Case(script=evaluate, module=KeepsOutputs, layouts=("dp", "zero3", "tp", "pp")),
-    "evaluation of several loaders": Case(script=evaluate, module=TwoValLoaders, layouts=BOTH),
+    "evaluation": Case(script=evaluate, module=KeepsOutputs, layouts=("zero3", "pp")),
+    "evaluation of several loaders": Case(script=evaluate, module=TwoValLoaders, layouts=("dp",)),
     "evaluation with limits": Case(
         script=evaluate,
         trainer={"limit_test_batches": 1, "limit_predict_batches": 1, "limit_val_batches": 0.5},
@@ -442,7 +441,7 @@ CASES = {
         script=evaluate, trainer={"inference_mode": False}, layouts=("pp",)
     ),
     "predictions are dropped": Case(script=predict_without_results, layouts=()),
-    "loaders are given": Case(script=with_loaders, layouts=BOTH),
-    "fit twice": Case(script=fit_twice, layouts=("dp", "pp")),
+    "loaders are given": Case(script=with_loaders, layouts=("pp",)),
+    "fit twice": Case(script=fit_twice, layouts=("pp",)),
     "fit in two Trainers": Case(script=fit_in_two_trainers),
 }

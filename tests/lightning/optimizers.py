@@ -6,7 +6,7 @@ import torch
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.lightning.record import BOTH, Base, Case, Run
+from tests.lightning.record import Base, Case, Run
 
 DATA_ONLY = ("dp", "zero3", "tp")
 NO_PIPELINE = "manual optimization needs the graph of the whole network in one process"
@@ -230,34 +230,34 @@ def estimate(run: Run) -> None:
 
 
 MANUAL: dict[str, Any] = {
-    "layouts": ("dp", "tp"),
+    "layouts": ("dp",),
     "reason": NO_PIPELINE,
 }
 
 CASES = {
-    "each epoch": Case(module=Scheduled, trainer={"max_epochs": 3}),
-    "each step": Case(module=EachStep, layouts=BOTH),
-    "each second step": Case(module=EachSecondStep),
+    "each epoch": Case(module=Scheduled, trainer={"max_epochs": 3}, layouts=()),
+    "each step": Case(module=EachStep, layouts=("dp",)),
+    "each second step": Case(module=EachSecondStep, layouts=()),
     "each second epoch": Case(module=EachSecondEpoch, trainer={"max_epochs": 4}, layouts=()),
     "each step, accumulated": Case(module=EachStep, trainer={"accumulate_grad_batches": 2}),
-    "plateau": Case(module=Plateau, trainer={"max_epochs": 4}, layouts=BOTH),
-    "plateau, interval": Case(module=Plateau, trainer={"val_check_interval": 1}, layouts=("pp",)),
+    "plateau": Case(module=Plateau, trainer={"max_epochs": 4}, layouts=("pp",)),
+    "plateau, interval": Case(module=Plateau, trainer={"val_check_interval": 1}, layouts=()),
     "plateau by step": Case(module=PlateauByStep),
-    "plateau of nothing": Case(module=PlateauOfNothing, layouts=("tp",)),
-    "plateau without monitor": Case(module=PlateauWithoutMonitor, layouts=("tp",)),
-    "lists": Case(module=Lists),
+    "plateau of nothing": Case(module=PlateauOfNothing, layouts=()),
+    "plateau without monitor": Case(module=PlateauWithoutMonitor, layouts=()),
+    "lists": Case(module=Lists, layouts=()),
     "two schedulers": Case(module=TwoSchedulers),
-    "one cycle": Case(module=OneCycle, trainer={"accumulate_grad_batches": 2}, layouts=BOTH),
+    "one cycle": Case(module=OneCycle, trainer={"accumulate_grad_batches": 2}, layouts=("dp",)),
     "no optimizer": Case(module=NoOptimizer, layouts=()),
     "wrong optimizer": Case(module=WrongOptimizer, layouts=()),
     "two optimizers, automatic": Case(module=TwoAutomatic, layouts=()),
-    "own lr_scheduler_step": Case(module=OwnSchedulerStep),
+    "own lr_scheduler_step": Case(module=OwnSchedulerStep, layouts=()),
     "own optimizer_step": Case(module=WarmsUp),
     "own optimizer_step that skips": Case(module=StepsEachSecond),
-    "own clipping": Case(module=ClipsItself, layouts=BOTH),
+    "own clipping": Case(module=ClipsItself, layouts=("pp",)),
     "own zero_grad": Case(module=KeepsZeros),
-    "frozen": Case(module=Frozen, layouts=("dp", "zero3", "pp")),
-    "groups": Case(module=Groups, layouts=("dp", "zero3", "pp")),
+    "frozen": Case(module=Frozen, layouts=("zero3", "pp")),
+    "groups": Case(module=Groups, layouts=("zero3", "pp")),
     "closures repeat": Case(module=Repeats, layouts=()),
     "manual": Case(module=ByHand, **MANUAL),
     "manual, closures": Case(module=ByHandWithClosure, **MANUAL),
@@ -270,7 +270,9 @@ CASES = {
         reason=NO_PIPELINE,
     ),
     "estimated steps": Case(
-        trainer={"accumulate_grad_batches": 2, "limit_train_batches": 3}, script=estimate
+        trainer={"accumulate_grad_batches": 2, "limit_train_batches": 3},
+        script=estimate,
+        layouts=(),
     ),
     "estimated steps, max_steps": Case(trainer={"max_steps": 5}, script=estimate, layouts=()),
 }

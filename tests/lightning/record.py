@@ -327,7 +327,8 @@ class Case:
         callbacks: makes the callbacks; gets the run's directory.
         made_options: makes options that must be new for each Trainer.
         script: what is called, `fit` by default.
-        layouts: names of the `LAYOUTS` under which the case is run, beside one process.
+        layouts: names of the `LAYOUTS` under which the case is run, beside one process: where ranks
+            could differ from it, and of similar cases one.
         refused: patterns of the error that a layout, or ``"one"`` process, gives instead.
         unlike: parts of events' names that are not compared under a layout.
         rounding: relative difference of values under a layout.

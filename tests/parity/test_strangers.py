@@ -45,6 +45,14 @@ _PP = {
         r"unites values of several parameters \(net\..*and with pp=2 each rank has those of",
     ),
 }
+# Of the habits, those in which values or layers of several ranks meet: only there tp, pp and ZeRO
+# at once could do what neither does alone.
+_TOGETHER = (
+    *("LogitsByHand", "ClipsByHand", "ClipsInHook", "NormOfEach", "Lars", "NormalisesWeights"),
+    *("Unfreezes", "SavesWeights", "HeadOnly", "RateOfLoss", "Gathers"),
+)
+# Habits that change at the end of an epoch what the next one does.
+_SECOND_EPOCH = ("Unfreezes", "RateByHand", "RateOfLoss", "SavesWeights")
 REFUSED: dict[str, dict[str, str]] = {
     "zero 3": {
         "RecomputedPenalty": r"norm of a parameter .*within torch\.utils\.checkpoint",
@@ -67,7 +75,7 @@ def job(options: dict[str, Any] | str, names: list[str]) -> dict[str, Found]:
         L.seed_everything(5, verbose=False)
         module = STRANGERS[name]()
         strategy = options if isinstance(options, str) else MegatronStrategy(**options)
-        trainer = quiet_trainer(strategy, max_epochs=2)
+        trainer = quiet_trainer(strategy, max_epochs=2 if name in _SECOND_EPOCH else 1)
         trainer.fit(module)
         logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         found[name] = lightning_megatron.gather(module), module.notes, logged
@@ -86,9 +94,11 @@ def test_strangers_train_as_in_one_process(
     pool: WorkerPool, alone: dict[str, Found], layout: str
 ) -> None:
     ranks, options = LAYOUTS[layout]
-    names = [name for name in STRANGERS if name not in REFUSED.get(layout, ())]
-    if "pp" in options:
-        names.remove(COUNTS)
+    names = [
+        name
+        for name in (_TOGETHER if layout == "all" else STRANGERS)
+        if name not in REFUSED.get(layout, ()) and not (name == COUNTS and "pp" in options)
+    ]
     for found in pool.run(ranks, job, options, names):
         for name in names:
             weights, notes, logged = found[name]
