@@ -4,8 +4,9 @@ Names are imported when they are first used, so that ``import lightning_megatron
 """
 
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_megatron.callbacks.alerts import Alerts
@@ -183,11 +184,7 @@ __all__ = [
     "load_transformer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

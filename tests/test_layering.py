@@ -26,6 +26,7 @@ LAYERS = {
     "errors": 0,
     "problems": 0,
     "hardware": 0,
+    "lazy_names": 0,
     "_torch": 0,
     "env": 0,
     # 1: who is where, what is on disk

@@ -3,8 +3,7 @@
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
 """
 
-from importlib import import_module
-from typing import Any
+from lightning_megatron.lazy_names import lazy_names
 
 _HOMES = {
     "ByteWindows": "text",
@@ -14,8 +13,4 @@ _HOMES = {
 
 __all__ = ["ByteWindows", "ResumableSampler", "TextDataModule"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOMES)

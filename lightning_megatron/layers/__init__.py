@@ -3,8 +3,9 @@
 Names are imported when they are first used: the arithmetic beside them needs no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_megatron.layers.attention import CausalSelfAttention as CausalSelfAttention
@@ -70,8 +71,4 @@ __all__ = [
     "whole",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOMES)

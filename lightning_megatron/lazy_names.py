@@ -1,0 +1,26 @@
+"""Names of a package that are imported when they are first used.
+
+A package's ``__init__`` runs before any of its files. If it imported what it offers, its cheapest
+file would load torch and Lightning, so it says where its names are, and Python asks it for those
+that it lacks (PEP 562).
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package.
+
+    Args:
+        package: its ``__name__``.
+        homes: for each name that it offers, the module below it that has it.
+    """
+
+    def find(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return find
