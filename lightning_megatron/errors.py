@@ -24,7 +24,7 @@ from typing import Any
 from lightning_megatron import env
 
 EXIT_CODE = 2
-"""Of a process that ends with an error of this package."""
+"""Exit code of a process that ends with an error of this package."""
 
 _PATIENCE_S = 10.0
 """How long the other ranks leave the word to rank 0, with whose end the launcher ends them. Python

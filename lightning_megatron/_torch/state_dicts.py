@@ -1,4 +1,4 @@
-"""What ``Module.state_dict`` and ``Module.load_state_dict`` do inside (torch 2.11 to 2.13)."""
+"""The insides of ``Module.state_dict`` and ``Module.load_state_dict`` (torch 2.11 to 2.13)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

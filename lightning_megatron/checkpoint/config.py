@@ -9,7 +9,7 @@ from typing import Literal
 from lightning_megatron.problems import at_least, lists_of_names, switches, whole_numbers
 
 PARTS = ("optimizer", "lr_schedulers", "loops", "callbacks")
-"""What `CheckpointConfig.exclude` may leave out beside weights."""
+"""Parts of a checkpoint that `CheckpointConfig.exclude` may name, beside weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +40,9 @@ class CheckpointConfig:
     what a ModelCheckpoint holds as best or last; None leaves deleting to the callbacks. For one
     with ``save_top_k=-1``: what is beyond ``keep`` goes when a newer one stands and is verified."""
     exclude: Sequence[str] = ()
-    """What ``ckpt_path`` leaves out: patterns of names of weights, like ``head.*``, and the parts
-    ``optimizer``, ``lr_schedulers``, ``loops`` (progress) and ``callbacks``. Weights that are left
-    out stay what the module has, and their optimizer state begins anew."""
+    """Parts of a checkpoint that ``ckpt_path`` leaves out: patterns of names of weights, like
+    ``head.*``, and ``optimizer``, ``lr_schedulers``, ``loops`` (progress) and ``callbacks``.
+    Weights that are left out stay what the module has; their optimizer state begins anew."""
     drain_timeout_s: float = 600.0
     """Seconds that a run which ends with an exception waits for the save in flight."""
 

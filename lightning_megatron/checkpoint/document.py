@@ -46,7 +46,7 @@ class Contribution:
     extras: Mapping[str, Any]
     optimizers: Sequence[OptimizerSnapshot]
     versions: Mapping[str, int]
-    """Of modules."""
+    """Versions of the modules, by name, where they are not torch's default."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,10 +114,9 @@ class Layout:
     """Canonical name of every tensor that the optimizers update; the module's parameters when
     None."""
     rows: Mapping[nn.Parameter, OwnedRows] | None = None
-    """What this rank owns of whole parameters. Only that is read; the owner of the parameters then
-    brings it into them."""
+    """Rows of whole parameters that this rank owns, and which alone it reads."""
     bring_together: Callable[[], None] = lambda: None
-    """Does so; collective."""
+    """Function that brings the rows that were read to the other ranks; collective."""
 
 
 def load_directory(
@@ -177,7 +176,7 @@ def load_directory(
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """What one rank found when it compared its module with the checkpoint."""
+    """Findings of one rank that has compared its module with the checkpoint."""
 
     problems: list[str]
     misfits: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
@@ -190,7 +189,7 @@ class _Report:
     given: Mapping[str, str]
     """For names of the state that come from the files, the name there."""
     names: Sequence[str]
-    """Of the state."""
+    """All names of the state."""
     settled: bool
     """Whether nobody may yet say that a missing name does not matter."""
 
@@ -224,7 +223,7 @@ class _Loading:
 
     @property
     def report(self) -> _Report:
-        """What was found."""
+        """Findings so far."""
         found = self._found
         lazy = {k: v.source for k, v in self._state.items() if isinstance(v, LazyTensor)}
         taken = found.taken.values()
@@ -410,7 +409,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _judge_names(reports: Sequence[_Report], reader: CheckpointReader, strict: bool) -> None:
-    """The same about names, once hooks that may overlook some have run."""
+    """Decide about missing names, once hooks that may overlook some have run."""
     if not (differences := _differences(reports)):
         return
     if strict and not all(report.settled for report in reports):

@@ -64,7 +64,7 @@ _ABOUT = frozenset(
     + [getattr(Tensor, name) for name in _METHODS]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
-"""What is known without the values."""
+"""Functions that do not look at the values: lazy tensors answer them themselves."""
 _MEMORY = ("numpy", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__")
 """Ways to the memory past which no version counter counts."""
 

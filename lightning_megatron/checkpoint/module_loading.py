@@ -1,4 +1,4 @@
-"""Who gets what of a state_dict, found as ``Module.load_state_dict`` finds it.
+"""Distribution of a state_dict over a module, in the way of ``Module.load_state_dict``.
 
 torch walks through the modules. Each one runs its pre-hooks, takes the entries under its prefix in
 ``_load_from_state_dict`` (which classes override to understand the names and shapes of earlier
@@ -39,9 +39,10 @@ def cut(whole: Tensor, chunk: Chunk) -> Tensor:
 
 
 class ModuleState:
-    """What a module takes from a state_dict; nothing of the module is changed.
+    """The entries that the modules in a module take from a state_dict.
 
-    But for what the module's own ``_load_from_state_dict`` changes beside its tensors.
+    The module keeps its tensors until somebody copies what was found. Other attributes may change
+    at once, by the module's own ``_load_from_state_dict``.
 
     Args:
         module: as this rank holds it.

@@ -25,7 +25,7 @@ class _Failure:
     problems: tuple[str, ...] | None = None
     """The faults of a `ConfigError`; None for any other error."""
     kind: type[CheckpointError] = CheckpointError
-    """What to raise."""
+    """Class of the error to raise."""
 
 
 @dataclass(frozen=True)

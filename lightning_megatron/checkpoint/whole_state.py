@@ -50,7 +50,7 @@ from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteIte
 
 @dataclass(frozen=True, kw_only=True)
 class _Edited:
-    """What one rank's hooks left."""
+    """The state_dict of one rank as its hooks left it."""
 
     sources: Mapping[str, str | None]
     """By name, the parameter or buffer that stands there; None for any other value."""
@@ -58,7 +58,7 @@ class _Edited:
 
 
 class WholeState:
-    """What hooks see of a module while a checkpoint is saved or loaded; collective.
+    """The state_dict that hooks see while a checkpoint is saved or loaded; collective.
 
     From `attach` to `detach` ``state_dict`` of the module, and of every module in it, has whole
     values under the names of all stages.
@@ -132,7 +132,7 @@ class WholeState:
             self._remote = self._items_of_all_stages()
 
     def _items_of_all_stages(self) -> dict[str, dict[str, Any]]:
-        """What ``state_dict`` of every pipeline item holds, by path and name."""
+        """The ``state_dict`` of every pipeline item of all stages, by path and name."""
         mine = {
             path: item.state_dict(prefix=path)
             for module, above in self._paths.items()

@@ -26,7 +26,7 @@ _TRAINER_COMMANDS = {
     "test": "run its test on a checkpoint",
     "predict": "run its predictions on a checkpoint",
 }
-"""LightningCLI's."""
+"""Commands of LightningCLI."""
 _COMMANDS = {
     "generate": "continue a text with the model of a checkpoint",
     "convert": "take weights to and from Hugging Face, Lightning and one file",
@@ -39,7 +39,7 @@ _COMMANDS = {
 """Each is a function of its name."""
 
 _ALIASES = {"train": "fit", "evaluate": "validate", "sample": "generate"}
-"""What users may call them; only to be told the right name."""
+"""Other names that users may try, with the right one, which the error then tells them."""
 
 _FILES = {"report": "run_report"}
 """Where a subcommand is, if not in a file of its name."""

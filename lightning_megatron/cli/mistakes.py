@@ -1,4 +1,4 @@
-"""What is wrong with the options of a command, in one sentence each.
+"""Mistakes in the options of a command, in one sentence each.
 
 jsonargparse answers a typo with the usage of the whole command, and with what each member of a
 union would have wanted. Here its message, a tree, is followed to the option that it is about; the
@@ -51,23 +51,23 @@ _WORDS = {
     "NoneType": "null",
 }
 _LINES = 5
-"""At most, of a message that is passed on."""
+"""Most lines that are passed on of a message."""
 _MANY = 12
 """More names than this are not listed."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What a message is about."""
+    """The option that a message is about."""
 
     key: str
-    """Of the option, from the command on; empty where the message names none."""
+    """Name of the option, from the command on; empty where the message names none."""
     owner: str
     """Import path of the class whose option that is; empty for options of the command."""
     text: str
-    """What is said about it."""
+    """Rest of the message, which says what is wrong with it."""
     types: str
-    """What may stand there, as jsonargparse writes it."""
+    """Types of its value, as jsonargparse writes them."""
 
 
 def explain(message: str, parser: Any, defaults: dict[str, str], args: Sequence[str]) -> str:

@@ -176,7 +176,7 @@ def _report(timeline: Timeline, width: int | None, unit: str) -> str:
 
 
 def _legend(made: Schedule) -> str:
-    """What the letters and numbers of the text mean."""
+    """Meaning of the letters and numbers of the text."""
     kinds = {action.kind for row in made.actions for action in row}
     parts = [f"{kind.value} {_LETTERS[kind]}" for kind in Kind if kind in kinds]
     if made.stages_per_rank == 2:

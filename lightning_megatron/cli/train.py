@@ -44,7 +44,7 @@ _WRAPPED = "Does not validate against any of the Union subtypes"
 """How jsonargparse begins its message about an error of a constructor."""
 
 _LIMITS = ("max_steps", "max_epochs")
-"""What ends a run."""
+"""Options of the Trainer that end a run."""
 
 
 def is_main_process() -> bool:

@@ -142,8 +142,8 @@ class Bubble:
     fraction: float
     """Share of all ranks' time in which they did not compute."""
     ideal: float
-    """The same on paper, for the time that each action took, with transfers that take no time;
-    at most ``fraction``."""
+    """Share on paper, for the time that each action took, with transfers that take no time; at
+    most ``fraction``."""
     forward: tuple[float, ...]
     """Mean seconds of a microbatch's forward on every stage."""
     backward: tuple[float, ...]

@@ -32,10 +32,10 @@ SAME_S = 5.0
 """Signals that come within so many seconds of the first are copies of it."""
 
 SAME_INTERRUPT_S = 2.0
-"""The same for interrupts (Ctrl-C)."""
+"""Interrupts (Ctrl-C) that come within so many seconds of the first are copies of it."""
 
 SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-"""What schedulers and terminals send to all processes of a job."""
+"""Signals that schedulers and terminals send to all processes of a job."""
 
 _JOIN_S = 1.0
 """How long a thread may take to see that its pipe is closed."""

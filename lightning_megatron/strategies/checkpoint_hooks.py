@@ -118,9 +118,9 @@ class CheckpointHooks:
     """The parameters, from when the module is described until the checkpoint is saved."""
     _links_checkpoints = False
     _view: WholeState | None = None
-    """What hooks see of the module, while a checkpoint is saved or loaded."""
+    """The state_dict that hooks see, while a checkpoint is saved or loaded."""
     _opened: "_Opened | None" = None
-    """What is being loaded."""
+    """The checkpoint that is being loaded."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

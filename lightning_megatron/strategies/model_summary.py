@@ -28,7 +28,7 @@ _CENSUS = "_lightning_megatron_census"
 
 
 class Census:
-    """What a module consists of, before a layout spreads it.
+    """List of the modules and parameters in a module before a layout spreads it.
 
     Args:
         module: whole; parameters may be on the meta device.
@@ -58,7 +58,7 @@ class Census:
         return sum(size * width for size, width, _ in sizes) / 1e6
 
     def held(self, module: nn.Module, name: str = "") -> int:
-        """Of those that `count` counts, what this process holds."""
+        """Number of parameters held by this process, of those that `count` counts."""
         parameters = {
             self._canonical[full]: parameter
             for full, parameter in module.named_parameters(remove_duplicate=False)
@@ -71,7 +71,7 @@ class Census:
 
 
 class LayoutSummary:
-    """What Lightning's callbacks ask of their own summary.
+    """Summary of a module on its layout, in the form that Lightning's callbacks print.
 
     Args:
         module: on its layout.
@@ -161,7 +161,7 @@ def _show(
     total_flops: int,
     **options: Any,
 ) -> None:
-    """What ``ModelSummary.summarize`` does, but for operations that nobody has counted."""
+    """Print as ``ModelSummary.summarize`` does, but no operations that nobody has counted."""
     del options
     shown = [column for column in columns if total_flops or column[0] != "FLOPs"]
     table = _format_summary_table(
@@ -177,7 +177,7 @@ def _show(
 
 
 def _show_rich(*args: Any, **options: Any) -> None:
-    """What ``RichModelSummary.summarize`` does, but for operations that nobody has counted."""
+    """Print as ``RichModelSummary.summarize`` does, but no operations that nobody has counted."""
     from rich import get_console
 
     console = get_console()

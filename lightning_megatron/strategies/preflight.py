@@ -288,7 +288,7 @@ def _rehearsal(trainer: Trainer, module: LightningModule) -> Iterator[_Outcome]:
 
 
 class _NoMeshYet:
-    """In place of the device mesh, before there are processes."""
+    """Stand-in for the device mesh, before there are processes."""
 
     def __getitem__(self, name: object) -> Any:
         if name in OTHER_AXES:

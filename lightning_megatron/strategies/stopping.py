@@ -282,7 +282,7 @@ class StopHooks(ParallelStrategy):
 
 
 def _unsaved(trainer: pl.Trainer) -> list[str]:
-    """What to say where nobody saves a run that is broken off."""
+    """Lines to print where nobody saves a run that is broken off."""
     if trainer.state.fn != TrainerFn.FITTING:
         return []
     return ["nothing was saved for it; with callbacks=[Preemption()] a signal or Ctrl-C saves"]
