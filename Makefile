@@ -1,5 +1,6 @@
 # make train   a language model on this machine, in four processes
-# make test    the whole suite
+# make test    the suite
+# make test-all  the suite, and tests that take longer than one waits for before each commit
 # make lint    ruff, mypy and the layering test
 # make gpu     on a machine with a GPU: the tests that need one, and the ladder of options
 #              (GPU_PYTHON=python3 takes that interpreter, OUTPUT=FOLDER is where the tables go)
@@ -13,13 +14,16 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: train test lint gpu clean
+.PHONY: train test test-all lint gpu clean
 
 train: .venv/train-$(TORCH)
 	$(BIN)/lightning-megatron fit --config recipes/quickstart.yaml
 
 test: .venv/dev-$(TORCH)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m thorough --timeout 600 tests
 
 lint: .venv/dev-$(TORCH)
 	$(BIN)/ruff check .
