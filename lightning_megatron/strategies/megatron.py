@@ -256,6 +256,7 @@ class MegatronStrategy(
             sequence_parallel=self.options.sequence_parallel,
             seed=self._seed,
             timeout=timedelta(seconds=self._connection.timeout_s),
+            nodes=self.node_names(),
         )
         close_with(topology, module)
         return topology
