@@ -121,7 +121,7 @@ class HangDetector(pl.Callback):
         self._stop()
         strategy: Any = trainer.strategy
         rank = trainer.global_rank
-        meeting = self._meet(this_member(rank), strategy.on_one_machine)
+        meeting = self._meet(this_member(rank), strategy)
         members, directory = meeting.members, meeting.directory
         first = members[0].rank == rank
         self._watchdog = Watchdog(
@@ -194,7 +194,7 @@ class HangDetector(pl.Callback):
         labelled_of(trainer.strategy).ask("hang detector", None)
         self._stop()
 
-    def _meet(self, member: Member, on_one_machine: bool) -> "_Meeting":
+    def _meet(self, member: Member, strategy: Any) -> "_Meeting":
         """Who runs where, and a directory that the ranks of this node share; collective."""
         everyone = _gather((_node(), member))
         by_node: dict[tuple[str, ...], list[Member]] = {}
@@ -209,7 +209,7 @@ class HangDetector(pl.Callback):
         if parts[place][0] == member:
             made = tempfile.mkdtemp(prefix="lightning_megatron-", dir=_in_memory())
         if member.rank == 0 and len(parts) > 1:
-            listening, address = _listen(on_one_machine)
+            listening, address = _listen(strategy)
             token = secrets.token_hex(16)
         shared = {rank: rest for rank, *rest in _gather((member.rank, made, address, token))}
         _, address, token = shared[0]
@@ -275,18 +275,19 @@ def _node_limit(given: object, limit: Limit) -> float:
     return float(given)
 
 
-def _listen(on_one_machine: bool) -> tuple[socket.socket, tuple[str, int]]:
-    """A socket on the interface by which the nodes reach each other, and its address."""
-    name = interfaces.loopback() if on_one_machine else env.interface()
+def _listen(strategy: Any) -> tuple[socket.socket, tuple[str, int]]:
+    """A socket at which the other nodes reach this one, and its address."""
+    meeting = strategy.cluster_environment.main_address
+    name = interfaces.loopback() if strategy.on_one_machine else env.interface()
     try:
-        address = (
-            interfaces.address_of(name) if name else socket.gethostbyname(socket.gethostname())
-        )
+        address = interfaces.address_of(name) if name else interfaces.address_towards(meeting)
+        if not address:
+            raise OSError(f"MASTER_ADDR={meeting} is reached by loopback")
         listening = interfaces.listen(address)
     except OSError as error:
         raise ConfigError(
-            f"HangDetector: no address of rank 0's machine can be listened at ({error}); nearest "
-            "valid: ConnectionConfig(bind=) with the interface that leads to the other nodes"
+            f"HangDetector: no address of rank 0's machine is one for the other nodes ({error}); "
+            "nearest valid: ConnectionConfig(bind=) with the interface that leads to them"
         ) from error
     host, port = listening.getsockname()
     return listening, (host, port)
