@@ -35,6 +35,7 @@ from lightning_megatron.resilience.json_lines import PATIENCE_S
 from lightning_megatron.resilience.limits import Limit, Limits
 from lightning_megatron.resilience.node_board import Node
 from lightning_megatron.resilience.node_monitor import MonitorConfig
+from lightning_megatron.resilience.node_watch import NodeWatchConfig
 from lightning_megatron.resilience.sections import SECTIONS
 from lightning_megatron.resilience.verdict import SILENT
 from lightning_megatron.resilience.watchdog import Watchdog, start_monitor, this_member
@@ -147,12 +148,7 @@ class HangDetector(pl.Callback):
                 name=f"attempt_{attempt}" if whole else f"attempt_{attempt}-node_of_rank_{rank}",
                 action=self._action,
                 check_s=self._check_s,
-                nodes=() if whole else meeting.nodes,
-                node=meeting.node,
-                node_limit=self._node_limit,
-                address=meeting.address,
-                token=meeting.token,
-                listening=None if meeting.listening is None else meeting.listening.fileno(),
+                watch=None if whole else meeting.watch(self._node_limit),
             )
             start_monitor(directory, config)
         if meeting.listening is not None:
@@ -256,6 +252,17 @@ class _Meeting:
     token: str
     listening: socket.socket | None
     """At that address, on rank 0."""
+
+    def watch(self, limit: float) -> NodeWatchConfig:
+        """The same for the monitor; ``limit`` in seconds."""
+        return NodeWatchConfig(
+            nodes=self.nodes,
+            node=self.node,
+            limit=limit,
+            address=self.address,
+            token=self.token,
+            listening=None if self.listening is None else self.listening.fileno(),
+        )
 
 
 def _node_limit(given: object, limit: Limit) -> float:
