@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_megatron.errors import CheckpointError, ConfigError
@@ -70,13 +71,25 @@ class Peers:
             CheckpointError: any other error, with the ranks where it arose; a
                 `DamagedCheckpointError` if that is what all of them raised.
         """
-        agreed: R = self._conclude(what, each, first, self._broadcast)
+        outcome, error = _attempt(each)
+        outcomes = self._gather(outcome)
+        failures: dict[int, _Failure] = {}
+        result: Any = None
+        if outcomes is not None:
+            failures = {i: o.failure for i, o in enumerate(outcomes) if o.failure is not None}
+            if not failures:
+                values = [o.value for o in outcomes]
+                conclusion, error = _attempt(lambda: first(values))
+                result = conclusion.value
+                failures = {} if conclusion.failure is None else {0: conclusion.failure}
+        agreed: R
+        failures, agreed = self._broadcast((failures, result))
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt stays one
+        if failures:
+            ours = isinstance(error, CheckpointError | ConfigError)
+            raise _joint_error(what, failures, self.size) from (None if ours else error)
         return agreed
-
-    def deal(self, what: str, each: Callable[[], T], first: Callable[[list[T]], Sequence[R]]) -> R:
-        """Like `run`, but ``first`` makes one result for every rank, which gets only its own."""
-        mine: R = self._conclude(what, each, first, self._scatter)
-        return mine
 
     def share(self, value: T) -> T:
         """Return the first rank's ``value`` on every rank."""
@@ -90,31 +103,22 @@ class Peers:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def _conclude(
-        self,
-        what: str,
-        each: Callable[[], T],
-        first: Callable[[list[T]], Any],
-        hand_out: Callable[[tuple[dict[int, _Failure], Any]], tuple[dict[int, _Failure], Any]],
-    ) -> Any:
-        outcome, error = _attempt(each)
-        outcomes = self._gather(outcome)
-        failures: dict[int, _Failure] = {}
-        result: Any = None
-        if outcomes is not None:
-            failures = {i: o.failure for i, o in enumerate(outcomes) if o.failure is not None}
-            if not failures:
-                values = [o.value for o in outcomes]
-                conclusion, error = _attempt(lambda: first(values))
-                result = conclusion.value
-                failures = {} if conclusion.failure is None else {0: conclusion.failure}
-        failures, result = hand_out((failures, result))
-        if error is not None and not isinstance(error, Exception):
-            raise error  # an interrupt stays one
-        if failures:
-            ours = isinstance(error, CheckpointError | ConfigError)
-            raise _joint_error(what, failures, self.size) from (None if ours else error)
-        return result
+    def exchange(self, texts: Sequence[bytes]) -> list[bytes]:
+        """Give every rank a text of its own, and return those that all ranks gave this one.
+
+        Args:
+            texts: by rank; what this one has for it.
+        """
+        if self.size == 1:
+            return list(texts)
+        lengths = torch.tensor([len(text) for text in texts])
+        arriving = torch.empty_like(lengths)
+        dist.all_to_all_single(arriving, lengths, group=self.group)
+        given, taken = lengths.tolist(), arriving.tolist()
+        sent = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
+        received = torch.empty(sum(taken), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent[: sum(given)], taken, given, group=self.group)
+        return [part.numpy().tobytes() for part in torch.split(received, taken)]
 
     def _gather(self, outcome: _Outcome) -> list[_Outcome] | None:
         if self.size == 1:
@@ -129,18 +133,6 @@ class Peers:
         box = [value]
         dist.broadcast_object_list(box, src=self._first_global_rank, group=self.group)
         return box[0]
-
-    def _scatter(self, value: tuple[dict[int, _Failure], Any]) -> tuple[dict[int, _Failure], Any]:
-        failures, results = value
-        if self.size == 1:
-            return failures, None if failures else results[0]
-        parts = [(failures, part) for part in results or [None] * self.size]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(
-            mine, parts if self.is_first else None, src=self._first_global_rank, group=self.group
-        )
-        part: tuple[dict[int, _Failure], Any] = mine[0]
-        return part
 
     @property
     def _first_global_rank(self) -> int:

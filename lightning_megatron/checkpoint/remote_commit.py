@@ -27,7 +27,7 @@ from lightning_megatron.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _STATES = "|".join(map(re.escape, (METADATA_FILE, STATE_FILE, STATE_TENSORS_FILE)))
-_OURS = re.compile(rf"(?:[0-9a-z]+=)?(?:{_STATES}|__\d+_\w+\.distcp)")
+_OURS = re.compile(rf"(?:[0-9a-z]+=)?(?:{_STATES}|__\d+_\w+\.distcp|manifest\.\d+\.json)")
 
 
 class RemoteStaging:

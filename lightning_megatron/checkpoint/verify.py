@@ -18,6 +18,7 @@ from lightning_megatron.checkpoint.manifest import (
     STATE_FILE,
     Manifest,
 )
+from lightning_megatron.checkpoint.part import PART_SCHEMA
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.storage import AnyPath, sizes
 from lightning_megatron.errors import DamagedCheckpointError
@@ -41,7 +42,10 @@ def check_files(directory: AnyPath, manifest: Manifest) -> None:
             faults.append(f"{name} is missing")
         elif (size := present[name]) != entry.size:
             faults.append(f"{name} has {size} bytes, not the {entry.size} that were written")
-    required = {manifest.file(STATE_FILE), manifest.file(METADATA_FILE)} - manifest.files.keys()
+    required = {manifest.file(STATE_FILE)}
+    if manifest.schema < PART_SCHEMA:  # later, large checkpoints have none
+        required.add(manifest.file(METADATA_FILE))
+    required -= manifest.files.keys()
     faults += [f"{name} is not in the manifest" for name in sorted(required)]
     if faults:
         raise DamagedCheckpointError(f"damaged: {summary(faults)}")
@@ -80,7 +84,7 @@ def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Pee
 
 def foreign_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     """Return what lies in the directory and is not part of the checkpoint; it is never read."""
-    known = {MANIFEST_FILE, *manifest.files}
+    known = {MANIFEST_FILE, METADATA_FILE, *manifest.files}  # an index may have been made later
     return sorted(path.name for path in directory.iterdir() if path.name not in known)
 
 

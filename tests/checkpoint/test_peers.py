@@ -38,8 +38,8 @@ def job(use_group):
     if use_group and rank == 0:
         return None
     peers = Peers(group)
-    dealt = peers.deal("x", lambda: rank, lambda values: [10 * v for v in values])
-    assert dealt == 10 * peers.rank + (10 if use_group else 0)
+    given = peers.exchange([f"{peers.rank}>{other}".encode() for other in range(peers.size)])
+    assert given == [f"{other}>{peers.rank}".encode() for other in range(peers.size)]
     out = [peers.rank, peers.share(f"from {rank}"), peers.run("x", lambda: rank, list)]
 
     def each():
@@ -47,7 +47,7 @@ def job(use_group):
             raise ConfigError([f"fault {rank}", "both"])
 
     with pytest.raises(CheckpointError, match="ZeroDivisionError"):
-        peers.deal("dealing", lambda: rank, lambda values: [v / 0 for v in values])
+        peers.run("dividing", lambda: rank, lambda values: [v / 0 for v in values])
     for attempt in (each, lambda: 1 / (2 - rank)):
         try:
             peers.run("trying", attempt, list)
