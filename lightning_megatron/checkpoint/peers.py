@@ -5,8 +5,14 @@ holds. If that rank alone raised, its peers would wait for it in the next collec
 timeout. `Peers.run` is the one primitive that everything here is built from: each rank does its
 part, the first rank sees all outcomes and draws the conclusion, and every rank then returns the
 same result or raises the same error. Cost: one gather and one broadcast of small objects.
+
+Data-parallel ranks mostly have the same to say, and a thousand copies of a list of all parameters
+would not be small. So in larger groups the hashes are gathered first, and what several ranks have
+in common travels once.
 """
 
+import hashlib
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +21,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.errors import CheckpointError, ConfigError
+
+_FEW_RANKS = 16
+"""Ranks whose values are gathered without asking whether they are equal."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -123,9 +132,42 @@ class Peers:
     def _gather(self, outcome: _Outcome) -> list[_Outcome] | None:
         if self.size == 1:
             return [outcome]
+        if self.size > _FEW_RANKS:
+            speakers = self._speakers(outcome)
+            if len(set(speakers)) <= self.size // 2:
+                return self._gather_from(speakers, outcome)
         gathered: list[Any] | None = [None] * self.size if self.is_first else None
         dist.gather_object(outcome, gathered, dst=self._first_global_rank, group=self.group)
         return gathered
+
+    def _speakers(self, outcome: _Outcome) -> list[int]:
+        """Return for every rank the lowest one that has the same to say, on every rank."""
+        digest = hashlib.sha256(pickle.dumps(outcome)).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.size)] if self.is_first else None
+        dist.gather(mine, all_of_them, dst=self._first_global_rank, group=self.group)
+        speakers = torch.empty(self.size, dtype=torch.int64)
+        if all_of_them is not None:
+            first: dict[bytes, int] = {}
+            for rank, other in enumerate(all_of_them):
+                speakers[rank] = first.setdefault(other.numpy().tobytes(), rank)
+        dist.broadcast(speakers, src=self._first_global_rank, group=self.group)
+        found: list[int] = speakers.tolist()
+        return found
+
+    def _gather_from(self, speakers: Sequence[int], outcome: _Outcome) -> list[_Outcome] | None:
+        """Bring the outcomes of some ranks to the first, where they stand for those of all."""
+        if not self.is_first:
+            if self.rank in speakers:
+                dist.send_object_list([outcome], dst=self._first_global_rank, group=self.group)
+            return None
+        said = {0: outcome}
+        for rank in sorted(set(speakers) - {0}):
+            box: list[Any] = [None]
+            source = rank if self.group is None else dist.get_global_rank(self.group, rank)
+            dist.recv_object_list(box, src=source, group=self.group)
+            said[rank] = box[0]
+        return [said[rank] for rank in speakers]
 
     def _broadcast(self, value: T) -> T:
         if self.size == 1:

@@ -6,6 +6,7 @@ threads in each, as the hash function runs without Python's lock. That is one re
 checkpoint, at the speed of the disks; loading then finds its part in the page cache.
 """
 
+import heapq
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,12 +95,12 @@ def _is_link_out(path: AnyPath, root: AnyPath) -> bool:
 
 def _share(manifest: Manifest, peers: Peers) -> list[str]:
     """Return the files that this rank hashes."""
-    load = [0] * peers.size
+    loads = [(0, rank) for rank in range(peers.size)]  # a heap
     share = []
     hashed = [(n, e.size) for n, e in manifest.files.items() if e.sha256 is not None]
     for name, size in sorted(hashed, key=lambda item: (-item[1], item[0])):
-        rank = load.index(min(load))
-        load[rank] += size + 1
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + size + 1, rank))
         if rank == peers.rank:
             share.append(name)
     return share

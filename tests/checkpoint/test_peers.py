@@ -70,3 +70,41 @@ def test_ranks_of_a_group_agree_without_the_others(pool):
     assert none is None
     assert first[:3] == [0, "from 1", [1, 2]]
     assert second[:3] == [1, "from 1", [1, 2]]
+
+
+def same_job(use_group):
+    dist.init_process_group("gloo")
+    peers = Peers(dist.new_group([1, 2, 3, 4, 5]) if use_group else None)
+    if use_group and dist.get_rank() == 0:
+        return None
+    said = {"all": "same", "half": peers.rank // 3, "own": peers.rank}
+    seen, sent = [], []
+
+    def fail():
+        if peers.rank == 2:
+            raise CheckpointError("no room")
+
+    send = dist.send_object_list
+
+    def count(objects, **to):
+        sent.append(objects[0].value)
+        send(objects, **to)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_megatron.checkpoint.peers._FEW_RANKS", 2)
+        patch.setattr(dist, "send_object_list", count)
+        seen += [peers.run("trying", lambda v=v: v, list) for v in said.values()]
+        with pytest.raises(CheckpointError) as info:
+            peers.run("trying", fail, list)
+    return [*seen, str(info.value)], sent
+
+
+@pytest.mark.parametrize("use_group", [False, True])
+def test_what_ranks_have_in_common_travels_once(pool, use_group):
+    results = [result for result in pool.run(6, same_job, use_group) if result is not None]
+    size = len(results)
+    halves = [rank // 3 for rank in range(size)]
+    expected = [["same"] * size, halves, list(range(size)), "trying: rank 2: no room"]
+    assert all(seen == expected for seen, _ in results)
+    # The first one's own goes nowhere, and what all differ in is gathered at once.
+    assert [sent for _, sent in results if sent] == [[None], [1]]
