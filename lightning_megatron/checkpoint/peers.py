@@ -48,7 +48,7 @@ class Peers:
     """The ranks that save or load one checkpoint.
 
     Args:
-        group: the ranks; all of them when None. A group of its own (gloo) keeps these messages
+        group: the ranks, over gloo; all of them when None. A group of its own keeps these messages
             apart from training.
         alone: take this process by itself, whatever process groups there are.
     """

@@ -1,16 +1,22 @@
 import os
 import pickle
 import shutil
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_megatron.checkpoint.coverage import coverage_fault, run_coverage_fault
 from lightning_megatron.checkpoint.dcp_index import parts_of, read_metadata
+from lightning_megatron.checkpoint.in_parts import Part, write_in_parts
 from lightning_megatron.checkpoint.index import ShardIndex
 from lightning_megatron.checkpoint.io import save_directory
 from lightning_megatron.checkpoint.manifest import Manifest, TensorEntry, read_manifest
-from lightning_megatron.checkpoint.runs import Run
+from lightning_megatron.checkpoint.reader import CheckpointReader
+from lightning_megatron.checkpoint.runs import Run, compress
 from lightning_megatron.checkpoint.state import Chunk, whole
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
@@ -168,3 +174,45 @@ def test_state_with_a_hole_is_not_written(tmp_path):
     with pytest.raises(CheckpointError, match=r"a: only 4 of 8"):
         save_directory(tmp_path / "a.ckpt", {"a": part}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.tuples(*[st.integers(0, 12)] * 4),
+)
+def test_what_overlaps_is_found(rows, columns, wanted):
+    cells = [
+        (number, ((sum(rows[:i]), sum(columns[:j])), (rows[i], columns[j])))
+        for number, (i, j) in enumerate(product(range(len(rows)), range(len(columns))))
+    ]
+    shape = sum(rows), sum(columns)
+    begin = tuple(min(w, n - 1) for w, n in zip(wanted[:2], shape, strict=True))
+    sizes = tuple(min(1 + w, n - b) for w, n, b in zip(wanted[2:], shape, begin, strict=True))
+    entry = TensorEntry(dtype="float32", shape=shape, runs=compress(cells))
+    assert run_coverage_fault(shape, entry.runs) is None
+    found = ShardIndex(None, Manifest(tensors={"a": entry})).overlapping("a", (begin, sizes))
+    assert sorted(found) == [
+        (number, (o, s))
+        for number, (o, s) in cells
+        if all(o[d] < begin[d] + sizes[d] and begin[d] < o[d] + s[d] for d in (0, 1))
+    ]
+    if len(cells) > 1:
+        lost = replace(entry, runs=compress(cells[:-1]))
+        assert "elements are stored" in run_coverage_fault(shape, lost.runs)
+
+
+def test_parts_are_forgotten_when_they_are_many(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_megatron.checkpoint.index._KEPT_CHUNKS", 2)
+    rows = torch.arange(8.0).reshape(4, 2)
+    chunks = [
+        {"a": Chunk(tensor=rows[i : i + 1], full_shape=(4, 2), offsets=(i, 0))} for i in range(4)
+    ]
+    parts = [Part(planned=chunk, load=lambda chunk=chunk: chunk) for chunk in chunks]
+    write_in_parts(tmp_path / "a.ckpt", parts, {})
+    reader = CheckpointReader(tmp_path / "a.ckpt", alone=True)
+    value = whole(torch.zeros(4, 2))
+    reader.read({"model.a": value})
+    assert torch.equal(value.tensor, rows)
+    assert sorted(reader.index._kept) == [2, 3]
