@@ -11,7 +11,6 @@ not in the figures: the network, and the tensors themselves.
 
 import argparse
 import hashlib
-import json
 import math
 import multiprocessing
 import pickle
@@ -37,7 +36,14 @@ from lightning_megatron.checkpoint.manifest import (
     read_manifest,
 )
 from lightning_megatron.checkpoint.part import ChunkEntry, FileEntry, Part, part_file
-from lightning_megatron.checkpoint.planning import OFFERS_EACH, Offer, _offer, assign
+from lightning_megatron.checkpoint.planning import (
+    OFFERS_EACH,
+    Offer,
+    _offer,
+    _packed,
+    _unpacked,
+    assign,
+)
 from lightning_megatron.checkpoint.runs import Rectangle
 from lightning_megatron.checkpoint.sealed_text import encoded
 
@@ -147,11 +153,12 @@ def plan(directory: Path, tensors: int, ranks: int) -> Iterator[Any]:
     """Rank 0 as planner: from the texts that it is sent to what it sends."""
     planners = planners_of(tensors, ranks)
     yield None
-    texts = [json.dumps(offer_of(planners[0], rank, ranks)).encode() for rank in range(ranks)]
+    texts = [_packed(offer_of(planners[0], rank, ranks)) for rank in range(ranks)]
     yield None
-    verdict = assign([_offer(json.loads(text)) for text in texts], 0, len(planners))
-    replies = [json.dumps(mine).encode() for mine in verdict.positions]
-    yield f"{len(planners)} planners, {sum(map(len, replies)) / 1e6:.1f} MB sent"
+    verdict = assign([_offer(_unpacked(text)) for text in texts], 0, len(planners))
+    replies = [_packed(mine) for mine in verdict.positions]
+    kilobytes = (sum(map(len, texts)) / 1e3, sum(map(len, replies)) / 1e3)
+    yield "{} planners; {:.0f} kB come, {:.0f} kB go".format(len(planners), *kilobytes)
 
 
 def root(directory: Path, tensors: int, ranks: int) -> Iterator[Any]:

@@ -19,11 +19,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 _FEW_RANKS = 16
 """Ranks whose values are gathered without asking whether they are equal."""
+_MOST_SPEAKERS = 64
+"""Ranks that the first one connects to, to hear what several have in common."""
+_LENGTH_BYTES = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -112,29 +116,62 @@ class Peers:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def exchange(self, texts: Sequence[bytes]) -> list[bytes]:
-        """Give every rank a text of its own, and return those that all ranks gave this one.
+    def deliver(self, texts: Sequence[bytes]) -> list[bytes]:
+        """Give each of the first ranks a text, and return those that all ranks gave this one.
 
         Args:
-            texts: by rank; what this one has for it.
+            texts: as many as there are ranks that are given something; what this one has for each.
+
+        Returns:
+            By rank; empty on ranks that are given nothing.
         """
         if self.size == 1:
             return list(texts)
-        lengths = torch.tensor([len(text) for text in texts])
-        arriving = torch.empty_like(lengths)
-        dist.all_to_all_single(arriving, lengths, group=self.group)
-        given, taken = lengths.tolist(), arriving.tolist()
-        sent = torch.frombuffer(bytearray(b"".join(texts) or b"\0"), dtype=torch.uint8)
-        received = torch.empty(sum(taken), dtype=torch.uint8)
-        dist.all_to_all_single(received, sent[: sum(given)], taken, given, group=self.group)
-        return [part.numpy().tobytes() for part in torch.split(received, taken)]
+        lengths = self._largest([len(text) for text in texts])
+        found: list[bytes] = []
+        for rank, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+            row = _padded(text, length)
+            rows = [torch.empty_like(row) for _ in range(self.size)] if self.rank == rank else None
+            dist.gather(row, rows, dst=self._global_rank(rank), group=self.group)
+            found += [] if rows is None else map(_text, rows)
+        return found
+
+    def hand_out(self, texts: Sequence[bytes], givers: int) -> list[bytes]:
+        """Give every rank a text, and return those that the first ranks gave this one.
+
+        Args:
+            texts: by rank; what this one has for it, if it is one of the givers.
+            givers: number of ranks that give.
+
+        Returns:
+            By giver.
+        """
+        if self.size == 1:
+            return list(texts)
+        gives = self.rank < givers
+        longest = max(map(len, texts)) if gives else 0
+        lengths = self._largest([longest if self.rank == rank else 0 for rank in range(givers)])
+        found = []
+        for rank, length in enumerate(lengths):
+            rows = [_padded(text, length) for text in texts] if self.rank == rank else None
+            row = _padded(b"", length)
+            dist.scatter(row, rows, src=self._global_rank(rank), group=self.group)
+            found.append(_text(row))
+        return found
+
+    def _largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of the numbers that the ranks have, one for each place."""
+        found = torch.tensor(numbers)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        largest: list[int] = found.tolist()
+        return largest
 
     def _gather(self, outcome: _Outcome) -> list[_Outcome] | None:
         if self.size == 1:
             return [outcome]
         if self.size > _FEW_RANKS:
             speakers = self._speakers(outcome)
-            if len(set(speakers)) <= self.size // 2:
+            if len(set(speakers)) <= min(_MOST_SPEAKERS, self.size // 2):
                 return self._gather_from(speakers, outcome)
         gathered: list[Any] | None = [None] * self.size if self.is_first else None
         dist.gather_object(outcome, gathered, dst=self._first_global_rank, group=self.group)
@@ -164,8 +201,7 @@ class Peers:
         said = {0: outcome}
         for rank in sorted(set(speakers) - {0}):
             box: list[Any] = [None]
-            source = rank if self.group is None else dist.get_global_rank(self.group, rank)
-            dist.recv_object_list(box, src=source, group=self.group)
+            dist.recv_object_list(box, src=self._global_rank(rank), group=self.group)
             said[rank] = box[0]
         return [said[rank] for rank in speakers]
 
@@ -178,7 +214,22 @@ class Peers:
 
     @property
     def _first_global_rank(self) -> int:
-        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        return self._global_rank(0)
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _padded(text: bytes, length: int) -> Tensor:
+    """Return a text with its own length before it, and with zeros up to some length."""
+    content = len(text).to_bytes(_LENGTH_BYTES, "little") + text.ljust(length, b"\0")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _text(padded: Tensor) -> bytes:
+    content = padded.numpy().tobytes()
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    return content[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:

@@ -5,7 +5,8 @@ Every rank offers what it holds, and the offers are dealt to planners by name of
 planner sees all chunks of its tensors, so it can check that they tile each, and gives every
 rectangle that several ranks hold to one of them. What goes on to the first rank is short: of every
 tensor its shape and the runs of its rectangles (runs.py). So neither the work nor the memory of any
-rank grows with the number of all chunks.
+rank grows with the number of all chunks; only the compressed offers pass through the first rank,
+where the ranks are connected as a tree, one planner's after the other's.
 
 Rectangles of a tensor that as many ranks hold as each other (replicas of a sharded tensor) go to
 the same replica, to the one whose ranks have the fewest bytes so far; that keeps the runs long.
@@ -64,16 +65,13 @@ def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
     """
     total = peers.run(what, lambda: len(offered.items), lambda numbers: sum(numbers))
     planners = min(peers.size, math.ceil(total / OFFERS_EACH) or 1)
-    dealt = [b""] * peers.size
-    for planner, some in enumerate(deal(describe(offered), planners)):
-        dealt[planner] = json.dumps(some).encode()
-    received = peers.exchange(dealt)
+    received = peers.deliver([_packed(some) for some in deal(describe(offered), planners)])
     verdicts: list[Verdict] = []  # on planners
 
     def each() -> Mapping[str, TensorEntry]:
         if peers.rank >= planners:
             return {}
-        offers = [_offer(json.loads(text)) for text in received]
+        offers = [_offer(_unpacked(text)) for text in received]
         verdicts.append(assign(offers, peers.rank, planners))
         return verdicts[0].tensors
 
@@ -84,13 +82,20 @@ def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
         return sum(entry.count for entry in tables[0].values())
 
     count = peers.run(what, each, first)
-    replies = [b""] * peers.size
-    for verdict in verdicts:
-        replies = [json.dumps(mine).encode() for mine in verdict.positions]
+    replies = [_packed(mine) for verdict in verdicts for mine in verdict.positions]
     mine: dict[str, list[int]] = {}
-    for text in filter(None, peers.exchange(replies)):
-        mine |= json.loads(text)
+    for text in peers.hand_out(replies, planners):
+        mine |= _unpacked(text)
     return plan_of(peers.rank, offered, mine, count, tables[0] if tables else None)
+
+
+def _packed(data: Any) -> bytes:
+    """Return the text that travels: names and shapes repeat themselves."""
+    return zlib.compress(json.dumps(data).encode(), 1)
+
+
+def _unpacked(text: bytes) -> Any:
+    return json.loads(zlib.decompress(text))
 
 
 def plan_in_turn(offered: Sequence[SavePlan]) -> list[WritePlan]:

@@ -2,6 +2,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.comm.tree_group import new_tree_group
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 
@@ -38,8 +39,6 @@ def job(use_group):
     if use_group and rank == 0:
         return None
     peers = Peers(group)
-    given = peers.exchange([f"{peers.rank}>{other}".encode() for other in range(peers.size)])
-    assert given == [f"{other}>{peers.rank}".encode() for other in range(peers.size)]
     out = [peers.rank, peers.share(f"from {rank}"), peers.run("x", lambda: rank, list)]
 
     def each():
@@ -72,10 +71,14 @@ def test_ranks_of_a_group_agree_without_the_others(pool):
     assert second[:3] == [1, "from 1", [1, 2]]
 
 
-def same_job(use_group):
+def same_job(kind):
     dist.init_process_group("gloo")
-    peers = Peers(dist.new_group([1, 2, 3, 4, 5]) if use_group else None)
-    if use_group and dist.get_rank() == 0:
+    made = {
+        "some ranks": lambda: dist.new_group([1, 2, 3, 4, 5]),
+        "tree": lambda: new_tree_group("aaabbb"),
+    }
+    peers = Peers(made[kind]() if kind in made else None)
+    if kind == "some ranks" and dist.get_rank() == 0:
         return None
     said = {"all": "same", "half": peers.rank // 3, "own": peers.rank}
     seen, sent = [], []
@@ -99,9 +102,35 @@ def same_job(use_group):
     return [*seen, str(info.value)], sent
 
 
-@pytest.mark.parametrize("use_group", [False, True])
-def test_what_ranks_have_in_common_travels_once(pool, use_group):
-    results = [result for result in pool.run(6, same_job, use_group) if result is not None]
+def texts_job(kind):
+    peers = Peers(group_of(kind))
+    texts = [f"{peers.rank}>{other}".encode() * (peers.rank * other) for other in range(2)]
+    taken = peers.deliver(texts)
+    answers = [text * 2 for text in taken] or [b""] * peers.size
+    return taken, peers.hand_out(answers, 2), peers.deliver([b""]), peers.hand_out([b""] * 4, 4)
+
+
+def group_of(kind):
+    dist.init_process_group("gloo")
+    return new_tree_group(["a", "a", "b", "b"]) if kind == "tree" else None
+
+
+@pytest.mark.parametrize("kind", ["default group", "tree"])
+def test_texts_of_any_length_go_to_some_ranks_and_back(pool, kind):
+    for rank, (taken, answers, *nothing) in enumerate(pool.run(4, texts_job, kind)):
+        if rank < 2:
+            assert taken == [f"{other}>{rank}".encode() * (other * rank) for other in range(4)]
+        else:
+            assert taken == []
+        assert answers == [f"{rank}>{other}".encode() * (2 * rank * other) for other in range(2)]
+        assert nothing == [[b""] * 4 if rank == 0 else [], [b""] * 4]
+    alone = Peers(alone=True)
+    assert alone.deliver([b"x"]) == alone.hand_out([b"x"], 1) == [b"x"]
+
+
+@pytest.mark.parametrize("kind", ["default group", "some ranks", "tree"])
+def test_what_ranks_have_in_common_travels_once(pool, kind):
+    results = [result for result in pool.run(6, same_job, kind) if result is not None]
     size = len(results)
     halves = [rank // 3 for rank in range(size)]
     expected = [["same"] * size, halves, list(range(size)), "trying: rank 2: no room"]

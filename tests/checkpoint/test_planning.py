@@ -10,9 +10,9 @@ from lightning_megatron.checkpoint import planning
 from lightning_megatron.checkpoint.coverage import run_coverage_fault
 from lightning_megatron.checkpoint.export import load_full_state_dict
 from lightning_megatron.checkpoint.io import save_directory
-from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.planning import assign, deal
 from lightning_megatron.checkpoint.state import Chunk, whole
+from lightning_megatron.comm.tree_group import new_tree_group
 from lightning_megatron.errors import CheckpointError
 
 
@@ -91,8 +91,9 @@ def test_what_ranks_hold_must_tile_every_tensor(other, message):
         assign([{"w": ("float32", (4,), False, [((0,), (2,))])}, {"w": other}])
 
 
-def planned_by_several_job(path):
+def planned_by_several_job(path, in_tree):
     dist.init_process_group("gloo")
+    group = new_tree_group(["a", "a", "b", "b"]) if in_tree else None
     rank, size, seen = dist.get_rank(), dist.get_world_size(), []
     whole_tensor = torch.arange(24.0).reshape(12, 2)
     (begin, _), (length, _) = rows(rank, size)
@@ -105,20 +106,21 @@ def planned_by_several_job(path):
         patch.setattr(
             planning, "assign", lambda o, *of: planned.append((len(o[0]), of)) or assign(o, *of)
         )
-        manifest = save_directory(path, chunks, {"global_step": 1})
+        manifest = save_directory(path, chunks, {"global_step": 1}, group=group)
         seen.append(list(planned))
         if rank == 1:  # a hole in one tensor, which one planner sees
             del chunks["cut3"]
         try:
-            save_directory(path, chunks, {"global_step": 2})
+            save_directory(path, chunks, {"global_step": 2}, group=group)
         except CheckpointError as error:
             seen.append(str(error))
     return seen, sorted(manifest.parts), manifest.tensors["model.cut0"].count
 
 
-def test_several_ranks_plan_and_see_what_is_theirs_alone(pool, tmp_path):
+@pytest.mark.parametrize("in_tree", [False, True])
+def test_several_ranks_plan_and_see_what_is_theirs_alone(pool, tmp_path, in_tree):
     path = tmp_path / "a.ckpt"
-    found = pool.run(4, planned_by_several_job, path)
+    found = pool.run(4, planned_by_several_job, path, in_tree)
     planned = [seen[0] for seen, _, _ in found]
     assert sum(count for each in planned for count, _ in each) == 6
     assert {of for each in planned for _, of in each} == {(rank, 4) for rank in range(4)}
@@ -128,18 +130,3 @@ def test_several_ranks_plan_and_see_what_is_theirs_alone(pool, tmp_path):
     assert found[0][1:] == ([f"manifest.{rank}.json" for rank in range(4)], 4)
     state = load_full_state_dict(path)  # the first one still stands
     assert all(torch.equal(state[f"cut{i}"].flatten(), torch.arange(24.0)) for i in range(5))
-
-
-def exchange_job():
-    dist.init_process_group("gloo")
-    peers = Peers()
-    texts = [f"{peers.rank}>{other}".encode() * (peers.rank * other) for other in range(peers.size)]
-    nothing = peers.exchange([b""] * peers.size)
-    return peers.exchange(texts), nothing
-
-
-def test_ranks_exchange_texts_of_any_length(pool):
-    for rank, (texts, nothing) in enumerate(pool.run(3, exchange_job)):
-        assert texts == [f"{other}>{rank}".encode() * (rank * other) for other in range(3)]
-        assert nothing == [b""] * 3
-    assert Peers(alone=True).exchange([b"x"]) == [b"x"]
