@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_megatron.checkpoint.digest import read_entry
 from lightning_megatron.checkpoint.export import (
     export_safetensors,
     load_from_checkpoint,
@@ -25,7 +26,7 @@ from lightning_megatron.checkpoint.export import (
 from lightning_megatron.checkpoint.io import load_directory
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.part import FileEntry
-from lightning_megatron.checkpoint.runs import Run
+from lightning_megatron.checkpoint.runs import Repeat, Run
 from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.strategies.small import loader, make_trainer
@@ -143,6 +144,24 @@ def reseal(path, change):
     (path / "manifest.json").write_text(f'{body},\n "sha256": "{seal}"\n}}\n')
 
 
+def many_chunks(path):
+    """A root that claims millions of chunks, and a part that is as large but empty."""
+    (path / "manifest.0.json").write_bytes(b"")
+    os.truncate(path / "manifest.0.json", 1 << 26)
+    manifest = read_manifest(path)
+    count = (1 << 22) - len(manifest.tensors) + 1
+    repeat = Repeat(count=count, part_step=0, steps=(1, 0))
+    run = Run(part=0, offsets=(0, 0), sizes=(1, 4), repeats=(repeat,))
+    weight = replace(manifest.tensors[WEIGHT], shape=(count, 4), runs=(run,))
+    name, part = next(iter(manifest.parts.items()))
+    rewrite_manifest(
+        path,
+        files={**manifest.files, name: read_entry(path / name)},
+        parts={name: replace(part, count=1 << 22)},
+        tensors={**manifest.tensors, WEIGHT: weight},
+    )
+
+
 MALICE = {
     "pickle in the index of an old one": (old_metadata, "refusing to load"),
     "pickle for the state": (lambda p: forge(p, "state.json", gadget(p)), "state"),
@@ -246,6 +265,7 @@ MALICE = {
         "is not a text",
     ),
     "sparse tensors of the state": (sparse_tensors, "far more than its content"),
+    "millions of chunks": (many_chunks, "manifest.0.json is not a text"),
     "bomb for a shard": (zip_bomb, "is compressed"),
     "a name twice": (
         lambda p: reseal(p, lambda text: text.replace('"files": {', '"files": {},\n "files": {')),
