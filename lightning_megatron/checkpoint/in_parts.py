@@ -15,7 +15,7 @@ from lightning_megatron.checkpoint.commit import Staging
 from lightning_megatron.checkpoint.document import compose, contribution
 from lightning_megatron.checkpoint.manifest import Manifest, is_checkpoint
 from lightning_megatron.checkpoint.planning import plan_in_turn
-from lightning_megatron.checkpoint.prepared import PartReport, PreparedSave, all_chunks, put_part
+from lightning_megatron.checkpoint.prepared import PartReport, PreparedSave, all_chunks, report_part
 from lightning_megatron.checkpoint.shards import offer, write_shards
 from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.checkpoint.write_error import write_error
@@ -57,7 +57,7 @@ def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]
         for plan, part in zip(plans, parts, strict=True):
             done = write_shards(staging.directory, plan, all_chunks(part.load(), ()))
             assert done is not None
-            reports.append(put_part(staging, "", plan, done))
+            reports.append(report_part("", plan, done).write(staging))
         prepared = PreparedSave(
             target=target,
             token=token,

@@ -76,32 +76,40 @@ class PartReport:
     """Those that were not written."""
     part: Part | None
     """All of it, where an index in one piece is made of the parts."""
+    content: bytes | None = None
+    """Content of the file that describes it, while that is not written."""
+
+    def write(self, staging: Staging | RemoteStaging) -> "PartReport":
+        """Write the file that describes it.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self.name is not None and self.content is not None:
+            try:
+                staging.write(self.name, self.content)
+            except OSError as error:
+                raise write_error(error, staging.directory, len(self.content)) from error
+        return replace(self, content=None)
 
 
-def put_part(
-    staging: Staging | RemoteStaging, prefix: str, plan: WritePlan, written: Written
-) -> PartReport:
-    """Write the manifest of a rank's part, behind its shards.
+def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
+    """Report what a rank has written; the file that says so is still to be written.
 
     Args:
-        staging: the directory under construction.
         prefix: of the names of files.
         plan: what the rank was to write.
         written: what it has written.
 
     Raises:
-        CheckpointError: it cannot be written, or would be too large to be read.
+        CheckpointError: the file would be too large to be read.
     """
     part = part_of(plan, written)
     entry = PartEntry(number=plan.number, files=tuple(written.files), count=part.count)
-    files, name = dict(written.files), None
+    files, name, content = dict(written.files), None, None
     if part.tensors:
         name = prefix + part_file(plan.number)
         content = encoded(name, part.to_json())
-        try:
-            staging.write(name, content)
-        except OSError as error:
-            raise write_error(error, staging.directory, len(content)) from error
         files[name] = entry_of(content)
     return PartReport(
         name=name,
@@ -109,6 +117,7 @@ def put_part(
         files=files,
         linked=written.linked,
         part=part if plan.count <= MOST_CHUNKS else None,
+        content=content,
     )
 
 
@@ -161,7 +170,11 @@ class PreparedSave:
 
         def each() -> PartReport | None:
             written = shards(staging.directory, plan, stop)
-            return None if written is None else put_part(staging, prefix, plan, written)
+            if written is None:
+                return None
+            report = report_part(prefix, plan, written)
+            # The first rank writes its own with the other small files.
+            return report if peers.is_first else report.write(staging)
 
         def finish(results: list[PartReport | None]) -> Manifest | None:
             reports = [report for report in results if report is not None]
@@ -196,10 +209,12 @@ class PreparedSave:
                 "`lightning-megatron ckpt index` makes it",
                 *(self.target, self.plan.count, METADATA_FILE),
             )
-        files: dict[str, FileEntry] = {}
-        for role, content in contents.items():
-            staging.write(staging.prefix + role, content)
-            files[staging.prefix + role] = entry_of(content)
+        named = {staging.prefix + role: content for role, content in contents.items()}
+        files = {name: entry_of(content) for name, content in named.items()}
+        for report in reports:
+            if report.name is not None and report.content is not None:
+                named[report.name] = report.content
+        staging.write_all(named)
         for report in reports:
             files |= report.files
         visible = sizes(staging.directory)
