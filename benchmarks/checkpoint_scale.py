@@ -230,7 +230,7 @@ ROLES: dict[str, Callable[[Path, int, int], Iterator[Any]]] = {
 
 
 def measure(step: Iterator[Any]) -> tuple[float, float, str]:
-    """Seconds, peak MB above the start and result of a role.
+    """CPU seconds, peak MB above the start and result of a role.
 
     The memory counts from the first pause, which is when the rank has what it has anyway; the time
     from the second, when it has been sent what it works on.
@@ -239,9 +239,9 @@ def measure(step: Iterator[Any]) -> tuple[float, float, str]:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _kilobytes("VmRSS")
     next(step)
-    begin = time.perf_counter()
+    begin = time.process_time()
     result = next(step)
-    return time.perf_counter() - begin, (_kilobytes("VmHWM") - before) / 1e3, str(result)
+    return time.process_time() - begin, (_kilobytes("VmHWM") - before) / 1e3, str(result)
 
 
 def _kilobytes(field: str) -> int:
@@ -282,9 +282,9 @@ def rows_of(tensors: int, ranks: int) -> list[dict[str, Any]]:
                 {
                     "chunks": f"{count:,} ({tensors} x {ranks} ranks)",
                     "step": role,
-                    "seconds": round(seconds, 2),
+                    "CPU seconds": round(seconds, 2),
                     "peak MB": round(megabytes),
-                    "of which": result,
+                    "what": result,
                 }
             )
             print(rows[-1], flush=True)
