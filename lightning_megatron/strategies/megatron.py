@@ -71,6 +71,7 @@ from lightning_megatron.strategies.model_summary import (
 )
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
+from lightning_megatron.strategies.same_options import named_options
 from lightning_megatron.strategies.section_hooks import SectionHooks
 from lightning_megatron.strategies.sharded_errors import explain
 from lightning_megatron.strategies.step_recovery import StepRecovery
@@ -210,7 +211,28 @@ class MegatronStrategy(
         _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         self.events.identify(rank=self.global_rank)
+        self.check_start()
         module = self._module()
+        with self.told_to_others():
+            self._examine(module)
+        host = self._sharding.offload_parameters
+        options = named_options(
+            module.trainer,
+            self.options,
+            sharding=self._sharding,
+            memory=self.memory,
+            checkpoint=self._checkpoint,
+        )
+        self.find_peers(self._connection, options, from_host=host)
+        self._topology = self._make_topology(module)
+        module._device_mesh = self.topology.mesh
+        if self.world_size > 1:
+            # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
+            # split of the data that ``setup`` draws is the same on all.
+            self.broadcast(HostRandomness.capture()).restore()
+
+    def _examine(self, module: LightningModule) -> None:
+        """Raise everything that is wrong with the run, as far as one process can tell."""
         findings = examine(
             module.trainer, module, self.options, self._sharding, self.memory, self.world_size
         )
@@ -224,14 +246,6 @@ class MegatronStrategy(
         self._defer_init = findings.real_because is None and layout_of(module) is None
         if findings.real_because is not None:
             _warn_of_real_weights(findings.real_because)
-        settings = (self.options, self._sharding, self.memory, self._checkpoint, env.global_seed())
-        self.find_peers(self._connection, settings, from_host=host)
-        self._topology = self._make_topology(module)
-        module._device_mesh = self.topology.mesh
-        if self.world_size > 1:
-            # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
-            # split of the data that ``setup`` draws is the same on all.
-            self.broadcast(HostRandomness.capture()).restore()
 
     def _make_topology(self, module: LightningModule) -> Topology:
         """A new topology, or the one that an earlier run put the module on."""
