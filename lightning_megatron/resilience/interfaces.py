@@ -108,6 +108,19 @@ def addresses_of_host(host: str) -> list[str]:
     return []
 
 
+def address_towards(host: str) -> str:
+    """Address of this machine from which packets to ``host`` leave.
+
+    Returns:
+        Empty where there is no way to it, or where the address means nothing to other machines.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        address = str(probe.getsockname()[0])
+        return "" if address.startswith("127.") else address
+    return ""
+
+
 def is_local(host: str) -> bool:
     """Whether ``host`` is this machine, by a name or address of it."""
     return bool(_own(host))

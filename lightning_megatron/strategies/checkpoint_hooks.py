@@ -57,6 +57,8 @@ from lightning_megatron.checkpoint.state import (
 )
 from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
+from lightning_megatron.comm.tree import FAN
+from lightning_megatron.comm.tree_group import new_tree_group
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
@@ -65,6 +67,7 @@ from lightning_megatron.resilience.attempt import Attempt
 from lightning_megatron.strategies.averaging import leave_schedulers_to_averages
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
+from lightning_megatron.strategies.connection import ConnectionConfig
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.joint_ending import all_ranks_end
 from lightning_megatron.strategies.random_state import RandomState
@@ -105,6 +108,7 @@ class CheckpointHooks:
     checkpoint_io: CheckpointIO
     _checkpoint_io: CheckpointIO | None
     _checkpoint: CheckpointConfig
+    _connection: ConnectionConfig
     is_global_zero: bool
     events: EventLog
     attempt: Attempt
@@ -254,9 +258,7 @@ class CheckpointHooks:
         background = None
         if config.mode == "async":
             if self._background_group is None and dist.get_world_size() > 1:
-                self._background_group = dist.new_group(
-                    backend="gloo", timeout=timedelta(seconds=timeout_s)
-                )
+                self._background_group = self._new_host_group(timeout_s)
             background = Peers(self._background_group)
         callbacks = self._trainer().checkpoint_callbacks
         self._links_checkpoints = any(getattr(c, "save_last", None) == "link" for c in callbacks)
@@ -498,9 +500,14 @@ class CheckpointHooks:
         return self._host_world()
 
     def _host_world(self) -> dist.ProcessGroup | None:
-        """A gloo group of all processes, where the default group is not one."""
-        if dist.get_backend() == "gloo":
+        """All processes by a tree; the default group where that is small, and gloo's."""
+        if dist.get_backend() == "gloo" and dist.get_world_size() <= FAN:
             return None
         if self._checkpoint_group is None:
-            self._checkpoint_group = dist.new_group(backend="gloo")
+            self._checkpoint_group = self._new_host_group(self._connection.timeout_s)
         return self._checkpoint_group
+
+    def _new_host_group(self, timeout_s: float) -> dist.ProcessGroup:
+        size = dist.get_world_size()
+        machines = [peer.machine for peer in self.attempt.peers] or [""] * size
+        return new_tree_group(machines, timedelta(seconds=timeout_s))

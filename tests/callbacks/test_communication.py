@@ -1,18 +1,21 @@
 """Bytes and calls of every axis are those of the algorithm; waiting is what it is."""
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import CommunicationMonitor
+from lightning_megatron import CommunicationMonitor, PipelineConfig, PipelineSequential
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import GLOBAL_BATCH, WIDTH, Small, dp_of, loader, make_trainer
 
@@ -44,6 +47,13 @@ def monitored(layout: Mapping[str, Any], devices: int) -> dict[str, float]:
         k: v for k, v in trainer.callback_metrics.items() if k in monitor.latest
     }
     return monitor.latest
+
+
+def of_node(layout: Mapping[str, Any], devices: int) -> dict[str, float]:
+    """As `monitored`, where pairs of ranks take each other for a node."""
+    host = f"node{int(os.environ['RANK']) // 2}"
+    with mock.patch("socket.gethostname", return_value=host):
+        return monitored(layout, devices)
 
 
 def monitored_parallel(sequence_parallel: bool) -> dict[str, float]:
@@ -82,6 +92,72 @@ def test_stages_send_activations_and_their_gradients(pool: WorkerPool) -> None:
     payload = GLOBAL_BATCH * WIDTH * 8
     assert payload <= found["comm/mib/pp"] * MIB <= payload + 4 * 4096
     assert 0 < found["time/comm_exposed_s/pp"] <= found["time/comm_s/pp"]
+
+
+WHOLE = PARAMETERS * 8
+"""Bytes of all weights."""
+FLAGS = 4 * 2 * 8
+"""Of one flag for every parameter, with each copy or part of the gradients."""
+MESSAGES = GLOBAL_BATCH * WIDTH * 8
+"""Of the activations of a batch; each message has a header of 64 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "total", "between"),
+    [
+        # Two nodes of two ranks: of a ring one rank of each node sends to the other node.
+        ({"zero": 0}, "dp", 4 * 1.5 * (WHOLE + FLAGS), 2 * 1.5 * (WHOLE + FLAGS)),
+        # Shards are summed over the copies, each of which is on a node of its own.
+        (
+            {"zero": 1, "sharding": ShardingConfig(dp_replicate=2)},
+            "dp",
+            4 * (1.5 * WHOLE + 2 * FLAGS),
+            4 * (WHOLE / 2 + FLAGS),
+        ),
+        # Ranks 0 and 1 are the last stages of two pipelines.
+        ({"pp": 2, "num_microbatches": 2}, "pp", 2 * MESSAGES + 8 * 64, 2 * MESSAGES + 8 * 64),
+        ({"pp": 2, "num_microbatches": 2}, "dp", 2 * WHOLE + 2 * FLAGS, 0),
+        ({"pp": 4, "num_microbatches": 2}, "pp", 6 * MESSAGES + 12 * 64, 2 * MESSAGES + 4 * 64),
+    ],
+)
+def test_bytes_between_nodes_are_those_of_the_formula(
+    pool: WorkerPool, layout: dict[str, Any], kind: str, total: float, between: float
+) -> None:
+    found = pool.run(4, of_node, layout, 4)[0]
+    inter, intra = (4 * found[f"comm/{x}_node_mib/{kind}"] * MIB for x in ("inter", "intra"))
+    assert inter + intra == pytest.approx(4 * found[f"comm/mib/{kind}"] * MIB)
+    assert (inter + intra, inter) == pytest.approx((total, between), abs=8)
+
+
+class Wide(Small):
+    """Activations that are worth taking apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PipelineSequential(layers=[nn.Linear(64, 64), nn.Linear(64, 64)])
+
+
+def wide_job(scatter_gather: Any) -> dict[str, float]:
+    monitor = CommunicationMonitor(every=2)
+    layout = {"pp": 2, "tp": 2, "num_microbatches": 2}
+    layout["pipeline"] = PipelineConfig(scatter_gather=scatter_gather)
+    host = f"node{int(os.environ['RANK']) // 2}"
+    with mock.patch("socket.gethostname", return_value=host):
+        data = TensorDataset(*(torch.randn(256, 64, dtype=torch.float64) for _ in range(2)))
+        make_trainer(layout, 4, callbacks=[monitor]).fit(Wide(), DataLoader(data, batch_size=128))
+    return monitor.latest
+
+
+def test_activations_go_from_node_to_node_once(pool: WorkerPool) -> None:
+    message = 64 * 64 * 8
+    header, sums = 64, 8 * 8
+    for choice, size in (("auto", message / 2 + sums), (False, message)):
+        found = pool.run(4, wide_job, choice)[0]
+        assert found["comm/calls/pp"] == 2
+        assert found["comm/inter_node_mib/pp"] * MIB == pytest.approx(2 * (size + header), abs=2)
+        assert found["comm/intra_node_mib/pp"] == 0
+        gathered = found.get("comm/intra_node_mib/tp", 0.0) * MIB
+        assert gathered == (message if choice else 0)
 
 
 LATE_S = 0.4
