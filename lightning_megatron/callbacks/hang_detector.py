@@ -110,7 +110,7 @@ class HangDetector(pl.Callback):
         self._pages = pages = Pages(directory, [member.rank for member in members])
         labelled_of(strategy).ask("hang detector", lambda: heartbeats(pages))
         if first:
-            run_dir = self._run_dir or trainer.default_root_dir
+            run_dir = self.directory_of_files(trainer)
             attempt = getattr(getattr(strategy, "events", None), "attempt", 0)
             whole = len(members) == trainer.world_size
             config = MonitorConfig(
@@ -140,6 +140,10 @@ class HangDetector(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._stop()
+
+    def directory_of_files(self, trainer: pl.Trainer) -> str | os.PathLike[str]:
+        """Directory that the first rank of each node writes its reports into."""
+        return self._run_dir or trainer.default_root_dir
 
     def _stop(self) -> None:
         watchdog, self._watchdog = self._watchdog, None

@@ -400,12 +400,12 @@ def describe_differing(
     one = ", ".join(f"{name}={values[0]}" for name, values in differing.items())
     other = ", ".join(f"{name}={values[1]}" for name, values in differing.items())
     return (
-        f"the ranks were given different options: {one} on {_named(there)}, {other} on "
-        f"{_named(here)}; nearest valid: start all of them with the same"
+        f"the ranks were given different options: {one} on {named_ranks(there)}, {other} on "
+        f"{named_ranks(here)}; nearest valid: start all of them with the same"
     )
 
 
-def _named(ranks: Sequence[tuple[int, str]]) -> str:
+def named_ranks(ranks: Sequence[tuple[int, str]]) -> str:
     """Ranks and their hosts: ``ranks 2, 3 (node1)``."""
     numbers = [str(rank) for rank, _ in ranks[:_SHOWN]]
     more = ", ..." if len(ranks) > _SHOWN else ""

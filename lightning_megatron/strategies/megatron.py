@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.written_values import WrittenValues
@@ -74,6 +75,7 @@ from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.same_options import named_options
 from lightning_megatron.strategies.section_hooks import SectionHooks
 from lightning_megatron.strategies.sharded_errors import explain
+from lightning_megatron.strategies.shared_places import check_shared
 from lightning_megatron.strategies.step_recovery import StepRecovery
 from lightning_megatron.strategies.step_state import StepState
 from lightning_megatron.strategies.steps import StepEngine
@@ -346,6 +348,8 @@ class MegatronStrategy(
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            if not (self.on_one_machine or trainer.fast_dev_run):  # type: ignore[attr-defined]
+                check_shared(trainer, Peers(self._host_world()))
             self.start_saver(self._checkpoint, self._connection.timeout_s)
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike

@@ -85,19 +85,25 @@ def check_trained(ended: Ended) -> None:
 
 
 def test_names_that_lead_nowhere_and_mistakes(tmp_path: Path) -> None:
-    """Names as Debian has them, and what must not be waited for."""
-    with Machines(2, tmp_path, hosts="debian") as machines:
+    """Names as Debian has them, and what must not be waited for or trained with."""
+    private, shared = tmp_path / "private", tmp_path / "shared"
+    with Machines(2, tmp_path, hosts="debian", private=[private]) as machines:
         ended = start(
             machines,
-            trains={"env": meet(0, 1, address="node0")},
+            trains={"env": meet(0, 1, address="node0"), "dirpath": str(shared)},
             out_of_range={"env": meet(0, 5, port=29501)},
             options={
                 "env": meet(0, 1, port=29502),
                 "layout": [{"zero": 1}, {"zero": 2}],
                 "trainer": [{}, {"max_steps": 3}],
             },
+            unshared={"env": meet(0, 1, port=29503), "dirpath": str(private)},
         )
     check_trained(ended["trains"])
+    assert [path.suffix for path in shared.iterdir()] == [".ckpt"]
+    ended["unshared"].said(
+        f"ModelCheckpoint saves to {private}: rank 1 (node1) do not see there what rank 0 (node0)"
+    )
     ended["out_of_range"].said("NODE_RANK=5 on node1, Trainer(num_nodes=2)")
     ended["options"].said(
         "different options: zero=2, max_steps=3 on rank 1 (node1), zero=1, max_steps=2 on rank 0 "
@@ -145,6 +151,17 @@ def test_more_mistakes(tmp_path: Path) -> None:
     ended["slurm_nodes"].said("SLURM_NNODES=2, Trainer(num_nodes=1)")
     ended["slurm_tasks"].said("SLURM_NTASKS=2, Trainer(num_nodes=2, devices=2)")
     assert not any("MASTER_ADDR" in text for text in ended["slurm_nodes"].texts)
+
+
+@pytest.mark.thorough
+def test_a_checkpoint_saved_by_hand_where_machines_share_nothing(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    with Machines(2, tmp_path, private=[private]) as machines:
+        [ended] = start(
+            machines, by_hand={"env": meet(0, 1), "by_hand": str(private / "own.ckpt")}
+        ).values()
+    for text in ended.texts:
+        assert "No such file or directory; is the directory shared by all machines?" in text
 
 
 @pytest.mark.thorough
