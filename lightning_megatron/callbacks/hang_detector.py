@@ -139,7 +139,7 @@ class HangDetector(pl.Callback):
         self._pages = pages = Pages(directory, [member.rank for member in members])
         labelled_of(strategy).ask("hang detector", lambda: heartbeats(pages))
         if first:
-            run_dir = self._run_dir or trainer.default_root_dir
+            run_dir = self.directory_of_files(trainer)
             attempt = getattr(getattr(strategy, "events", None), "attempt", 0)
             whole = len(meeting.nodes) == 1
             config = MonitorConfig(
@@ -178,6 +178,10 @@ class HangDetector(pl.Callback):
     def _held(self) -> bool:
         watchdog = self._watchdog
         return watchdog is not None and watchdog.held
+
+    def directory_of_files(self, trainer: pl.Trainer) -> str | os.PathLike[str]:
+        """Directory that the first rank of each node writes its reports into."""
+        return self._run_dir or trainer.default_root_dir
 
     def _stop(self) -> None:
         watchdog, self._watchdog = self._watchdog, None
