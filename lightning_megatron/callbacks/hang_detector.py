@@ -288,20 +288,29 @@ def _node_limit(given: object, limit: Limit) -> float:
 
 def _listen(strategy: Any) -> tuple[socket.socket, tuple[str, int]]:
     """A socket at which the other nodes reach this one, and its address."""
-    meeting = strategy.cluster_environment.main_address
-    name = interfaces.loopback() if strategy.on_one_machine else env.interface()
     try:
-        address = interfaces.address_of(name) if name else interfaces.address_towards(meeting)
-        if not address:
-            raise OSError(f"MASTER_ADDR={meeting} is reached by loopback")
-        listening = interfaces.listen(address)
+        listening = interfaces.listen(_address(strategy))
     except OSError as error:
         raise ConfigError(
-            f"HangDetector: no address of rank 0's machine is one for the other nodes ({error}); "
+            f"HangDetector: rank 0's machine has no address where the others reach it ({error}); "
             "nearest valid: ConnectionConfig(bind=) with the interface that leads to them"
         ) from error
-    host, port = listening.getsockname()
+    host, port, *_ = listening.getsockname()
     return listening, (host, port)
+
+
+def _address(strategy: Any) -> str:
+    """Where this machine listens for the others, as gloo does."""
+    if strategy.on_one_machine:
+        return interfaces.address_of(interfaces.loopback())
+    name = (env.chosen_interface() or "").partition(",")[0]
+    if name:
+        return interfaces.address_of(name)
+    meeting = strategy.cluster_environment.main_address
+    place = interfaces.leading_to(meeting)
+    if place is None:
+        raise OSError(f"several interfaces may lead to MASTER_ADDR={meeting}")
+    return place.address
 
 
 def _in_memory() -> Path | None:

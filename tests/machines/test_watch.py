@@ -202,3 +202,14 @@ def test_two_nodes_that_lose_each_other_but_reach_the_third(tmp_path: Path) -> N
     for text in texts:
         assert re.search(r"=== rank \d \(node\d\) hangs in .* at step \d+ ===", text)
         assert "two of these machines may have lost each other" in text
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("hosts", ["debian", "none"])
+def test_names_that_lead_nowhere_do_not_matter(tmp_path: Path, hosts: Any) -> None:
+    with Machines(2, tmp_path, hosts=hosts) as machines:
+        runs = begin(machines, 5)
+        machines[1].cut()
+        for number, text in enumerate(ends(runs)):
+            other = 1 - number
+            assert f"=== node{other} (rank {other}) has been silent since step" in text
