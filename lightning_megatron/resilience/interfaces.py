@@ -127,7 +127,7 @@ def listen(address: str) -> socket.socket:
     Raises:
         OSError: it has no such address.
     """
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening = socket.socket(_family(address), socket.SOCK_STREAM)
     try:
         listening.bind((address, 0))
         listening.listen(1024)
