@@ -121,6 +121,22 @@ def address_towards(host: str) -> str:
     return ""
 
 
+def listen(address: str) -> socket.socket:
+    """Listen at a free port of one of this machine's addresses.
+
+    Raises:
+        OSError: it has no such address.
+    """
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.bind((address, 0))
+        listening.listen(1024)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
 def is_local(host: str) -> bool:
     """Whether ``host`` is this machine, by a name or address of it."""
     return bool(_own(host))
