@@ -72,7 +72,13 @@ class Nodes:
         return sum(self._of[other] != self._of[rank] for other in others) / max(len(others), 1)
 
     def two_levels(self, ranks: Sequence[int]) -> TwoLevels | None:
-        """Levels of a group, None where one would be empty or the nodes hold unequally many.
+        """Levels of a group.
+
+        None where a level would be empty, where the nodes hold unequally many, and where the ranks
+        of a place do not follow each other as the nodes do, as process groups number by rank.
+
+        Args:
+            ranks: in ascending order.
 
         >>> Nodes(["a", "a", "b", "b"]).two_levels((0, 1, 2, 3))
         TwoLevels(inside=((0, 1), (2, 3)), across=((0, 2), (1, 3)))
@@ -84,4 +90,7 @@ class Nodes:
         sizes = {len(members) for members in inside}
         if len(inside) == 1 or len(sizes) > 1 or sizes == {1}:
             return None
-        return TwoLevels(inside, tuple(zip(*inside, strict=True)))
+        across = tuple(zip(*inside, strict=True))
+        if any(list(members) != sorted(members) for members in across):
+            return None
+        return TwoLevels(inside, across)

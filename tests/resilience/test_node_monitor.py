@@ -11,7 +11,7 @@ from lightning_megatron.resilience import node_monitor
 from lightning_megatron.resilience.heartbeat import NOTHING, Page, page_file
 from lightning_megatron.resilience.node_monitor import MonitorConfig, NodeMonitor, _Evidence
 from lightning_megatron.resilience.recorder import Collective
-from lightning_megatron.resilience.verdict import Suspicion, View
+from lightning_megatron.resilience.verdict import View
 from tests.resilience.test_verdict import view
 
 VIEWS = [view(0), view(1)]
@@ -35,8 +35,8 @@ class Told(NodeMonitor):
     def _collect(self, views: Any) -> _Evidence:
         return self.answers.pop(0)
 
-    def _do(self, found: Any, views: Any, report: Any) -> None:
-        self.blamed.append(found.ranks)
+    def _do(self, views: Any, report: Any) -> None:
+        self.blamed.append(tuple(c["rank"] for c in report["culprits"]))
 
 
 def test_who_turns_out_to_hold_the_lock_is_not_asked_again(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_ranks_that_cannot_be_told_get_no_order(
         tuple(v.member for v in VIEWS), str(tmp_path), "hang", "report", check_s=0.5
     )
     monitor = NodeMonitor(tmp_path, config)
-    monitor._do(Suspicion((0,), "", certain=True), VIEWS, {})
+    monitor._do(VIEWS, {})
     assert [Page(page_file(tmp_path, v.rank)).order for v in VIEWS] == [(1, NOTHING)] * 2
     assert "No space left on device" in capfd.readouterr().err
 
