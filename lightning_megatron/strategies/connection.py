@@ -241,7 +241,9 @@ def _form_group(
         f"{world_size} {'process' if world_size == 1 else 'processes'} connected over {backend}"
         + (f", attempt {attempt.number}" if attempt.number else "")
     )
-    return remember(default_store(), attempt)
+    if rank == 0:  # the others have read it just now
+        remember(default_store(), attempt)
+    return attempt
 
 
 def _why_not_connected(rank: int, error: RuntimeError) -> str:
