@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +51,22 @@ class Attempt:
     """The processes, by rank."""
 
     def to_json(self) -> str:
-        """As text, for a store."""
-        return json.dumps(asdict(self))
+        """As text, for a store; every rank reads it, so places are written once."""
+        places: dict[tuple[str, str], int] = {}
+        peers = [(places.setdefault((p.host, p.machine), len(places)), p.pid) for p in self.peers]
+        fields = {"number": self.number, "run_id": self.run_id}
+        return json.dumps({**fields, "places": list(places), "peers": peers})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Attempt":
         """What `to_json` gave."""
         fields = json.loads(text)
-        return cls(**{**fields, "peers": tuple(Peer(**peer) for peer in fields["peers"])})
+        places = fields.pop("places")
+        found = []
+        for place, pid in fields.pop("peers"):
+            host, machine = places[place]
+            found.append(Peer(host=host, pid=pid, machine=machine))
+        return cls(**fields, peers=tuple(found))
 
     def prefix(self) -> str:
         """Of all keys of this attempt."""

@@ -25,6 +25,11 @@ that dies meanwhile, or a rank 0 that does, is replaced by one with another toke
 the others follow. The number grows by one with each rank 0 that has lived, so it also says how many
 attempts there were. The price is four small keys a rank and attempt, and one round trip of polls.
 
+Rank 0 does not ask for rank after rank while it waits: whoever has written a key adds his rank to a
+list, ``news/<i>``, and rank 0 polls the length of that. As a process may die between the two, it
+also looks at all of them now and then, and once at the end. So 4,096 ranks make some ten requests
+each, and their polls, which become rarer.
+
 The same exchange finds out, before any process group forms, what would let the run stand still:
 
 * At the deadline rank 0 knows who has not answered, and tells the others in ``verdict/n``, so that
@@ -52,7 +57,11 @@ from lightning_megatron.resilience.attempt import KEY, Attempt, Peer
 
 _POLL_S = 0.01
 _POLLS_PER_S = 20000
-"""How many polls of all ranks together the store is asked to bear."""
+"""How many polls of all ranks together the store is asked to bear, at first."""
+_LONGEST_PAUSE_S, _LATER_POLLS_PER_S = 0.1, 4000
+"""The same when ranks have waited for a while."""
+_SWEEP_S, _SWEPT_PER_S = 0.5, 500
+"""How often rank 0 looks at all ranks: at least every so many seconds per rank."""
 _VERDICT_S = 1.0
 """How much longer than rank 0 the others wait, for it to say who is missing."""
 _RENEWAL_S = 1.0
@@ -102,6 +111,18 @@ def report(store: Store, rank: int, problems: Sequence[str]) -> None:
     _report(PrefixStore(KEY, store), rank, problems=list(problems))
 
 
+def dismiss(store: Store, world_size: int, problems: Sequence[str], timeout_s: float) -> None:
+    """Tell those who come why rank 0 cannot take part, in place of `join`.
+
+    Args:
+        store: that rank 0 holds.
+        world_size: how many ranks take part.
+        problems: of rank 0.
+        timeout_s: how long to wait for ranks that neither come nor report problems of their own.
+    """
+    _Host(PrefixStore(KEY, store), world_size, {}, None, True).dismiss(problems, timeout_s)
+
+
 def _report(store: Store, rank: int, **what: Any) -> None:
     number = store.add("reports", 1)
     store.set(f"report/{number}", json.dumps({"rank": rank, "host": Peer.here().host, **what}))
@@ -114,6 +135,18 @@ def _hello(rank: int, world_size: int) -> str:
 
 def _pause_s(world_size: int) -> float:
     return max(_POLL_S, world_size / _POLLS_PER_S)
+
+
+def _call(store: Store, rank: int) -> None:
+    """Have rank 0 look at a rank."""
+    store.set(f"news/{store.add('news', 1)}", str(rank))
+
+
+def _read(store: Any, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """Values of those keys that are there."""
+    if len(keys) > 1 and store.has_extended_api() and store.check(list(keys.values())):
+        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True))
+    return {number: store.get(key) for number, key in keys.items() if store.check([key])}
 
 
 def _digest(options: Mapping[str, str]) -> str:
@@ -131,6 +164,7 @@ class _Presence:
         self._rival: str | None = None
         self._next = time.monotonic() + _RENEWAL_S
         store.set(self._key, self._text)
+        _call(store, rank)
 
     def is_due(self) -> bool:
         """Whether it is time again to `renew` it."""
@@ -145,6 +179,7 @@ class _Presence:
         if found == self._text:
             return None
         self._store.set(self._key, self._text)
+        _call(self._store, self._rank)
         known, self._rival = self._rival, found
         return self.contested_by(found) if found == known else None
 
@@ -185,6 +220,12 @@ class _Host:
         self._latest: dict[int, str] = {}
         self._present: set[str] = set()
         """Tokens of those who wait for what rank 0 says."""
+        self._news = int(store.add("news", 0))
+        self._unread: set[int] = set()
+        """Numbers of news that are being written."""
+        self._next_sweep = 0.0
+        self._missing = set(range(1, world_size))
+        """Ranks whose latest token has not accepted, as far as they have been looked at."""
         self._presence = _Presence(store, 0, world_size)
         self._peers: dict[int, Peer] = {0: self._presence.peer}
         store.set(f"options/{self._number}", json.dumps(dict(options)))
@@ -192,27 +233,58 @@ class _Host:
 
     def gather(self, timeout_s: float) -> Attempt:
         deadline = time.monotonic() + timeout_s
-        while missing := self._missing():
+        while not self._are_all_there():
             self._look_for_faults()
             if time.monotonic() > deadline:
+                missing = sorted(self._missing)
                 here = [(rank, self._peers[rank]) for rank in sorted(self._peers)]
                 present = [(rank, peer.host) for rank, peer in here if rank not in missing]
                 text = describe_missing(missing, self._world_size, timeout_s, present)
                 self._tell({"missing": missing, "text": text})
                 raise MissingRanksError(text, missing)
-            time.sleep(_pause_s(self._world_size))
+            time.sleep(_POLL_S)
         peers = tuple(self._peers[rank] for rank in range(self._world_size))
         attempt = Attempt(number=self._number, run_id=self._run_id, peers=peers)
         self._store.set(f"go/{self._number}", attempt.to_json())
         return attempt
 
-    def _missing(self) -> list[int]:
-        """Invite who has come since, and return who has not accepted."""
-        missing = []
-        for rank in range(1, self._world_size):
-            if self._invite(rank) is None or not self._has_accepted(rank):
-                missing.append(rank)
-        return missing
+    def dismiss(self, problems: Sequence[str], timeout_s: float) -> None:
+        deadline, reports = time.monotonic() + timeout_s, self._new_reports()
+        while not self._are_all_there() and time.monotonic() < deadline:
+            if len(self._missing) <= len(reports):
+                break
+            time.sleep(_POLL_S)
+            reports += self._new_reports()
+        self._invite_reporters(reports)
+        here = {"host": self._presence.peer.host, "problems": problems}
+        self._tell({"problems": _placed(here)})
+
+    def _are_all_there(self) -> bool:
+        """Whether all have accepted; invites who has come since."""
+        ranks = self._called()
+        if time.monotonic() >= self._next_sweep:
+            ranks = set(range(1, self._world_size))
+            self._unread.clear()
+        self._look_at(ranks)
+        if not self._missing:
+            self._look_at(set(range(1, self._world_size)))
+        if len(ranks) == self._world_size - 1:
+            self._next_sweep = time.monotonic() + max(_SWEEP_S, self._world_size / _SWEPT_PER_S)
+        return not self._missing
+
+    def _called(self) -> set[int]:
+        """Ranks that have written something since the last time."""
+        count = int(self._store.add("news", 0))
+        self._unread.update(range(self._news + 1, count + 1))
+        self._news = count
+        found = _read(self._store, {number: f"news/{number}" for number in self._unread})
+        self._unread -= found.keys()
+        return {int(rank) for rank in found.values()} & set(range(1, self._world_size))
+
+    def _look_at(self, ranks: set[int]) -> None:
+        there = {rank for rank in ranks if self._invite(rank) is not None}
+        self._missing -= ranks
+        self._missing |= {r for r in ranks if r not in there or not self._has_accepted(r)}
 
     def _invite(self, rank: int) -> str | None:
         if not self._store.check([_hello(rank, self._world_size)]):
@@ -246,11 +318,15 @@ class _Host:
             time.sleep(_POLL_S)
             reports += self._new_reports()
         problems = self._problems(reports)
-        for token in {one["token"] for one in reports if "token" in one} - self._present:
-            self._store.set(f"invitation/{token}", self._invitation)  # to hear the verdict
-            self._present.add(token)
+        self._invite_reporters(reports)
         self._tell({"problems": problems})
         raise ConfigError(problems)
+
+    def _invite_reporters(self, reports: Sequence[dict[str, Any]]) -> None:
+        """Let those hear the verdict whose place another process had before they were seen."""
+        for token in {one["token"] for one in reports if "token" in one} - self._present:
+            self._store.set(f"invitation/{token}", self._invitation)
+            self._present.add(token)
 
     def _is_left(self) -> str | None:
         """What is wrong if the others have gone on with another rank 0."""
@@ -271,7 +347,7 @@ class _Host:
         return found
 
     def _problems(self, reports: Sequence[dict[str, Any]]) -> list[str]:
-        problems = [problem for one in reports for problem in one.get("problems", ())]
+        problems = [problem for one in reports for problem in _placed(one)]
         alike: dict[str, list[dict[str, Any]]] = {}
         for one in reports:
             if "differing" in one:
@@ -311,19 +387,24 @@ class _Guest:
 
     def arrive(self, timeout_s: float) -> Attempt:
         deadline = time.monotonic() + timeout_s + _VERDICT_S
+        pause = _pause_s(self._world_size)
+        longest = max(_LONGEST_PAUSE_S, self._world_size / _LATER_POLLS_PER_S)
         while True:
-            self._follow_invitations()
+            due = self._presence.is_due()
+            if self._number is None or due:
+                self._follow_invitations()
             if self._number is not None:
                 if self._store.check([f"go/{self._number}"]):
                     return self._take_part()
                 if self._store.check([f"verdict/{self._number}"]):
                     self._end()
-            if self._presence.is_due() and not self._has_reported:
+            if due and not self._has_reported:
                 self._look_for_faults()
             if time.monotonic() > deadline:
                 text = describe_missing([0], self._world_size, timeout_s)
                 raise MissingRanksError(text, [0])
-            time.sleep(_pause_s(self._world_size))
+            time.sleep(pause)
+            pause = min(1.2 * pause, longest)
 
     def _follow_invitations(self) -> None:
         key = f"invitation/{self._presence.token}"
@@ -335,6 +416,7 @@ class _Guest:
         self._number = int(number)
         if digest == _digest(self._options):
             self._store.set(f"accepted/{number}/{self._presence.token}", "1")
+            _call(self._store, self._rank)
         else:
             self._compare(self._number)
 
@@ -380,6 +462,12 @@ class _Guest:
         if "problems" in verdict:
             raise ConfigError(verdict["problems"])
         raise MissingRanksError(verdict["text"], verdict["missing"])
+
+
+def _placed(reported: Mapping[str, Any]) -> list[str]:
+    """The problems of a process, with the name of its machine."""
+    host, problems = reported["host"], reported.get("problems", ())
+    return [text if host in text else f"{host}: {text}" for text in problems]
 
 
 # Sentences ----------------------------------------------------------------------------------------

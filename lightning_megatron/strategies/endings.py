@@ -77,7 +77,7 @@ class EndingHooks(ParallelStrategy):
                 return board.deaths(strategy._codes())
 
             answer = board.answer if board.answers else None
-            self._watch = PeerWatch(causes, self.global_rank, answer)
+            self._watch = PeerWatch(causes, self.global_rank, answer=answer)
 
     def end_watch(self) -> None:
         """Leave in order."""
