@@ -28,7 +28,6 @@ from lightning_megatron.checkpoint.index import summary, tensor_entries
 from lightning_megatron.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
-    FileEntry,
     Manifest,
     library_versions,
 )
@@ -128,21 +127,36 @@ class PreparedSave:
 
     def finish(self, staging: Staging | RemoteStaging, written: Sequence[Written]) -> Manifest:
         """Write index, state and manifest, and publish; on the first rank."""
-        assert self.document is not None
-        metadata, index = make_index(self.plan, written)
-        files: dict[str, FileEntry] = {}
-        for role, content in {METADATA_FILE: index, **self.document.files()}.items():
-            staging.write(staging.prefix + role, content)
-            files[staging.prefix + role] = entry_of(content)
-        for part in written:
-            files |= part.files
+        manifest, small = self.assemble(written, staging.prefix)
+        for name, content in small.items():
+            staging.write(name, content)
         visible = sizes(staging.directory)
-        lost = {name for name, entry in files.items() if visible.get(name) != entry.size}
+        lost = {n for n, entry in manifest.files.items() if visible.get(n) != entry.size}
         if lost:
             raise CheckpointError(
                 "files written by other ranks are not visible to the first: "
                 f"{summary(sorted(lost))}; checkpoints need a directory that all ranks share"
             )
+        staging.write(MANIFEST_FILE, manifest.to_json().encode())
+        staging.publish()
+        return manifest
+
+    def assemble(
+        self, written: Sequence[Written], prefix: str = ""
+    ) -> tuple[Manifest, dict[str, bytes]]:
+        """Return the manifest, and the small files beside it by name; on the first rank.
+
+        Args:
+            written: what each rank wrote.
+            prefix: of the names of files.
+        """
+        assert self.document is not None
+        metadata, index = make_index(self.plan, written)
+        roles = {METADATA_FILE: index, **self.document.files()}
+        small = {prefix + role: content for role, content in roles.items()}
+        files = {name: entry_of(content) for name, content in small.items()}
+        for part in written:
+            files |= part.files
         manifest = replace(
             self.summary,
             written=time.time(),
@@ -152,9 +166,7 @@ class PreparedSave:
             tensors=tensor_entries(metadata),
             aliases=dict(self.document.aliases),
         )
-        staging.write(MANIFEST_FILE, manifest.to_json().encode())
-        staging.publish()
-        return manifest
+        return manifest, small
 
 
 class Preparation:
@@ -213,6 +225,7 @@ class Preparation:
             summary=Manifest(
                 step=_integer(state.get("global_step")),
                 epoch=_integer(state.get("epoch")),
+                taken=time.time(),
                 layout=dict(layout or {}),
                 optimizers=len(optimizers),
             ),
