@@ -6,10 +6,17 @@ per batch and as the mean of the ranks:
 ============================  ======================================================================
 ``comm/calls/tp``             transfers a rank starts
 ``comm/mib/tp``               MiB it sends (of the cheapest known way, see `topology.meter`)
+``comm/intra_node_mib/tp``    of these, MiB to ranks of its own node
+``comm/inter_node_mib/tp``    of these, MiB to ranks of other nodes; both only where there are
+                              several nodes
 ``time/comm_exposed_s/tp``    seconds in which it does nothing but wait for them
 ``time/comm_s/tp``            seconds that the transfers take: the exposed ones, and those hidden
                               behind other work (CPU only)
 ============================  ======================================================================
+
+What a node's network interface sends is the MiB between nodes times the ranks of the node, plus
+some per cent for headers. Ranks are on one node where they have one host name and one kernel.
+`PrometheusEndpoint` serves ``lightning_megatron_comm_inter_node_mib_tp`` and its like.
 
 Exposed time is what a faster network, or more overlap, could win; in a pipeline it holds the bubble
 as well (`PipelineMonitor` tells how much that is). Of pp all seconds are exposed ones: waiting of
@@ -51,7 +58,7 @@ class CommunicationMonitor(pl.Callback):
             raise ConfigError(f"every={every}: must be at least 1; nearest valid: every=1")
         self._every = every
         self._batches = 0
-        self._since: dict[str, tuple[int, int, float]] = {}
+        self._since: dict[str, tuple[int, int, int, float]] = {}
         self.latest: dict[str, float] = {}
 
     @override
@@ -74,8 +81,8 @@ class CommunicationMonitor(pl.Callback):
                 meter.settle()
                 meter.hidden_s, meter.timed = 0.0, True
                 if self._only_last(trainer) and kind in self._since:
-                    calls, sent, _ = self._since[kind]
-                    self._since[kind] = calls, sent, meter.exposed_s
+                    calls, sent, leaving, _ = self._since[kind]
+                    self._since[kind] = calls, sent, leaving, meter.exposed_s
 
     @override
     def on_train_batch_end(
@@ -94,9 +101,13 @@ class CommunicationMonitor(pl.Callback):
         for kind, meter in _meters(trainer).items():
             meter.settle()
             meter.timed = False
-            calls, sent, exposed = self._since[kind]
+            calls, sent, leaving, exposed = self._since[kind]
             mine[f"comm/calls/{kind}"] = (meter.calls - calls) / batches
-            mine[f"comm/mib/{kind}"] = (meter.bytes - sent) / batches / _MIB
+            mine[f"comm/mib/{kind}"] = total = (meter.bytes - sent) / batches / _MIB
+            if _spans_nodes(trainer):
+                between = (meter.inter_node_bytes - leaving) / batches / _MIB
+                mine[f"comm/inter_node_mib/{kind}"] = between
+                mine[f"comm/intra_node_mib/{kind}"] = total - between
             only_last = self._only_last(trainer)
             waited = (meter.exposed_s - exposed) / (1 if only_last else batches)
             mine[f"time/comm_exposed_s/{kind}"] = waited
@@ -120,5 +131,10 @@ def _meters(trainer: pl.Trainer) -> dict[str, Meter]:
     return meters
 
 
-def _read(meter: Meter) -> tuple[int, int, float]:
-    return meter.calls, meter.bytes, meter.exposed_s
+def _spans_nodes(trainer: pl.Trainer) -> bool:
+    strategy: Any = trainer.strategy
+    return bool(strategy.topology.nodes.count > 1)
+
+
+def _read(meter: Meter) -> tuple[int, int, int, float]:
+    return meter.calls, meter.bytes, meter.inter_node_bytes, meter.exposed_s

@@ -39,8 +39,7 @@ class Pending:
         work: the collective.
         source: what it reads, kept alive until the end.
         finish: makes the result, once the collective is over.
-        meter: of the axis.
-        sent: bytes that this rank sends.
+        meter: of the axis, on which it is counted.
     """
 
     __slots__ = ("_finish", "_meter", "_source", "_work")
@@ -51,10 +50,8 @@ class Pending:
         source: Tensor | None,
         finish: Callable[[], Tensor],
         meter: Meter,
-        sent: float,
     ) -> None:
         self._work, self._meter = work, meter
-        meter.count(sent)
         meter.started(work)
         self._source = source
         self._finish = finish
@@ -74,9 +71,11 @@ def start_sum(x: Tensor, axis: Axis) -> Waited:
     share = 2 * _bytes(x) * (axis.size - 1) / axis.size
     if axis.size > 2 and exchanges(x) and _bytes(x) <= _SMALL_SUM:
         received, work, sent = _exchange(x.expand(axis.size, *x.shape), axis)
-        return Pending(work, sent, lambda: torch.sum(received, 0, out=x), axis.meter, share)
+        axis.meter.exchange(share, axis.group)
+        return Pending(work, sent, lambda: torch.sum(received, 0, out=x), axis.meter)
+    axis.meter.ring(share, axis.group)
     started = dist.all_reduce(x, group=axis.group, async_op=True)
-    return Pending(started, None, lambda: x, axis.meter, share)
+    return Pending(started, None, lambda: x, axis.meter)
 
 
 def start_gather(x: Tensor, axis: Axis, dim: int, after: Tensor | None = None) -> Waited:
@@ -92,15 +91,17 @@ def start_gather(x: Tensor, axis: Axis, dim: int, after: Tensor | None = None) -
     dim %= x.dim()
     if torch.compiler.is_compiling():
         return Traced("gather", x, axis, dim, after)
+    share = _bytes(x) * (axis.size - 1)
     if exchanges(x) and _bytes(x) * axis.size <= _SMALL_GATHER:
+        axis.meter.exchange(share, axis.group)
         parts, work, source = _exchange(x.expand(axis.size, *x.shape), axis)
     else:
+        axis.meter.ring(share, axis.group)
         source = x.contiguous()
         buffer = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
         work = start_all_gather(buffer, source, axis.group)
         parts = buffer.view(axis.size, *x.shape)
-    share = _bytes(x) * (axis.size - 1)
-    return Pending(work, source, lambda: _joined(parts, dim), axis.meter, share)
+    return Pending(work, source, lambda: _joined(parts, dim), axis.meter)
 
 
 def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Waited:
@@ -118,12 +119,14 @@ def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Waited:
     parts = x.view(*before, axis.size, length, *after).movedim(dim, 0)
     share = _bytes(x) * (axis.size - 1) / axis.size
     if exchanges(x):
+        axis.meter.exchange(share, axis.group)
         received, work, sent = _exchange(parts, axis)
-        return Pending(work, sent, lambda: received.sum(0), axis.meter, share)
+        return Pending(work, sent, lambda: received.sum(0), axis.meter)
+    axis.meter.ring(share, axis.group)
     source = parts.flatten(0, 1).contiguous()
     output = x.new_empty((*before, length, *after))
     started = start_reduce_scatter(output, source, axis.group)
-    return Pending(started, source, lambda: output, axis.meter, share)
+    return Pending(started, source, lambda: output, axis.meter)
 
 
 def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -141,7 +141,7 @@ class ObjectBroadcast:
             self._on_host(torch.frombuffer(bytearray(skeleton), dtype=torch.uint8))
         for leaf in leaves:
             plain = leaf.detach().resolve_conj().resolve_neg().contiguous()
-            self._axis.meter.count(plain.numel() * plain.element_size())
+            self._axis.meter.exchange(plain.numel() * plain.element_size(), self._axis.group)
             self._tensor(plain, on_host=plain.device.type == "cpu")
         return value
 

@@ -190,6 +190,7 @@ class InlineChannel:
         self, peer: int, group: dist.ProcessGroup, tag: int, meter: Meter | None = None
     ) -> None:
         self._meter = Meter() if meter is None else meter
+        self._rank = peer
         # The group's own methods: torch.distributed.isend adds as much Python as all of a message.
         self._peer, self._group, self._tag = dist.get_group_rank(group, peer), group, tag
         self._base = _FIRST_CAPACITY
@@ -216,7 +217,7 @@ class InlineChannel:
         index = len(self._sizes)
         capacity = self._capacity(index)
         self._sizes.append(buffer.numel())
-        self._meter.count(buffer.numel())
+        self._meter.message(buffer.numel(), self._rank)
         if buffer.numel() > capacity:
             self._isend(index, buffer[:_HEADER_BYTES].clone(), self._tag)
             self._isend(index, buffer, self._tag + _OVERFLOW_TAG)
@@ -337,7 +338,7 @@ class DeviceChannel:
             payload = leaf.detach().contiguous()
             work = _not_none(dist.isend(payload, self._peer, self._group))
             self._outbox.keep(self._sent, work, payload)
-            self._meter.count(payload.numel() * payload.element_size())
+            self._meter.message(payload.numel() * payload.element_size(), self._peer)
         self._sent += 1
 
     def settle(self, count: int) -> None:

@@ -158,7 +158,7 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         on_meta = any(t.is_meta for t in inputs)
         try:
             result = func(*args, **kwargs)
-        except Exception:
+        except Exception:  # raised again; operators raise what they like about meta tensors
             if on_meta:
                 self.give_up(f"{func} has no result without values")
             raise

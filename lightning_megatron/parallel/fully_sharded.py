@@ -161,9 +161,8 @@ class FullySharded(DataParallel):
         scatter: Any = UnitReduceScatter(meter, self._roll, number)  # private
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
-        copies = topology.dp_replicate.size
-        if copies > 1:
-            unit.set_all_reduce_hook(count_sums(meter, copies))
+        if topology.dp_replicate.size > 1:
+            unit.set_all_reduce_hook(count_sums(topology.dp_replicate))
         return number
 
     @property

@@ -239,7 +239,8 @@ class GradientBuckets:
         bucket.sent = flat
         bucket.work = dist.all_reduce(flat, group=self._groups.batch, async_op=True)
         ranks = self._groups.batch.size()
-        self._meter.count(2 * flat.numel() * flat.element_size() * (ranks - 1) / ranks)
+        sent = 2 * flat.numel() * flat.element_size() * (ranks - 1) / ranks
+        self._meter.ring(sent, self._groups.batch)
 
     def _write(self, bucket: _Bucket) -> None:
         assert bucket.sent is not None
@@ -299,7 +300,7 @@ class GradientBuckets:
             bucket.total = total
         bucket.sent = sent
         bucket.received = self._scratch.take(sum(to_receive), wide, flags.device)
-        self._meter.count(sent.numel() * sent.element_size())
+        self._meter.exchange(sent.numel() * sent.element_size(), group)
         bucket.work = dist.all_to_all_single(
             bucket.received, sent, to_receive, to_send, group=group, async_op=True
         )
@@ -321,7 +322,7 @@ class GradientBuckets:
             offset += size
         sent[:, offset:] = flags
         bucket.sent, bucket.received = sent, sent.new_empty(length)
-        self._meter.count(sent.numel() * sent.element_size() * (ranks - 1) / ranks)
+        self._meter.ring(sent.numel() * sent.element_size() * (ranks - 1) / ranks, group)
         bucket.work = start_reduce_scatter(bucket.received, sent.view(-1), group)
 
     def _add_part(self, bucket: _Bucket) -> None:
@@ -343,7 +344,7 @@ class GradientBuckets:
         work: dist.Work | None = dist.all_reduce(total, group=group, async_op=True)
         assert work is not None
         ranks = group.size()
-        self._meter.count(2 * total.numel() * total.element_size() * (ranks - 1) / ranks)
+        self._meter.ring(2 * total.numel() * total.element_size() * (ranks - 1) / ranks, group)
         self._meter.started(work)
         return work
 

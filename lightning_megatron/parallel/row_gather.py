@@ -141,7 +141,7 @@ class RowGather:
                 work = dist.broadcast(part, source, group=self._group, async_op=True)
                 self._meter.started(work)
                 bucket.works.append(work)
-        self._meter.count(bucket.parts[mine].nbytes * (self._group.size() - 1))
+        self._meter.exchange(bucket.parts[mine].nbytes * (self._group.size() - 1), self._group)
 
     def _start_padded(self, bucket: _Bucket, device: torch.device) -> None:
         sizes = [part_size(rows.parameter, rows.ranks) for rows in bucket.members]
@@ -153,7 +153,7 @@ class RowGather:
             offset += size
         received = sent.new_empty(self._group.size() * len(sent))
         bucket.parts = [sent, received]
-        self._meter.count(sent.nbytes * (self._group.size() - 1))
+        self._meter.ring(sent.nbytes * (self._group.size() - 1), self._group)
         bucket.works = [start_all_gather(received, sent, self._group)]
         self._meter.started(bucket.works[0])
 

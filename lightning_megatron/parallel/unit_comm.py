@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import gather_now, reduce_scatter_now, start_all_gather
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.topology.mesh import Axis
 from lightning_megatron.topology.meter import Meter
 
 
@@ -181,7 +182,7 @@ class UnitGather(_Memory):
             ConfigError: another rank does not gather this unit now.
         """
         self._roll.compare(GATHER, self._unit, input_tensor.numel())
-        self._meter.count(_bytes(input_tensor) * (group.size() - 1))
+        self._meter.ring(_bytes(input_tensor) * (group.size() - 1), group)
         on_host = output_tensor.device.type == "cpu"
         if async_op:
             work = start_all_gather(output_tensor, input_tensor, group)
@@ -222,10 +223,12 @@ class UnitReduceScatter(_Memory):
         del async_op
         self._roll.compare(REDUCE, self._unit, input_tensor.numel())
         ranks = group.size()
-        self._meter.count(_bytes(input_tensor) * (ranks - 1) / ranks)
+        sent = _bytes(input_tensor) * (ranks - 1) / ranks
         if input_tensor.device.type != "cpu":
+            self._meter.ring(sent, group)
             reduce_scatter_now(output_tensor, input_tensor, group, op)
             return
+        self._meter.exchange(sent, group)
         begin = time.perf_counter()
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -235,11 +238,11 @@ class UnitReduceScatter(_Memory):
             output_tensor.div_(ranks)
 
 
-def count_sums(meter: Meter, ranks: int) -> Callable[[Tensor], None]:
-    """A hook for FSDP2's all-reduce, that counts what has been summed over ``ranks``."""
+def count_sums(axis: Axis) -> Callable[[Tensor], None]:
+    """A hook for FSDP2's all-reduce, that counts what has been summed over ``axis``."""
 
     def hook(output: Tensor) -> None:
-        meter.count(2 * _bytes(output) * (ranks - 1) / ranks)
+        axis.meter.ring(2 * _bytes(output) * (axis.size - 1) / axis.size, axis.group)
 
     return hook
 

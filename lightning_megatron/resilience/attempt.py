@@ -60,6 +60,12 @@ class Peer:
     machine: str = ""
     """The same for processes that know each other by the same process ids."""
 
+    @property
+    def node(self) -> str:
+        """The same for processes that need no network to reach each other."""
+        kernel = self.machine.partition(" ")[0]
+        return f"{self.host} {kernel}"
+
     @classmethod
     def here(cls) -> "Peer":
         """This process."""

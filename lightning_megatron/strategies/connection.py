@@ -26,7 +26,7 @@ from lightning_megatron import env
 from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.resilience import interfaces
-from lightning_megatron.resilience.attempt import Attempt, join, recall, remember
+from lightning_megatron.resilience.attempt import Attempt, Peer, join, recall, remember
 from lightning_megatron.resilience.meeting_place import host_store, reach_store
 from lightning_megatron.strategies.endings import EndingHooks
 from lightning_megatron.strategies.forking import ForkLauncher
@@ -288,6 +288,14 @@ class Processes(EndingHooks):
             watch.close()
         self.events.identify(run=self.attempt.run_id, attempt=self.attempt.number)
         self.begin_watch(self.attempt)
+
+    def node_names(self) -> list[str]:
+        """Name of the node of every rank; collective where somebody else connected the ranks."""
+        if len(self.attempt.peers) == dist.get_world_size():
+            return [peer.node for peer in self.attempt.peers]
+        names: list[Any] = [""] * dist.get_world_size()
+        dist.all_gather_object(names, Peer.here().node)
+        return names
 
     def forget_interface(self) -> None:
         """Leave to the environment the choice of an interface that `find_peers` made."""

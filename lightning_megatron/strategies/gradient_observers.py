@@ -8,8 +8,7 @@ reduce-scatter, so it is done only where somebody may look:
 * under manual optimization, where the step itself may;
 * where the module or a callback overrides a hook that runs between the backward and the moment
   when gradients are cleared (`HOOKS`);
-* where code of the module or of a callback, or a function that it calls by a global name, mentions
-  gradients.
+* where code of the module or of a callback mentions gradients (`strategies.user_code`).
 
 Weights and gradients of which ranks hold parts (tp, ZeRO 3, stages of a pipeline) are looked after
 by `parallel.whole_reductions` where such code exists, or such that mentions parameters.
@@ -18,11 +17,12 @@ Callbacks of Lightning and of this package do not count: the former look at no g
 know where gradients are.
 """
 
-from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+
+from lightning_megatron.strategies.user_code import names_in, own_functions
 
 HOOKS = (
     "backward",
@@ -35,7 +35,6 @@ HOOKS = (
 )
 """Hooks of modules and callbacks that exist to look at gradients, or can."""
 
-_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_megatron.", "torch.", "builtins")
 _HARMLESS = frozenset(
     {
         "autograd",
@@ -57,11 +56,10 @@ _HARMLESS = frozenset(
 def looks_at_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether the module or a callback of the user's may look at ``.grad``."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    seen: set[FunctionType] = set()
     return not module.automatic_optimization or any(
-        name in HOOKS or _mentions(function, seen)
+        name in HOOKS or _mentions(function)
         for observer in (module, *callbacks)
-        for name, function in _own_functions(observer)
+        for name, function in own_functions(observer)
     )
 
 
@@ -83,18 +81,18 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> tuple[bool, b
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     in_step = any(
-        _mentions(function, set(), _WEIGHTS)
+        _mentions(function, _WEIGHTS)
         for part in module.modules()
-        for name, function in _own_functions(part)
+        for name, function in own_functions(part)
         if name not in (*_BUILDERS, *HOOKS, *_NO_STEPS)
         and not name.startswith("on_")
         and not name.endswith("dataloader")
         and (part is module or name != "forward")
     )
     somewhere = any(
-        name in HOOKS or _mentions(function, set(), _WEIGHTS)
+        name in HOOKS or _mentions(function, _WEIGHTS)
         for observer in (module, *callbacks)
-        for name, function in _own_functions(observer)
+        for name, function in own_functions(observer)
         if name not in _BUILDERS
     )
     by_hand = not module.automatic_optimization and looks_at_gradients(trainer, module)
@@ -104,49 +102,8 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> tuple[bool, b
 _NO_STEPS = ("setup", "teardown", "validation_step", "test_step", "predict_step")
 
 
-def _own_functions(observer: object) -> Iterator[tuple[str, FunctionType]]:
-    """Functions of an object, of its class and of the bases of that, that no library has written.
-
-    Hooks may be set on the object, as ``LambdaCallback`` does.
-    """
-    for holder in (vars(observer), *map(vars, type(observer).__mro__)):
-        for name, value in holder.items():
-            function = getattr(value, "__func__", getattr(value, "fget", value))
-            if isinstance(function, FunctionType) and not _is_of_library(function):
-                yield name, function
-
-
-def _is_of_library(function: FunctionType) -> bool:
-    return f"{function.__module__}.".startswith(_LIBRARIES)
-
-
-def _mentions(
-    function: FunctionType, seen: set[FunctionType], words: frozenset[str] = frozenset()
-) -> bool:
-    """Whether a function, or one that it calls by a global name, has a word for gradients.
-
-    Args:
-        function: see above.
-        seen: functions that have been looked at.
-        words: further words that count.
-    """
-    if function in seen:
-        return False
-    seen.add(function)
-    names = set(_names_in(function.__code__))
-    called = (function.__globals__.get(name) for name in names)
-    mentioned = (name in words or ("grad" in name and name not in _HARMLESS) for name in names)
-    return any(mentioned) or any(
-        isinstance(other, FunctionType)
-        and not _is_of_library(other)
-        and _mentions(other, seen, words)
-        for other in called
+def _mentions(function: FunctionType, words: frozenset[str] = frozenset()) -> bool:
+    """Whether a function has a word for gradients, or one of ``words``."""
+    return any(
+        name in words or ("grad" in name and name not in _HARMLESS) for name in names_in(function)
     )
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Names of attributes and globals in a function and those defined in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)

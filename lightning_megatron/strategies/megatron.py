@@ -256,6 +256,7 @@ class MegatronStrategy(
             sequence_parallel=self.options.sequence_parallel,
             seed=self._seed,
             timeout=timedelta(seconds=self._connection.timeout_s),
+            nodes=self.node_names(),
         )
         close_with(topology, module)
         return topology
@@ -347,10 +348,16 @@ class MegatronStrategy(
         self._step_state = None
         if self.topology.pp.size > 1:
             last = self._steps().last_rank
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
             self._step_state = StepState(
-                self._module(), self.topology.pp, last, self.topology.device, self._host_gloo
+                self._module(),
+                self.topology.pp,
+                last,
+                self.topology.device,
+                self._host_gloo,
+                callbacks,
             )
-            trainer.callbacks.insert(0, self._step_state)  # type: ignore[attr-defined]
+            callbacks.insert(0, self._step_state)
 
     def _watch_parts(self, trainer: Trainer, module: LightningModule) -> None:
         """Have parts of weights seen by user's code made whole, where there are parts and users."""
@@ -472,7 +479,22 @@ class MegatronStrategy(
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.check_saves()
-        return super().training_step(*args, **kwargs)
+        with self._sharing_step_state():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def _evaluate(self, *args: Any) -> Any:
+        with self._sharing_step_state():
+            return super()._evaluate(*args)
+
+    @contextmanager
+    def _sharing_step_state(self) -> Iterator[None]:
+        state = self._step_state
+        if state is not None:
+            state.begin_step()
+        yield
+        if state is not None:
+            state.end_step()
 
     @override
     def all_gather(

@@ -8,7 +8,7 @@ other. A group of one rank is None, and code that finds ``axis.size == 1`` commu
 import gc
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, cached_property
@@ -23,6 +23,7 @@ from lightning_megatron._torch import forget_meshes, is_known, mend_operation_ke
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
 from lightning_megatron.topology.meter import Meter
+from lightning_megatron.topology.nodes import Nodes
 from lightning_megatron.topology.rng import RandomStreams, StepSeeds
 
 Parts: TypeAlias = tuple[tuple[int, ...], ...]
@@ -139,6 +140,7 @@ class Topology:
             sequence.
         seed: the run's seed; feeds initialisation and the random streams.
         timeout: for the groups made here; the default group's timeout when None.
+        nodes: name of the node of every rank; one node when None. The same on all ranks.
 
     Attributes:
         tp, pp, cp, dp_replicate, dp_shard: mesh axes.
@@ -148,6 +150,7 @@ class Topology:
         rng: the random streams of this process.
         step_seeds: of what the user's step draws.
         is_closed: whether `close` was called; nothing communicates any more.
+        nodes: which ranks share a node.
         meters: what this rank sends, by ``tp``, ``pp``, ``cp`` and ``dp``.
     """
 
@@ -159,6 +162,7 @@ class Topology:
         sequence_parallel: bool = False,
         seed: int = 0,
         timeout: timedelta | None = None,
+        nodes: Sequence[str] | None = None,
     ) -> None:
         if degrees.world_size != dist.get_world_size():
             raise RuntimeError(f"{degrees} does not match {dist.get_world_size()} processes")
@@ -172,7 +176,8 @@ class Topology:
         self._made: list[dist.ProcessGroup] = []
         self._parts: dict[tuple[str, Parts], dist.ProcessGroup | None] = {}
         self.is_closed = False
-        self.meters = {kind: Meter() for kind in ("tp", "pp", "cp", "dp")}
+        self.nodes = Nodes(nodes or ("",) * self.world_size)
+        self.meters = {kind: Meter(self.nodes) for kind in ("tp", "pp", "cp", "dp")}
         mend_operation_keys()
         forget_meshes()
         present = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]

@@ -5,13 +5,16 @@ Every collective over an axis, and every message of a pipeline, is counted on th
 * *bytes* that this rank sends, by the cheapest known way: of a whole tensor of ``n`` bytes on ``p``
   ranks a gather or a reduce-scatter sends ``n (p-1)/p``, an all-reduce twice that, a message ``n``.
   What a backend really does may be more (gloo's reduce-scatter) or go through fewer links;
+* of these, bytes *between nodes*: those that the ring, the exchange or the message sends to a rank
+  of another node (`topology.nodes`). Of a ring all leave the node, or none, so it is the mean over
+  the ranks that tells: times the ranks of a node, it is what the node sends;
 * *exposed* seconds: the host stood still, or on a GPU the stream that computes, until the transfer
   was over. Waiting for a peer that is late is in it, and in a pipeline the bubble;
 * *hidden* seconds from the start of a transfer until it is over or somebody begins to wait for it.
   Exposed and hidden seconds together are those that the transfers take. The messages between
   stages have none: when one sets out its receiver does not know.
 
-Counting is two additions. Exposed time on a CPU is two looks at a clock, and always measured;
+Counting is a few additions. Exposed time on a CPU is two looks at a clock, and always measured;
 hidden time, and exposed time on a GPU, need a callback or events per transfer, and are measured
 only while `Meter.timed` is set. Small sums that belong to no layer (norms of gradients, values that
 are logged, agreements) are not counted.
@@ -22,6 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_megatron.topology.nodes import Nodes
 
 
 class _Flight:
@@ -46,28 +51,67 @@ class _Flight:
 class Meter:
     """Counts the transfers of one rank over one kind of axis.
 
+    Args:
+        nodes: of the run; None where there is but one.
+
     Attributes:
         calls: transfers that this rank has started.
         bytes: that it has sent.
+        inter_node_bytes: of these, those to ranks of other nodes.
         exposed_s: seconds in which nothing else was done.
         hidden_s: seconds in which transfers that were started while ``timed`` went on and nobody
             waited for them; on CPUs only.
         timed: whether transfers are timed that need more than a clock for it.
     """
 
-    __slots__ = ("_events", "_flying", "bytes", "calls", "exposed_s", "hidden_s", "timed")
+    __slots__ = (
+        *("_events", "_flying", "_nodes", "_shares"),
+        *("bytes", "calls", "exposed_s", "hidden_s", "inter_node_bytes", "timed"),
+    )
 
-    def __init__(self) -> None:
-        self.calls = self.bytes = 0
+    def __init__(self, nodes: Nodes | None = None) -> None:
+        self._nodes = nodes if nodes is not None and nodes.count > 1 else None
+        self._shares: dict[str, tuple[float, float]] = {}
+        self.calls = self.bytes = self.inter_node_bytes = 0
         self.exposed_s = self.hidden_s = 0.0
         self.timed = False
         self._events: list[tuple[Any, Any]] = []
         self._flying: dict[dist.Work, _Flight] = {}
 
-    def count(self, sent: float) -> None:
-        """A transfer in which this rank sends so many bytes."""
+    def count(self, sent: float, leaving: float = 0.0) -> None:
+        """A transfer in which this rank sends so many bytes.
+
+        Args:
+            sent: bytes.
+            leaving: share of them that goes to other nodes.
+        """
         self.calls += 1
         self.bytes += int(sent)
+        self.inter_node_bytes += int(sent * leaving)
+
+    def ring(self, sent: float, group: dist.ProcessGroup | None) -> None:
+        """A collective that goes around the ring of a group."""
+        self.count(sent, self._leaving(group)[0])
+
+    def exchange(self, sent: float, group: dist.ProcessGroup | None) -> None:
+        """A collective in which this rank sends the same to every other rank of a group."""
+        self.count(sent, self._leaving(group)[1])
+
+    def message(self, sent: float, peer: int) -> None:
+        """A message to one global rank."""
+        nodes = self._nodes
+        self.count(sent, float(nodes is not None and nodes[peer] != nodes[dist.get_rank()]))
+
+    def _leaving(self, group: dist.ProcessGroup | None) -> tuple[float, float]:
+        """Share of what a ring, and an exchange, sends to other nodes."""
+        nodes = self._nodes
+        if nodes is None or group is None:
+            return 0.0, 0.0
+        key = group.group_name  # to hold the group would keep its threads
+        if key not in self._shares:
+            ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+            self._shares[key] = nodes.by_ring(ranks, rank), nodes.by_exchange(ranks, rank)
+        return self._shares[key]
 
     def started(self, work: dist.Work | None) -> None:
         """Take the time of a transfer that has just been started, if ``timed``."""

@@ -1,8 +1,10 @@
 """Bytes and calls of every axis are those of the algorithm; waiting is what it is."""
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron import CommunicationMonitor
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategies.small import GLOBAL_BATCH, WIDTH, Small, dp_of, loader, make_trainer
 
@@ -44,6 +47,13 @@ def monitored(layout: Mapping[str, Any], devices: int) -> dict[str, float]:
         k: v for k, v in trainer.callback_metrics.items() if k in monitor.latest
     }
     return monitor.latest
+
+
+def of_node(layout: Mapping[str, Any], devices: int) -> dict[str, float]:
+    """As `monitored`, where pairs of ranks take each other for a node."""
+    host = f"node{int(os.environ['RANK']) // 2}"
+    with mock.patch("socket.gethostname", return_value=host):
+        return monitored(layout, devices)
 
 
 def monitored_parallel(sequence_parallel: bool) -> dict[str, float]:
@@ -82,6 +92,41 @@ def test_stages_send_activations_and_their_gradients(pool: WorkerPool) -> None:
     payload = GLOBAL_BATCH * WIDTH * 8
     assert payload <= found["comm/mib/pp"] * MIB <= payload + 4 * 4096
     assert 0 < found["time/comm_exposed_s/pp"] <= found["time/comm_s/pp"]
+
+
+WHOLE = PARAMETERS * 8
+"""Bytes of all weights."""
+FLAGS = 4 * 2 * 8
+"""Of one flag for every parameter, with each copy or part of the gradients."""
+MESSAGES = GLOBAL_BATCH * WIDTH * 8
+"""Of the activations of a batch; each message has a header of 64 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "total", "between"),
+    [
+        # Two nodes of two ranks: of a ring one rank of each node sends to the other node.
+        ({"zero": 0}, "dp", 4 * 1.5 * (WHOLE + FLAGS), 2 * 1.5 * (WHOLE + FLAGS)),
+        # Shards are summed over the copies, each of which is on a node of its own.
+        (
+            {"zero": 1, "sharding": ShardingConfig(dp_replicate=2)},
+            "dp",
+            4 * (1.5 * WHOLE + 2 * FLAGS),
+            4 * (WHOLE / 2 + FLAGS),
+        ),
+        # Ranks 0 and 1 are the last stages of two pipelines.
+        ({"pp": 2, "num_microbatches": 2}, "pp", 2 * MESSAGES + 8 * 64, 2 * MESSAGES + 8 * 64),
+        ({"pp": 2, "num_microbatches": 2}, "dp", 2 * WHOLE + 2 * FLAGS, 0),
+        ({"pp": 4, "num_microbatches": 2}, "pp", 6 * MESSAGES + 12 * 64, 2 * MESSAGES + 4 * 64),
+    ],
+)
+def test_bytes_between_nodes_are_those_of_the_formula(
+    pool: WorkerPool, layout: dict[str, Any], kind: str, total: float, between: float
+) -> None:
+    found = pool.run(4, of_node, layout, 4)[0]
+    inter, intra = (4 * found[f"comm/{x}_node_mib/{kind}"] * MIB for x in ("inter", "intra"))
+    assert inter + intra == pytest.approx(4 * found[f"comm/mib/{kind}"] * MIB)
+    assert (inter + intra, inter) == pytest.approx((total, between), abs=8)
 
 
 LATE_S = 0.4

@@ -37,6 +37,13 @@ def test_fit_then_the_other_subcommands(
     assert "val_perplexity" in capsys.readouterr().out
     assert main(["test", *TINY, place, "--trainer.limit_test_batches=1"]) == 0
     assert "test_perplexity" in capsys.readouterr().out
+    # Hyper-parameters in a file of plain Lightning are not those of this command's model.
+    file = tmp_path / "plain.ckpt"
+    torch.save({"hyper_parameters": {"unknown": 1}, "state_dict": {}}, file)
+    assert main(["validate", *TINY, place, f"--ckpt_path={file}"]) == 2
+    printed = capsys.readouterr().err
+    assert str(file) in printed
+    assert "unknown" not in printed
 
 
 def test_the_module_of_the_current_folder_under_our_strategy(

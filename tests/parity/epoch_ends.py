@@ -1,6 +1,6 @@
 """Modules that compute at the end of an epoch from what their steps have filled."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import lightning as L
@@ -113,3 +113,45 @@ class ByHand(L.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+
+class BetweenBatches(ByHand):
+    """Hooks after each batch log what the step filled; some of that cannot be pickled."""
+
+    LOGGED = ("summed", "label_0", "running", "train_acc")
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Local(Average):
+            pass
+
+        self.losses: list[float] = []
+        self.by_label: dict[int, list[int]] = defaultdict(lambda: [0])
+        self.local = Local()
+        self.phases = {"train": MulticlassAccuracy(CLASSES)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self.trunk(x) / self.temperature
+        loss = F.cross_entropy(logits, y)
+        self.losses.append(float(loss.detach()) * len(y))
+        for label in logits.argmax(-1).tolist():
+            self.by_label[label][0] += 1
+        self.local.add(float(loss.detach()), len(y))
+        self.phases["train"].update(logits.argmax(-1), y)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("summed", self.losses_so_far(), batch_size=1)
+        self.log("label_0", float(self.by_label[0][0]), batch_size=1)
+        self.log("running", self.local.total / self.local.count, batch_size=1)
+        self.log("train_acc", self.phases["train"].compute(), batch_size=1)
+
+    def losses_so_far(self) -> float:
+        return sum(self.losses)
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.clear()
+        self.by_label.clear()
+        self.phases["train"].reset()

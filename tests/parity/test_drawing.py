@@ -1,9 +1,11 @@
 """What a step draws is the same on every rank that works on the same samples."""
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,25 @@ from tests.parity.jobs import quiet_trainer
 
 TWO = PipelineConfig(stages_per_rank=2)
 Found = tuple[dict[str, Tensor], list[tuple[float, ...]], float]
+
+
+class Between(L.Callback):
+    """Draws between the steps; an attribute of the module would be that of the last stage."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[float, ...]] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.drawn.append((float(torch.rand(())), random.random(), numpy.random.rand()))
+
+
+def between_job(options: Mapping[str, Any]) -> list[tuple[float, ...]]:
+    """What a callback draws after every step on this rank."""
+    L.seed_everything(7, verbose=False)
+    between = Between()
+    strategy = MegatronStrategy(**options)
+    quiet_trainer(strategy, max_epochs=2, callbacks=[between]).fit(Denoiser())
+    return between.drawn
 
 
 def job(options: Mapping[str, Any], dp: int = 1, **habits: Any) -> Found:
@@ -70,6 +91,15 @@ def test_draws_are_those_of_one_process(pool: WorkerPool, alone: Any, case: str)
             training = [draw for draw in seen if draw in drawn]
             assert len(set(training)) >= 4 * options["num_microbatches"]
         assert ours_val == found[0][2]
+
+
+def test_draws_between_steps_do_not_depend_on_what_a_stage_drew_within(pool: WorkerPool) -> None:
+    """Stage 0 leaves a step at its trunk, and a rank with two stages runs it twice."""
+    layout = {"pp": 2, "num_microbatches": 2}
+    for options in (layout, {**layout, "schedule": "interleaved", "pipeline": TWO}):
+        first, second = pool.run(2, between_job, options)
+        assert first == second
+        assert len(set(first)) == len(first) == 4
 
 
 def test_other_samples_get_other_numbers_and_what_one_rank_draws_separates_nobody(

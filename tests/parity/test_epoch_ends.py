@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_megatron
 from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.testing import WorkerError, WorkerPool
-from tests.parity.epoch_ends import WIDTH, ByHand
+from tests.parity.epoch_ends import WIDTH, BetweenBatches, ByHand
 from tests.parity.jobs import quiet_trainer
 
 Found = tuple[dict[str, Tensor], dict[str, float], dict[str, Any]]
@@ -86,3 +86,69 @@ def trunk_job() -> None:
 def test_a_trunk_in_parts_is_not_called_outside_of_a_step(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match=r"called outside of a step.*train with pp=1"):
         pool.run(2, trunk_job)
+
+
+Logged = tuple[list[dict[str, float]], list[str]]
+
+
+class LastValues(L.Callback):
+    """What is logged after each batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        logged = trainer.callback_metrics
+        self.seen.append({k: float(logged[k]) for k in BetweenBatches.LOGGED if k in logged})
+
+
+def between_job(options: dict[str, Any] | str, directory: str) -> Logged:
+    """Logged values after each batch, and checkpoints that one of them names and chooses."""
+    L.seed_everything(3, verbose=False)
+    values = LastValues()
+    best = ModelCheckpoint(
+        directory, "{step}-{running:.6f}", "running", every_n_train_steps=2, save_top_k=2
+    )
+    strategy = options if isinstance(options, str) else MegatronStrategy(**options)
+    trainer = quiet_trainer(
+        strategy, max_epochs=2, enable_checkpointing=True, callbacks=[values, best]
+    )
+    trainer.fit(BetweenBatches())
+    return values.seen, sorted(Path(path).name for path in best.best_k_models)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hooks_after_a_batch_see_what_the_step_has_filled_on_every_stage(
+    pool: WorkerPool, tmp_path: Path, layout: str
+) -> None:
+    [(values, names)] = pool.run(1, between_job, "auto", str(tmp_path / "plain"))
+    assert len({tuple(v.items()) for v in values}) == len(values) == 6
+    ranks, options = LAYOUTS[layout]
+    for ours, ours_names in pool.run(ranks, between_job, options, str(tmp_path / "ours")):
+        assert ours_names == names
+        # Numbers that are logged as such are float32.
+        assert ours == [pytest.approx(expected, abs=1e-5) for expected in values]
+
+
+class Unshareable(ByHand):
+    """Hooks read a container of what no process can give to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = float(self.trunk(batch[0]).sum())
+        self.calls.append(lambda: value)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val", sum(call() for call in self.calls))
+
+
+def unshareable_job() -> None:
+    quiet_trainer(MegatronStrategy(pp=2), max_epochs=1).fit(Unshareable())
+
+
+def test_what_hooks_use_and_nothing_can_carry_is_refused_by_name(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"self\.calls: steps fill and hooks use"):
+        pool.run(2, unshareable_job)

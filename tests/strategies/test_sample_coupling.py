@@ -33,7 +33,21 @@ class Denied(Normed):
     couples_samples = False
 
 
-MODULES = (Contrastive, Normed, Told, Denied, Small)
+class Frozen(Normed):
+    """Its batch norms take what they have learned before."""
+
+    def on_train_epoch_start(self) -> None:
+        self.net.eval()
+
+
+class Compares(Small):
+    """Gathers between its steps, when batches are whole."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.all_gather(self.lr)
+
+
+MODULES = (Contrastive, Normed, Told, Denied, Frozen, Compares, Small)
 
 
 def job(layout: Mapping[str, Any], devices: int) -> dict[str, list[str]]:
@@ -62,6 +76,8 @@ def test_each_is_named_once(pool: WorkerPool, layout: dict[str, Any], devices: i
         "Normed": 1,
         "Told": 1,
         "Denied": 0,
+        "Frozen": 0,
+        "Compares": 0,
         "Small": 0,
     }
     assert found["Contrastive"][0].startswith("Contrastive calls self.all_gather in its step")
@@ -70,5 +86,16 @@ def test_each_is_named_once(pool: WorkerPool, layout: dict[str, Any], devices: i
     assert "(net." in found["Normed"][0]
 
 
-def test_whole_batches_are_not_warned_of(pool: WorkerPool) -> None:
-    assert not any(pool.run(1, job, {}, 1)[0].values())
+def test_one_rank_of_a_stage_tells(pool: WorkerPool) -> None:
+    first, second = pool.run(2, job, {"num_microbatches": 2}, 2)
+    assert [len(first[name]) for name in ("Contrastive", "Normed", "Told")] == [1, 1, 1]
+    assert not any(second.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "devices"), [({}, 1), ({"num_microbatches": 1, "pp": 2}, 2)], ids=str
+)
+def test_whole_batches_are_not_warned_of(
+    pool: WorkerPool, layout: dict[str, Any], devices: int
+) -> None:
+    assert not any(any(found.values()) for found in pool.run(devices, job, layout, devices))

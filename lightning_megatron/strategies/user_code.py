@@ -1,0 +1,52 @@
+"""Reading what users have written in modules and callbacks, as far as code tells.
+
+What a run has to prepare for (somebody looks at gradients; a hook reads what steps have filled) is
+found by the names that functions mention. A name says little, so whoever asks does too much rather
+than too little where it is there.
+"""
+
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_megatron.", "torch.", "builtins")
+
+
+def own_functions(observer: object) -> Iterator[tuple[str, FunctionType]]:
+    """Functions of an object, of its class and of the bases of that, that no library has written.
+
+    Hooks may be set on the object, as ``LambdaCallback`` does.
+    """
+    for holder in (vars(observer), *map(vars, type(observer).__mro__)):
+        for name, value in holder.items():
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            if isinstance(function, FunctionType) and not _is_of_library(function):
+                yield name, function
+
+
+def names_in(function: FunctionType) -> frozenset[str]:
+    """Names of attributes and globals in a function and in those that it calls as globals."""
+    seen: set[FunctionType] = set()
+    found: set[str] = set()
+    to_read = [function]
+    while to_read:
+        reading = to_read.pop()
+        if reading in seen:
+            continue
+        seen.add(reading)
+        names = set(_names_of(reading.__code__))
+        found |= names
+        called = (reading.__globals__.get(name) for name in names)
+        to_read += [f for f in called if isinstance(f, FunctionType) and not _is_of_library(f)]
+    return frozenset(found)
+
+
+def _is_of_library(function: FunctionType) -> bool:
+    return f"{function.__module__}.".startswith(_LIBRARIES)
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    """Names in a function and those defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of(constant)
