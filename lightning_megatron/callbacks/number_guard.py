@@ -144,7 +144,7 @@ class NumberGuard(pl.Callback):
         clips = trainer.gradient_clip_val or any(one.clips for one in monitors)
         single = automatic and trainer.accumulate_grad_batches == 1
         together = single and not clips and not self._scales_loss()
-        self._sums = strategy.agreement.register("gradients") if together else None
+        self._sums = strategy.agreement.register("gradients", by_rank=False) if together else None
         strategy.agreement.on_settled(self._settled)
         strategy.judge = self._judge
         # Under manual optimization a batch has no beginning to return to.
@@ -191,7 +191,7 @@ class NumberGuard(pl.Callback):
         own = self._strategy.parallel_gradients.finiteness()
         loss, total = torch.stack([self._loss.to(own), own]).tolist()
         self._slot.put(loss)
-        self._sums.put(total)
+        self._sums.put(abs(total))
 
     def _settled(self) -> None:
         """The losses of a batch are known."""
@@ -202,7 +202,7 @@ class NumberGuard(pl.Callback):
             self._window.batches.append(trainer.fit_loop.epoch_loop.batch_idx)
             self._window.losses.append(self._slot.values)
             if self._sums is not None:
-                self._finite = all(map(math.isfinite, self._sums.values))
+                self._finite = math.isfinite(self._sums.max)
 
     # What is decided -----------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ from lightning_megatron.checkpoint.state import (
     versions_of,
     whole,
 )
+from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.restore import is_whole
@@ -319,7 +320,7 @@ class WholeState:
         if self._peers.size == 1:
             tensor: Tensor = value
             return tensor
-        host = dist.get_backend(self._peers.group) == "gloo"
+        host = dist.get_backend(self._peers.group) in ("gloo", BACKEND)
         device = torch.device("cpu") if host else self._parallel.topology.device
         ours = torch.empty(shape, dtype=dtype, device=device)
         if self._peers.rank == source:

@@ -41,6 +41,19 @@ def address_of(interface: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
 
 
+def address_towards(host: str) -> str:
+    """Address of this machine from which packets to ``host`` leave.
+
+    Returns:
+        Empty where there is no way to it, or where the address means nothing to other machines.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        address = str(probe.getsockname()[0])
+        return "" if address.startswith("127.") else address
+    return ""
+
+
 def is_local(host: str) -> bool:
     """Whether ``host`` is this machine, by a name or address of it."""
     with suppress(OSError):

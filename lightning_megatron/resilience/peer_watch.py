@@ -6,6 +6,9 @@ code goes on for as long as that takes. The thread looks at the process table a 
 It first lets the main thread find out by itself, for `GRACE_S`, as that can say more; processes
 that have left in order do not count.
 
+On one rank of each machine the thread also answers when others look for the cause of a failure:
+this machine is there (`EndingBoard.answer`).
+
 Nobody is watched after training: then ranks end when they like. A run that nobody ends, as its
 strategy was given up or its process groups were destroyed, is over as well: these processes may be
 in another run by now, with other peers.
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from lightning_megatron.resilience.announce import announce
-from lightning_megatron.resilience.root_cause import Ending
+from lightning_megatron.resilience.ending_board import ANSWER_S, Ending
 
 GRACE_S = 4.0
 """How long the main thread has to notice by itself."""
@@ -31,6 +34,7 @@ class PeerWatch:
         causes: who has failed, as it is known now; None when the run is over. Called several times
             a second.
         rank: of this process, for the message.
+        answer: called every `ANSWER_S`.
         leave: ends this process; by default with exit code 1, wherever its main thread is.
     """
 
@@ -38,9 +42,10 @@ class PeerWatch:
         self,
         causes: Callable[[], list[Ending] | None],
         rank: int,
+        answer: Callable[[], None] | None = None,
         leave: Callable[[], None] | None = None,
     ) -> None:
-        self._causes, self._rank = causes, rank
+        self._causes, self._rank, self._answer = causes, rank, answer
         self._leave = leave or _leave
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="peer-watch")
@@ -55,10 +60,14 @@ class PeerWatch:
 
     def _watch(self) -> None:
         since: float | None = None
+        next_answer = time.monotonic()
         while not self._closed.wait(_PERIOD_S):
             causes = self._causes()
             if causes is None:
                 return
+            if self._answer is not None and time.monotonic() >= next_answer:
+                next_answer = time.monotonic() + ANSWER_S - _PERIOD_S
+                self._answer()
             if not causes:
                 since = None
             elif since is None:

@@ -2,13 +2,15 @@
 
 One process dies, and a moment later every other one reports a broken connection: with a thousand
 ranks, a thousand tracebacks of which one says what happened, or none, if that process was killed.
-Three sources tell cause from echo:
+Four sources tell cause from echo:
 
 * The *exception*. One that only says that a peer's connection broke is an echo; any other is a
   cause. A rank with a cause posts it in the store of the attempt before it ends.
 * The *processes of this machine*. One that has ended, or is a zombie, without having posted
   anything was killed, by a signal or by the system; a zombie's exit status is in ``/proc``.
 * The *memory events* of the control group: whether the kernel killed a process of it meanwhile.
+* The *silence* of a machine. One from which nobody answers the search is off, or cut off, or all of
+  its ranks are gone (`ending_board`).
 
 A rank with an echo looks at these for a moment before it ends, so that the launcher, too, sees the
 cause die first, and posts that it is an echo.
@@ -17,16 +19,8 @@ cause die first, and posts that it is an echo.
 import json
 import os
 import signal
-import socket
-import threading
-import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from lightning_megatron.resilience.attempt import Peer
 
 ECHOES = (
     "connection closed by peer",
@@ -41,9 +35,6 @@ ECHOES = (
 )
 """What gloo, NCCL and the store say when the other end has gone, in lower case."""
 
-_KEY = "lightning_megatron/end"
-_STORE_PATIENCE_S = 1.0
-
 
 def is_echo(exception: BaseException) -> bool:
     """Whether an exception says no more than that another rank has gone."""
@@ -54,159 +45,6 @@ def is_echo(exception: BaseException) -> bool:
             return True
         seen = seen.__cause__
     return False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """How a rank has ended."""
-
-    rank: int
-    how: str
-    """``"failed"`` (a cause), ``"echo"``, ``"left"`` (in order) or ``"died"`` (seen by others)."""
-    what: str = ""
-    """For a person."""
-    at: float = 0.0
-    """Seconds since the epoch."""
-    host: str = ""
-    pid: int = 0
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, process {self.pid}) {self.what}"
-
-
-class EndingBoard:
-    """Where the ranks of an attempt post how they end; none waits for another.
-
-    Args:
-        store: of the attempt.
-        rank: of this process.
-        peers: all processes of the attempt, by rank.
-        held_by_rank_0: whether the store ends with rank 0.
-    """
-
-    def __init__(
-        self, store: Any, rank: int, peers: tuple[Peer, ...], *, held_by_rank_0: bool = False
-    ) -> None:
-        self._store, self.rank, self.peers = store, rank, peers
-        # Of a Trainer's run: all ranks begin as many.
-        self._run = store.add(f"{_KEY}/runs of {rank}", 1)
-        here = peers[rank] if peers else Peer.here()
-        self.local = {
-            other: peer.pid
-            for other, peer in enumerate(peers)
-            if peer.machine == here.machine and other != rank
-        }
-        """Processes of the other ranks on this machine."""
-        self.posted: Ending | None = None
-        self._gone, self._held_by_rank_0 = False, held_by_rank_0
-        self._ooms = oom_kills()
-
-    def post(self, how: str, what: str = "") -> None:
-        """Say how this rank ends; the first word counts."""
-        if self.posted is None:
-            ending = Ending(
-                rank=self.rank,
-                how=how,
-                what=what,
-                at=time.time(),
-                host=socket.gethostname(),
-                pid=os.getpid(),
-            )
-            self.posted = ending
-            self._ask(lambda: self._post(ending))
-
-    def _post(self, ending: Ending) -> None:
-        self._store.compare_set(self._name(ending.rank), "", json.dumps(asdict(ending)))
-
-    def _name(self, what: object) -> str:
-        return f"{_KEY}/{self._run}/{what}"
-
-    def read(self) -> dict[int, Ending]:
-        """What has been posted so far; nothing if the store is gone."""
-        return self._ask(self._read) or {}
-
-    def _read(self) -> dict[int, Ending]:
-        keys = {rank: self._name(rank) for rank in range(len(self.peers))}
-        found = {}
-        for rank, key in keys.items():
-            if self._store.check([key]):
-                found[rank] = Ending(**json.loads(self._store.get(key)))
-        return found
-
-    def is_first_to_tell(self) -> bool:
-        """Whether no other rank has told the user yet; true where that cannot be known."""
-        return self._ask(lambda: self._store.add(self._name("told"), 1)) in (1, None)
-
-    def _ask(self, call: Callable[[], Any]) -> Any:
-        """What ``call`` gets of the store; None if that takes too long, or if the store is gone."""
-        if self._held_by_rank_0 and 0 in self.local and not is_alive(self.local[0]):
-            self._gone = True
-        if self._gone:  # each try would print a stack of torch's
-            return None
-        result: list[Any] = []
-
-        def run() -> None:
-            try:
-                result.append(call())
-            except RuntimeError:
-                self._gone = True
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(_STORE_PATIENCE_S)
-        return result[0] if result else None
-
-    def dead(self, codes: Mapping[int, int] | None = None) -> dict[int, Ending]:
-        """Processes of this machine that are no more.
-
-        Args:
-            codes: how those ended that this process started: exit code or minus a signal, by rank.
-        """
-        found = {}
-        for rank, pid in self.local.items():
-            code = (codes or {}).get(rank)
-            if code is None and is_alive(pid):
-                continue
-            code = exit_code_of_zombie(pid) if code is None else code
-            found[rank] = Ending(
-                rank=rank,
-                how="died",
-                what=describe_exit(code) + self._memory_note(code),
-                at=time.time(),
-                host=self.peers[rank].host,
-                pid=pid,
-            )
-        return found
-
-    def _memory_note(self, code: int | None) -> str:
-        killed = oom_kills() - self._ooms
-        if killed <= 0 or code not in (None, -signal.SIGKILL):
-            return ""
-        return (
-            f"; the kernel killed {killed} process{'' if killed == 1 else 'es'} of this control "
-            "group because its memory was used up"
-        )
-
-    def causes(self, codes: Mapping[int, int] | None = None) -> list[Ending]:
-        """Who failed by himself, the first one first; posts deaths that others cannot see."""
-        posted = self.read()
-        causes = [ending for ending in posted.values() if ending.how in ("failed", "died")]
-        for rank, ending in self.dead(codes).items():
-            if rank not in posted:
-                causes.append(ending)
-                self._ask(lambda ending=ending: self._post(ending))  # type: ignore[misc]
-        return sorted(causes, key=lambda ending: ending.at)
-
-    def deaths(self, codes: Mapping[int, int] | None = None) -> list[Ending]:
-        """Processes of this machine that have ended without order; quick while there are none."""
-        return (
-            [ending for ending in self.causes(codes) if ending.how == "died"]
-            if self.dead(codes)
-            else []
-        )
-
-
-# Processes of this machine ------------------------------------------------------------------------
 
 
 def _stat(pid: int) -> list[str]:

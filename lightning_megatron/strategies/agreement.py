@@ -3,12 +3,13 @@
 Some decisions must be the same everywhere, or ranks wait for ever for a peer that has gone another
 way: to stop because one of them got a signal, to leave out a step because one of them found a loss
 that is not finite. Each such question registers a `Slot`. During a batch every rank puts a number
-into it; once per batch, after the backward and before the update, all slots are gathered together,
-and then each rank can see what every rank has put.
+into it; once per batch, after the backward and before the update, all slots are settled together,
+and then each rank can see the largest number of every slot, and in some what every rank has put.
 
 It takes the place of the broadcast by which Lightning tells the ranks of a SIGTERM before every
 batch. That one only knows of a signal that reached rank 0, and goes through the device, whose queue
-it empties. This one stays on the host: 8 bytes a slot and rank, over gloo.
+it empties. This one stays on the host, and goes up and down a tree (`comm.tree`): 8 bytes a slot,
+and 8 bytes a rank of each slot that is kept by rank.
 """
 
 import math
@@ -17,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from lightning_megatron._torch import start_all_gather
+from lightning_megatron.comm.tree import Tree
+from lightning_megatron.comm.tree_group import tree_of
 from lightning_megatron.errors import ConfigError
 
 
@@ -28,13 +31,15 @@ class Slot:
     Args:
         name: says what it is, the same on every rank.
         default: what a rank has put that has put nothing in this batch.
+        by_rank: whether the number of every rank is wanted, or the largest alone.
 
     Attributes:
-        values: of every rank, by global rank, as they were settled last; empty until then.
+        max: the largest number that was settled last; NaN if any is, and until then.
     """
 
-    def __init__(self, name: str, default: float = 0.0) -> None:
-        self.name, self._default = name, default
+    def __init__(self, name: str, default: float = 0.0, *, by_rank: bool = True) -> None:
+        self.name, self._default, self.by_rank = name, default, by_rank
+        self._values: tuple[float, ...] = ()
         self.reset()
 
     def put(self, value: float) -> None:
@@ -45,15 +50,24 @@ class Slot:
         self._mine = float(value)
 
     @property
-    def max(self) -> float:
-        """The largest of `values`; NaN if one is."""
-        if any(math.isnan(value) for value in self.values):
-            return math.nan
-        return max(self.values)
+    def values(self) -> tuple[float, ...]:
+        """The numbers by global rank, as they were settled last; empty until then.
+
+        Raises:
+            RuntimeError: the slot was registered for its largest number alone.
+        """
+        if not self.by_rank:
+            raise RuntimeError(f"slot {self.name!r} has a largest number only: by_rank=False")
+        return self._values
+
+    def settle(self, values: Sequence[float]) -> None:
+        """Take what all ranks have put, or the largest of it alone."""
+        self._values = tuple(values)
+        self.max = math.nan if any(map(math.isnan, values)) else max(values)
 
     def reset(self) -> None:
         """Forget what was put and settled."""
-        self.values: tuple[float, ...] = ()
+        self._values, self.max = (), math.nan
         self._mine = self._default
 
     def take(self) -> float:
@@ -63,7 +77,7 @@ class Slot:
 
 
 class Agreement:
-    """Gathers the slots of all ranks, once per batch.
+    """Settles the slots of all ranks, once per batch.
 
     The strategy has one, from its construction on. Whoever uses it registers in ``setup``, puts
     values in any hook up to ``on_after_backward``, and reads or is called from then on.
@@ -72,20 +86,23 @@ class Agreement:
     def __init__(self) -> None:
         self._slots: dict[str, Slot] = {}
         self._listeners: list[Callable[[], None]] = []
+        self._tree: Tree | None = None
         self._group: dist.ProcessGroup | None = None
-        self._size = 1
         self._compared = False
 
-    def register(self, name: str, default: float = 0.0) -> Slot:
+    def register(self, name: str, default: float = 0.0, *, by_rank: bool = True) -> Slot:
         """The slot of this name; made where there is none, on every rank in the same order.
 
         Args:
             name: says what it is.
             default: see `Slot`; counts when the slot is made.
+            by_rank: whether `Slot.values` is needed; who only needs `Slot.max` saves the bytes.
         """
         if name not in self._slots:
-            self._slots[name] = Slot(name, default)
+            self._slots[name] = Slot(name, default, by_rank=by_rank)
             self._compared = False
+        elif by_rank and not self._slots[name].by_rank:
+            self._slots[name].by_rank, self._compared = True, False
         return self._slots[name]
 
     def on_settled(self, listener: Callable[[], None]) -> None:
@@ -102,41 +119,71 @@ class Agreement:
         Args:
             group: all processes, for tensors on the host; None for the default group.
         """
+        together = dist.is_initialized() and dist.get_world_size() > 1
+        self._tree = tree_of(group) if together else None
         self._group, self._compared = group, False
-        self._size = dist.get_world_size() if dist.is_initialized() else 1
         for slot in self._slots.values():
             slot.reset()
 
     def settle(self) -> None:
         """Let every rank see what all have put; collective."""
         slots = list(self._slots.values())
-        if self._size > 1 and not self._compared:
+        if self._tree is not None and not self._compared:
             self._compare()
-        columns = self.exchange([slot.take() for slot in slots])
-        for slot, column in zip(slots, columns, strict=True):
-            slot.values = column
+        by_rank = [slot for slot in slots if slot.by_rank]
+        others = [slot for slot in slots if not slot.by_rank]
+        columns = self._settled([s.take() for s in by_rank], [s.take() for s in others])
+        for slot, column in zip((*by_rank, *others), columns, strict=True):
+            slot.settle(column)
         for listener in self._listeners:
             listener()
 
+    def _settled(self, by_rank: list[float], others: list[float]) -> list[tuple[float, ...]]:
+        """Every rank's numbers of the first kind, the largest alone of the others."""
+        if self._tree is None or not by_rank:
+            return [(value,) for value in (*by_rank, *self.largest(others))]
+        rows, size, kept = (
+            self._tree.gather(_tensor([*by_rank, *others])),
+            self._tree.size,
+            len(by_rank),
+        )
+        answer = torch.empty(size * kept + len(others), dtype=torch.float64)
+        if rows is not None:
+            answer[: size * kept] = rows[:, :kept].T.flatten()
+            answer[size * kept :] = rows[:, kept:].amax(0)
+        self._tree.broadcast(answer)
+        numbers = answer.tolist()
+        columns = [tuple(numbers[i * size : (i + 1) * size]) for i in range(kept)]
+        return [*columns, *((value,) for value in numbers[size * kept :])]
+
     def exchange(self, mine: Sequence[float]) -> list[tuple[float, ...]]:
         """For each of some numbers, that of every rank; collective."""
-        if self._size == 1 or not mine:
+        if self._tree is None or not mine:
             return [(value,) for value in mine]
-        local = torch.tensor(mine, dtype=torch.float64)
-        everything = torch.empty(self._size * len(mine), dtype=torch.float64)
-        group: Any = self._group or dist.group.WORLD
-        start_all_gather(everything, local, group).wait()
-        rows = everything.view(self._size, len(mine)).tolist()
+        rows = self._tree.all_gather(_tensor(mine)).tolist()
         return list(zip(*rows, strict=True))
+
+    def largest(self, mine: Sequence[float]) -> list[float]:
+        """For each of some numbers, the largest of all ranks, or NaN if one is; collective."""
+        if self._tree is None or not mine:
+            return list(mine)
+        found: list[float] = self._tree.reduce(_tensor(mine), lambda rows: rows.amax(0)).tolist()
+        return found
 
     def _compare(self) -> None:
         """Numbers in other slots, or another number of them, would mean something else."""
-        everyone: list[list[str]] = [[]] * self._size
-        dist.all_gather_object(everyone, list(self._slots), group=self._group)
-        differing = [rank for rank, names in enumerate(everyone) if names != everyone[0]]
+        mine = [(slot.name, slot.by_rank) for slot in self._slots.values()]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self._group)
+        differing = [rank for rank, slots in enumerate(everyone) if slots != everyone[0]]
         if differing:
+            first, other = ([name for name, _ in everyone[r]] for r in (0, differing[0]))
             raise ConfigError(
-                f"rank 0 exchanges {everyone[0]} in every batch, rank {differing[0]} "
-                f"{everyone[differing[0]]}; nearest valid: the same callbacks on every rank"
+                f"rank 0 exchanges {first} in every batch, rank {differing[0]} {other}; nearest "
+                "valid: the same callbacks on every rank"
             )
         self._compared = True
+
+
+def _tensor(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)

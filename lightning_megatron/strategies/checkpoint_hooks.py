@@ -59,6 +59,8 @@ from lightning_megatron.checkpoint.state import (
 )
 from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
+from lightning_megatron.comm.tree import FAN
+from lightning_megatron.comm.tree_group import new_tree_group
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
@@ -67,11 +69,8 @@ from lightning_megatron.resilience.attempt import Attempt
 from lightning_megatron.strategies.agreement import Agreement
 from lightning_megatron.strategies.averaging import leave_schedulers_to_averages
 from lightning_megatron.strategies.checkpoint_rotation import rotations
-from lightning_megatron.strategies.checkpoint_search import (
-    AUTO,
-    NoCheckpoint,
-    find_checkpoint,
-)
+from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
+from lightning_megatron.strategies.connection import ConnectionConfig
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.joint_ending import all_ranks_end
 from lightning_megatron.strategies.local_checkpoints import LocalCheckpoints
@@ -123,6 +122,7 @@ class CheckpointHooks:
     checkpoint_io: CheckpointIO
     _checkpoint_io: CheckpointIO | None
     _checkpoint: CheckpointConfig
+    _connection: ConnectionConfig
     is_global_zero: bool
     events: EventLog
     attempt: Attempt
@@ -278,7 +278,7 @@ class CheckpointHooks:
         background = None
         if config.mode == "async":
             if self._background_group is None:
-                self._background_group = _host_group(timeout_s)
+                self._background_group = self._new_host_group(timeout_s)
             background = Peers(self._background_group)
         callbacks = self._trainer().checkpoint_callbacks
         self._links_checkpoints = any(getattr(c, "save_last", None) == "link" for c in callbacks)
@@ -295,14 +295,14 @@ class CheckpointHooks:
         if options is None:
             return
         if self._local_group is None:
-            self._local_group = _host_group(timeout_s)
+            self._local_group = self._new_host_group(timeout_s)
         self._local = LocalCheckpoints(
             options,
             trainer,
             Peers(self._host_world()),
             Peers(self._local_group),
             process=config.process,
-            slot=self.agreement.register("local checkpoint"),
+            slot=self.agreement.register("local checkpoint", by_rank=False),
             save=self.save_local,
             report=self._report_local,
         )
@@ -579,17 +579,17 @@ class CheckpointHooks:
         return self._host_world()
 
     def _host_world(self) -> dist.ProcessGroup | None:
-        """A gloo group of all processes, where the default group is not one."""
-        if dist.get_backend() == "gloo":
+        """All processes by a tree; the default group where that is small, and gloo's."""
+        if dist.get_backend() == "gloo" and dist.get_world_size() <= FAN:
             return None
         if self._checkpoint_group is None:
-            self._checkpoint_group = dist.new_group(backend="gloo")
+            self._checkpoint_group = self._new_host_group(self._connection.timeout_s)
         return self._checkpoint_group
 
-
-def _host_group(timeout_s: float) -> dist.ProcessGroup | None:
-    """A gloo group of all processes for a thread of its own; None for a single process."""
-    if dist.get_world_size() == 1:
-        return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return group
+    def _new_host_group(self, timeout_s: float) -> dist.ProcessGroup | None:
+        """Another tree of all processes, for a thread of its own; None for a single process."""
+        size = dist.get_world_size()
+        if size == 1:
+            return None
+        machines = [peer.machine for peer in self.attempt.peers] or [""] * size
+        return new_tree_group(machines, timedelta(seconds=timeout_s))

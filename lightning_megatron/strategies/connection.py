@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_megatron import env
 from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
+from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.resilience import interfaces
 from lightning_megatron.resilience.attempt import Attempt, Peer, join, recall, remember
@@ -55,7 +56,7 @@ class ConnectionConfig:
     def problems(self, from_host: bool = False) -> list[str]:
         """Faults of the options; ``from_host`` if tensors in host memory will be sent too."""
         problems = []
-        known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake")]
+        known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake", BACKEND)]
         # "cpu:gloo,cuda:nccl" names one for each kind of device.
         named = [part.rpartition(":")[2] for part in (self.backend or "gloo").split(",")]
         for name in named:

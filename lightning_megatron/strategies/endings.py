@@ -1,9 +1,10 @@
 """What a rank does when the run breaks off: find out who began, say so, and let nobody wait.
 
-The rank that failed by itself posts that (`resilience.root_cause`). The others, whose exceptions
+The rank that failed by itself posts that (`resilience.ending_board`). The others, whose exceptions
 are echoes, look for the cause, mark their own exception as secondary, and the first of them prints
-one block. Under torchrun each leaves its error file, so that torchrun's summary names the
-same rank. No collective: the peers may be gone, or in another one.
+one block. If there is no cause to be found, it names the machines that have not answered. Under
+torchrun each leaves its error file, so that torchrun's summary names the same rank. No collective:
+the peers may be gone, or in another one.
 """
 
 import time
@@ -19,22 +20,18 @@ from lightning_megatron import env
 from lightning_megatron._torch import default_store, own_connection
 from lightning_megatron.errors import MegatronError
 from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.resilience import interfaces
 from lightning_megatron.resilience.announce import announce
 from lightning_megatron.resilience.attempt import Attempt
+from lightning_megatron.resilience.cause_search import SEARCH_S, VERDICT_S, find_cause, looks
+from lightning_megatron.resilience.ending_board import Ending, EndingBoard
 from lightning_megatron.resilience.peer_watch import PeerWatch
-from lightning_megatron.resilience.root_cause import (
-    Ending,
-    EndingBoard,
-    is_echo,
-    write_error_file,
-)
+from lightning_megatron.resilience.root_cause import is_echo, write_error_file
 from lightning_megatron.resilience.signals import StopFlag
 from lightning_megatron.strategies.launcher import Launcher
 
 _GRACE_S = 3.0
 """How long after a failure of rank 0 the processes that it started may go on."""
-_SEARCH_S = 2.0
-"""How long to look for a cause."""
 _LAUNCHER_S = 0.5
 """How long a rank with an echo lives on, for torchrun to see first who died before."""
 _PAUSE_S = 0.05
@@ -63,6 +60,7 @@ class EndingHooks(ParallelStrategy):
                 self.global_rank,
                 attempt.peers,
                 held_by_rank_0=elastic is None or not elastic.agent_store,
+                address=interfaces.address_towards(self._meeting_address()),
             )
             run, world = weakref.ref(self), weakref.ref(dist.group.WORLD)
 
@@ -72,7 +70,8 @@ class EndingHooks(ParallelStrategy):
                     return None
                 return board.deaths(strategy._codes())
 
-            self._watch = PeerWatch(causes, self.global_rank)
+            answer = board.answer if board.answers else None
+            self._watch = PeerWatch(causes, self.global_rank, answer)
 
     def end_watch(self) -> None:
         """Leave in order."""
@@ -82,6 +81,9 @@ class EndingHooks(ParallelStrategy):
         board, self.board = self.board, None
         if board is not None:
             board.post("left")
+
+    def _meeting_address(self) -> str:
+        return "" if self.cluster_environment is None else self.cluster_environment.main_address
 
     def _codes(self) -> dict[int, int]:
         return self._launcher.codes() if isinstance(self._launcher, Launcher) else {}
@@ -107,20 +109,17 @@ class EndingHooks(ParallelStrategy):
 
     def _rank_0_says(self, what: str, board: EndingBoard) -> bool:
         """Whether rank 0 fails with the same; it posts that at about the same time."""
-        deadline = time.monotonic() + _SEARCH_S
-        while not (posted := board.read()).get(0) and time.monotonic() < deadline:
-            if not posted:  # gone with rank 0, or this post would be in it
-                return True
-            time.sleep(_PAUSE_S)
-        return 0 in posted and posted[0].what == what
+        found: Ending | None = None
+        for _ in looks(SEARCH_S):
+            found = board.of(0)
+            if found is not None or board.is_gone:
+                break
+        return board.is_gone or (found is not None and found.what == what)
 
     def _find_cause(self, exception: BaseException, board: EndingBoard) -> None:
-        deadline = time.monotonic() + _SEARCH_S
-        while not (causes := board.causes(self._codes())) and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
-        board.post("echo")
+        causes, first = find_cause(board, str(exception), self._codes)
         what = str(causes[0]) if causes else "a peer has gone; which one is not known"
-        if board.is_first_to_tell():
+        if first:
             announce(f"root cause: {what}", self._lines(causes), rank=self.global_rank)
         self.events.write(
             "fault",
@@ -131,18 +130,22 @@ class EndingHooks(ParallelStrategy):
         )
         mark_secondary(exception, what)
         summary = f"secondary failure; root cause: {what}"
-        self._tell_torchrun(exception, summary, time.time() + _SEARCH_S)
-        self._let_launcher_look()
+        self._tell_torchrun(exception, summary, time.time() + SEARCH_S)
+        self._let_others_look(board)
 
     def _lines(self, causes: list[Ending]) -> list[str]:
         others = [f"then: {cause}" for cause in causes[1:9]]
         return [*others, "the other ranks lost their connections to it, which is secondary"]
 
-    def _let_launcher_look(self) -> None:
-        elastic, deadline = env.torch_elastic(), time.monotonic() + _LAUNCHER_S
-        if elastic is not None and elastic.agent_store:
-            while not self.stop_flag.number and time.monotonic() < deadline:
-                time.sleep(_PAUSE_S)
+    def _let_others_look(self, board: EndingBoard) -> None:
+        """Live on until the launcher has seen who died before, and others have read the cause."""
+        elastic = env.torch_elastic()
+        wait = _LAUNCHER_S if elastic is not None and elastic.agent_store else 0.0
+        if board.holds_store and len(board.machines) > 1:
+            wait = VERDICT_S
+        deadline = time.monotonic() + wait
+        while not self.stop_flag.number and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
 
     def _tell_torchrun(self, exception: BaseException, message: str, at: float) -> None:
         file = env.error_file()

@@ -17,7 +17,8 @@ from lightning_megatron._torch import default_store
 PATIENCE_S = 20.0
 """How long a rank that fails waits for the others to fail as well."""
 
-_PAUSE_S = 0.05
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+"""Between two looks at the store, which thousands of ranks ask: at first, and at last."""
 _KEY = "lightning_megatron/ending"
 
 
@@ -31,8 +32,10 @@ def all_ranks_end() -> bool:
         number = store.add(f"{_KEY}/rank {dist.get_rank()}", 1)
         key = f"{_KEY}/{number}"
         count = store.add(key, 1)
+        pause = _PAUSE_S
         while count < dist.get_world_size() and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
             count = store.add(key, 0)
     except RuntimeError:  # whoever held the store is gone
         return False

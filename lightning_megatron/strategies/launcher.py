@@ -21,8 +21,9 @@ from typing_extensions import override
 
 from lightning_megatron import env
 from lightning_megatron.resilience.attempt import Peer
+from lightning_megatron.resilience.ending_board import Ending
 from lightning_megatron.resilience.peer_watch import PeerWatch
-from lightning_megatron.resilience.root_cause import Ending, describe_exit
+from lightning_megatron.resilience.root_cause import describe_exit
 
 _FAILED = 1
 

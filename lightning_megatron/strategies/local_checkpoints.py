@@ -106,9 +106,8 @@ class LocalCheckpoints(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        step, told = trainer.global_step, max(self._slot.values, default=_BUSY)
-        every = self._every
-        due = told == _DUE if every is None else told != _BUSY and step - self._last_step >= every
+        step, told, every = trainer.global_step, self._slot.max, self._every
+        due = told == _DUE if every is None else told < _BUSY and step - self._last_step >= every
         if not due or step == self._step_before:  # amid an accumulation of gradients
             return
         self._last_step, self._begun = step, time.monotonic()

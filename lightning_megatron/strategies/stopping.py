@@ -84,6 +84,7 @@ class StopHooks(ParallelStrategy):
         self.stop: Stop | None = None
         self.before_leaving: Callable[[Stop], None] | None = None
         self._settled: int | None = None
+        self._sent = 0.0
         self._evaluates_evenly = False
         self._requeues = False
         self._mend: Callable[[dict[str, Any]], None] | None = None
@@ -97,8 +98,8 @@ class StopHooks(ParallelStrategy):
             group: all processes, for tensors on the host; None for the default group.
         """
         self.stop, self._settled, self._requeues, self._mend = None, None, False, None
-        self._slot = self.agreement.register("stop signal")
-        self._should_stop = self.agreement.register("trainer.should_stop")
+        self._slot = self.agreement.register("stop signal", by_rank=False)
+        self._should_stop = self.agreement.register("trainer.should_stop", by_rank=False)
         self.agreement.start(group)
         trainer._signal_connector = StopConnector(
             trainer, self.stop_flag, self.stop_signals, replaces_requeue=self.replaces_requeue
@@ -161,12 +162,13 @@ class StopHooks(ParallelStrategy):
         if batch == self._settled:
             return
         self._settled = batch
-        self._slot.put(self.stop_flag.number)
+        self._sent = float(self.stop_flag.number)
+        self._slot.put(self._sent)
         self._should_stop.put(trainer.should_stop)
         self.agreement.settle()
         # A step may set it by what one rank sees; who went on alone would wait for ever.
-        trainer.should_stop = trainer.should_stop or any(self._should_stop.values)
-        self._decide(self._slot.values)
+        trainer.should_stop = trainer.should_stop or bool(self._should_stop.max)
+        self._decide(self._slot.max, self._sent)
 
     def _compare_evaluations(self) -> None:
         trainer = self._trainer_of_run()
@@ -174,13 +176,20 @@ class StopHooks(ParallelStrategy):
         batches = [float(count) for count in loop.max_batches]
         known = all(count != float("inf") for count in batches)
         digest = float(zlib.crc32(repr(batches).encode())) if known else float("nan")
-        [everyone] = self.agreement.exchange([digest])
-        self._evaluates_evenly = all(other == digest for other in everyone)
+        highest, lowest = self.agreement.largest([digest, -digest])
+        self._evaluates_evenly = highest == -lowest  # not if one is NaN
 
-    def _decide(self, numbers: tuple[float, ...]) -> None:
-        ranks = tuple(rank for rank, number in enumerate(numbers) if number)
-        if not ranks or self.stop is not None:
+    def _decide(self, highest: float, mine: float) -> None:
+        """Stop if any rank asks for it; collective where one does.
+
+        Args:
+            highest: number of a signal, of all ranks; 0 if none got one.
+            mine: the number that this rank has put.
+        """
+        if not highest or self.stop is not None:
             return
+        [numbers] = self.agreement.exchange([mine])
+        ranks = tuple(rank for rank, number in enumerate(numbers) if number)
         connector = self._connector()
         number = int(numbers[ranks[0]])
         if number == connector.requeue_signal:
@@ -201,7 +210,7 @@ class StopHooks(ParallelStrategy):
         loop = self._trainer_of_run().fit_loop.epoch_loop
         if self._settled != loop.total_batch_idx and self.world_size == 1:
             # Lightning allows one process, and no other, a step without a backward.
-            self._decide((self.stop_flag.number,))
+            self._decide(self.stop_flag.number, self.stop_flag.number)
         if self.stop is not None and loop._should_check_val_fx(fetcher):
             self._leave(_validate_first)
         with suppress(SIGTERMException) if self.stop is not None else nullcontext():
@@ -226,8 +235,9 @@ class StopHooks(ParallelStrategy):
     def _end_evaluation(self, output: Any) -> Any:
         """End the run within the evaluation of a batch, if so agreed."""
         if self._evaluates_evenly and self.stop is None:
-            [numbers] = self.agreement.exchange([self.stop_flag.number])
-            self._decide(numbers)
+            mine = float(self.stop_flag.number)
+            [highest] = self.agreement.largest([mine])
+            self._decide(highest, mine)
         if self.stop is not None:
             self._leave(_validate_first)
         return output

@@ -14,10 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron.resilience.attempt import Peer
+from lightning_megatron.resilience.ending_board import Ending, EndingBoard
 from lightning_megatron.resilience.peer_watch import PeerWatch
 from lightning_megatron.resilience.root_cause import (
-    Ending,
-    EndingBoard,
     describe_exit,
     exit_code_of_zombie,
     is_alive,
@@ -118,7 +117,7 @@ def test_a_second_run_of_the_same_processes_begins_anew(job: Job) -> None:
     for board in job.boards:
         board.post("left")
     again = [EndingBoard(job.store, rank, job.peers) for rank in range(3)]
-    assert again[0].read() == {}
+    assert [again[0].of(rank) for rank in range(3)] == [None] * 3
 
 
 def test_exits_in_words() -> None:
@@ -141,7 +140,7 @@ def test_memory_kills_are_read_from_the_control_group(tmp_path: Path) -> None:
 
 
 def test_a_kill_for_want_of_memory_is_noted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_megatron.resilience.root_cause.oom_kills", lambda: 1000)
+    monkeypatch.setattr("lightning_megatron.resilience.ending_board.oom_kills", lambda: 1000)
     job.end(1)
     assert "because its memory was used up" in str(job.boards[0].causes()[0])
 
@@ -151,8 +150,8 @@ def test_the_watch_ends_a_process_that_does_not_notice(
 ) -> None:
     monkeypatch.setattr("lightning_megatron.resilience.peer_watch.GRACE_S", 0.3)
     left: list[int] = []
-    watch = PeerWatch(job.boards[0].deaths, 0, lambda: left.append(1))
-    closed = PeerWatch(job.boards[1].deaths, 1, lambda: left.append(2))
+    watch = PeerWatch(job.boards[0].deaths, 0, leave=lambda: left.append(1))
+    closed = PeerWatch(job.boards[1].deaths, 1, leave=lambda: left.append(2))
     time.sleep(0.6)
     assert left == []
     closed.close()

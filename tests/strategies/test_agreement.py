@@ -3,12 +3,17 @@
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
+import torch.distributed as dist
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.strategies.agreement import Agreement
 from lightning_megatron.testing import WorkerError, WorkerPool
@@ -72,6 +77,25 @@ def test_every_rank_sees_what_all_have_put_before_each_update(
     assert by_rank == [expected] * devices
 
 
+def tell_and_save(folder: str) -> list[Any]:
+    """In a world that is too large for one group of the hosts, as this one pretends to be."""
+    with patch("lightning_megatron.strategies.checkpoint_hooks.FAN", 2):
+        telling = Telling()
+        checkpoint = CheckpointConfig(mode="async")
+        options = {"zero": 3, "checkpoint": checkpoint}
+        trainer = make_trainer(options, 4, callbacks=[telling], accumulate_grad_batches=1)
+        trainer.fit(Small(), loader(dp=4))
+        trainer.save_checkpoint(folder)
+        assert dist.get_backend(trainer.strategy.host_group) == BACKEND  # type: ignore[attr-defined]
+        make_trainer(options, 4).fit(Small(), loader(dp=4), ckpt_path=folder)
+        return telling.seen
+
+
+def test_so_it_is_where_the_hosts_are_joined_by_a_tree(pool: WorkerPool, tmp_path: Path) -> None:
+    expected = [(b, tuple(10.0 * b + rank for rank in range(4)), (-1.0,) * 4) for b in range(4)]
+    assert pool.run(4, tell_and_save, str(tmp_path / "saved")) == [expected] * 4
+
+
 def test_batches_that_do_not_step_are_settled_as_well(pool: WorkerPool) -> None:
     [seen, _] = pool.run(2, tell, {"zero": 2}, 2, accumulate_grad_batches=3)
     assert [step for step, *_ in seen] == [0, 0, 0, 1]
@@ -110,5 +134,5 @@ def test_a_slot_alone() -> None:
 def test_a_number_that_is_none_is_the_largest() -> None:
     slot = Agreement().register("loss")
     for values in ((math.nan, 1.0), (1.0, math.nan)):
-        slot.values = values
+        slot.settle(values)
         assert math.isnan(slot.max)
