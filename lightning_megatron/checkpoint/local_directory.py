@@ -21,6 +21,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -35,6 +36,8 @@ from lightning_megatron.errors import CheckpointError
 
 _MEMORY = Path("/dev/shm")
 _LOCK = "lock"
+_RUN = re.compile(r"[0-9a-f]{16}-[0-9a-f]{12}")
+"""Name of a run's directory; nothing else is ever deleted."""
 _SUFFIX = ".ckpt"
 _RESERVE = 1.1
 _ABANDONED_S = 24 * 3600.0
@@ -208,7 +211,7 @@ def remove_abandoned(directories: Sequence[Path], key: str) -> None:
     for base in directories:
         with contextlib.suppress(OSError):
             for run in base.iterdir():
-                if run.name.startswith(f"{key}-") or not (run / _LOCK).is_file():
+                if not _RUN.fullmatch(run.name) or run.name.startswith(key) or run.is_symlink():
                     continue
                 ages = [path.stat().st_mtime for path in (run, *run.iterdir())]
                 lock = RunLock(run)

@@ -182,15 +182,11 @@ class LocalRun:
             for probe in probes if self._leads else ():
                 probe.touch(mode=0o600)
 
-        def look() -> list[int]:
-            return [
-                index
-                for index, base in enumerate(self._bases)
-                if len(list(base.glob(f".{token}.*"))) > 1
-            ]
+        def look() -> list[Path]:
+            return [base for base in self._bases if len(list(base.glob(f".{token}.*"))) > 1]
 
-        def first(found: list[list[int]]) -> set[int]:
-            return {index for part in found for index in part}
+        def first(found: list[list[Path]]) -> set[Path]:
+            return {base for part in found for base in part}
 
         what = "looking whether directories for local checkpoints are shared"
         self._peers.run(what, put, lambda _: None)
@@ -200,15 +196,17 @@ class LocalRun:
             for probe in probes if self._leads else ():
                 with suppress(OSError):
                     probe.unlink(missing_ok=True)
-        own = [base for index, base in enumerate(self._bases) if index not in shared]
-        if not own:
-            seen = ", ".join(map(str, self._bases))
-            raise ConfigError(
-                f"checkpoint.local_directory={self._config.directory!r}: several machines see the "
-                f"same {seen}, which is on none of them then; nearest valid: directory=None, or a "
-                "disk of each machine"
-            )
-        self._bases = own
+        self._bases = [base for base in self._bases if base not in shared]
+
+        def check() -> None:
+            if not self._bases:
+                raise ConfigError(
+                    f"checkpoint.local.directory={self._config.directory!r}: several machines see "
+                    f"the same {', '.join(sorted(map(str, shared)))}, which is lost with none of "
+                    "them; nearest valid: directory='/local/disk', a disk of each machine"
+                )
+
+        self._peers.run(what, check, lambda _: None)
 
     def _directory(self, needed: int) -> Path:
         """Return the directory of this run on this node; made when there is something for it."""

@@ -84,6 +84,9 @@ logger = logging.getLogger(__name__)
 KEY = "lightning_megatron"
 """Of our entry in Lightning's checkpoint dictionary."""
 
+_LEAVE_S = 5.0
+"""Seconds that a run which ends with an error waits for a local checkpoint in flight."""
+
 
 @dataclass(frozen=True)
 class StoredOptimizer:
@@ -341,7 +344,8 @@ class CheckpointHooks:
             saver.close(timeout_s=timeout_s)
         local, self._local = self._local, None
         if local is not None:
-            local.run.close(timeout_s=timeout_s)
+            # After an error it is not worth waiting for what the next one would have replaced.
+            local.run.close(timeout_s=None if timeout_s is None else min(timeout_s, _LEAVE_S))
             local.detach(self._trainer())
 
     def check_saves(self) -> None:

@@ -57,6 +57,8 @@ def train(
     module: type[pl.LightningModule] = Noisy,
     seed: int = 7,
     ckpt_path: str | None = "auto",
+    more: Sequence[pl.Callback] = (),
+    process: Any = "thread",
     **local: Any,
 ) -> tuple[dict[tuple[int, int], Any], str | None]:
     """Train for six steps on ranks that are on these nodes; the curve, and where it began.
@@ -71,20 +73,24 @@ def train(
         module: what is trained.
         seed: which another process has another of.
         ckpt_path: of the Trainer.
+        more: further callbacks.
+        process: what writes.
         local: further options.
     """
     os.environ[DISK] = str(disk(root, nodes[int(os.environ["RANK"])]))
     pl.seed_everything(seed, verbose=False)
     curve = Curve()
-    callbacks: list[pl.Callback] = [curve, Patience(crash)]
+    callbacks: list[pl.Callback] = [curve, Patience(crash), *more]
     if shared_every is not None:
         callbacks.append(
             ModelCheckpoint(root / "shared", "{step}", every_n_train_steps=shared_every)
         )
     options = LocalCheckpointConfig(every_n_steps=every, directory=f"${DISK}", **local)
+    mode: Any = "async" if process == "process" else "sync"
+    save = CheckpointConfig(mode=mode, process=process, local=options)
     world = len(nodes)
     trainer = make_trainer(
-        {**layout, "checkpoint": CheckpointConfig(local=options)},
+        {**layout, "checkpoint": save},
         world,
         callbacks=callbacks,
         max_epochs=2,

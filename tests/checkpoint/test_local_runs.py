@@ -1,9 +1,11 @@
 """Runs that go on from what their nodes have kept."""
 
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from lightning.pytorch import LightningModule
 
@@ -117,3 +119,63 @@ def test_the_newest_of_both_kinds(pool: WorkerPool, tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / folder)
     assert run(every=1, crash=4) == {"none"}
     assert run(every=1, crash=4) == {"step=00000004.ckpt"}  # made after the shared one
+
+
+class Spoil(pl.Callback):
+    """Puts a file where a node's directory was, for two steps."""
+
+    def __init__(self, root: Path) -> None:
+        self.disk = disk(root, 1)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.local_rank == 0:
+            return
+        if trainer.global_step == 1 and self.disk.is_dir():
+            self.disk.rename(self.disk.with_name("away"))
+            self.disk.touch()
+        elif trainer.global_step == 3 and not self.disk.is_dir():
+            self.disk.unlink()
+            self.disk.with_name("away").rename(self.disk)
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def spoiled(root: Path) -> tuple[int, list[str]]:
+    heard = Heard()
+    logger = logging.getLogger("lightning_megatron.checkpoint")
+    logger.addHandler(heard)
+    train(root, [0, 1], {"tp": 2}, more=[Spoil(root)], crash=5)
+    logger.removeHandler(heard)
+    return len(checkpoints(root, 0)), heard.said
+
+
+def test_a_save_that_fails_costs_a_warning(pool: WorkerPool, tmp_path: Path) -> None:
+    """Of one node that cannot write; both keep what they had, and go on when it can again."""
+    (kept, said), (_, said_elsewhere) = pool.run(2, spoiled, tmp_path)
+    assert kept == 2
+    assert said_elsewhere == []
+    failed = [text for text in said if "training goes on" in text]
+    assert len(failed) == len(said) == 2
+    assert failed[0].startswith("saving the local checkpoint step=00000002.ckpt: rank 1: ")
+    assert failed[0].endswith("(1 save failed in a row; this run has 1 local checkpoint)")
+    assert [path.name for path in checkpoints(tmp_path, 1)] == [
+        "step=00000004.ckpt",
+        "step=00000005.ckpt",
+    ]
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_one_process_alone(pool: WorkerPool, tmp_path: Path, every: int | None) -> None:
+    """It goes on from what its machine has, which another process has written."""
+    options: dict[str, Any] = {"every": every, "process": "process"}
+    assert begun_at(pool.run(1, train, tmp_path, [0], {}, crash=4, **options)) == {"none"}
+    [name] = begun_at(pool.run(1, train, tmp_path, [0], {}, **options))
+    assert name.startswith("step=0000000")
+    assert checkpoints(tmp_path, 0) == []
