@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -61,6 +61,11 @@ class PipelineConfig:
     """For ``schedule="custom"``: path of the schedule, CSV or JSON."""
     activation_gib: float | None = None
     """For ``schedule="auto"``: GiB of activations that a rank may keep; None: any."""
+    scatter_gather: bool | Literal["auto"] = "auto"
+    """Whether each tp rank sends its part of an activation that all of them hold alike, and gathers
+    the parts of what it receives (`pipeline.scatter_gather`): ``"auto"`` between stages on
+    different nodes whose tp ranks share a node. Under ``sequence_parallel`` ranks hold parts
+    anyway."""
 
     def placement(self, schedule: str, pp: int) -> tuple[int, ...]:
         """Pipeline rank of every stage.
@@ -97,6 +102,11 @@ class PipelineConfig:
             )
         elif layout is not None:
             problems += syntax_problems(layout)
+        if self.scatter_gather not in ("auto", True, False):
+            problems.append(
+                f"pipeline.scatter_gather={self.scatter_gather!r}: must be 'auto', True or False; "
+                "nearest valid: scatter_gather='auto'"
+            )
         if length is not None and (not isinstance(length, int) or length < 1):
             problems.append(
                 f"pipeline.sequence_length={length!r}: must be a whole number of at least 1; "

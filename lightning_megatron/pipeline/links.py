@@ -28,6 +28,11 @@ from torch import Tensor
 
 from lightning_megatron._torch import tree_map
 from lightning_megatron.comm.point_to_point import Channel, DeviceChannel, InlineChannel
+from lightning_megatron.pipeline.scatter_gather import (
+    ScatterGather,
+    ScatterGatherChoice,
+    scatters_to,
+)
 from lightning_megatron.pipeline.schedule import Action, Kind, Schedule
 from lightning_megatron.pipeline.simulate import simulate
 from lightning_megatron.topology.mesh import Topology
@@ -135,6 +140,11 @@ class Links:
         stage_ranks: pipeline rank of every stage.
         host_group: gloo group over the pp axis, where the device's own group is not gloo.
             Constructing is then collective over all processes.
+        scatter_gather: whether tp ranks send parts of what they hold alike (see
+            `pipeline.scatter_gather`).
+
+    Attributes:
+        parts: takes messages apart and puts them together; None where all go whole.
     """
 
     def __init__(
@@ -142,6 +152,7 @@ class Links:
         topology: Topology,
         stage_ranks: Sequence[int],
         host_group: dist.ProcessGroup | None = None,
+        scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
         self._pp, self._device, self._host_group = topology.pp, topology.device, host_group
         self._streams: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -153,6 +164,12 @@ class Links:
         self._due: dict[int, Iterator[Action]] = {}
         self._settled: dict[int, Iterator[int]] = {}
         self._traffic: Traffic
+        others = (rank for rank in range(topology.pp.size) if rank != topology.pp.rank)
+        self._in_parts = {p for p in others if scatters_to(topology, p, scatter_gather)}
+        self.parts: ScatterGather | None = None
+        if self._in_parts:
+            least = {"least_bytes": 1} if scatter_gather is True else {}
+            self.parts = ScatterGather(topology.tp, **least)
 
     def begin(self, traffic: Traffic) -> None:
         """Start a step; the other ranks must do so with the same schedule."""
@@ -179,6 +196,8 @@ class Links:
         else:
             channel = self._to[owner]
             channel.settle(next(self._settled[owner]))
+            if self.parts is not None and owner in self._in_parts:
+                tree = self.parts.take_apart((target.kind.name, target.stage), tree)
             channel.send(tree)
 
     def receive(self, action: Action) -> Any:
@@ -192,15 +211,23 @@ class Links:
             channel = self._from[sender]
             for due in self._due[sender]:
                 message = channel.receive()
+                if self.parts is not None and sender in self._in_parts:
+                    message = self.parts.put_together(message)
                 if due == wanted:
                     return message
                 self._arrived[due] = message
         return self._arrived.pop(wanted)
 
     def end(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything sent has left.
+
+        Raises:
+            ConfigError: what came in parts is not what the senders held.
+        """
         for channel in self._to.values():
             channel.flush()
+        if self.parts is not None:
+            self.parts.check()
 
     def _channel(self, channels: dict[int, Channel], peer: int, *, sends: bool) -> Channel:
         if peer not in channels:

@@ -34,6 +34,7 @@ from lightning_megatron.pipeline.item_times import ItemTimes
 from lightning_megatron.pipeline.links import Links, Traffic
 from lightning_megatron.pipeline.measure import Bubble, Clock, bubble, saved_bytes
 from lightning_megatron.pipeline.microbatch import detach
+from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.pipeline.schedule import (
     Action,
     Kind,
@@ -108,6 +109,7 @@ class Pipeline(Executor):
         make: from a number of microbatches, the schedule for training.
         stage_ranks: pipeline rank of every stage.
         host_group: gloo group over the pp axis, where the device's own group is not gloo.
+        scatter_gather: whether tp ranks send parts of what they hold alike.
     """
 
     def __init__(
@@ -117,9 +119,10 @@ class Pipeline(Executor):
         make: Callable[[int], Schedule],
         stage_ranks: Sequence[int],
         host_group: dist.ProcessGroup | None = None,
+        scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
         self._trunk, self._rank = trunk, topology.pp.rank
-        self._links = Links(topology, stage_ranks, host_group)
+        self._links = Links(topology, stage_ranks, host_group, scatter_gather)
         self._final = len(stage_ranks) - 1
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}

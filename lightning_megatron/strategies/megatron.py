@@ -380,9 +380,11 @@ class MegatronStrategy(
             self._reductions.follow(parallel.gradients)
         rule = self.options.microbatches()
         make = self.options.make_schedule
-        self._engine = StepEngine(module, parallel, rule, make, self._host_gloo)
-        self._engine.executor.sections = self.sections
         config = self.options.pipeline
+        self._engine = StepEngine(
+            module, parallel, rule, make, self._host_gloo, config.scatter_gather
+        )
+        self._engine.executor.sections = self.sections
         if self.options.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
             self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)

@@ -35,6 +35,7 @@ from lightning_megatron.pipeline.microbatch import (
     weighted_mean,
 )
 from lightning_megatron.pipeline.runner import Pipeline
+from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.pipeline.schedule import Schedule
 from lightning_megatron.strategies.auto_schedule import AutoSchedule
 from lightning_megatron.strategies.collectives import refuse_shards
@@ -71,6 +72,7 @@ class StepEngine:
         rule: MicrobatchRule,
         schedule: Callable[[int], Schedule],
         host_group: dist.ProcessGroup | None = None,
+        scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
         self._module, self._parallel, self._rule = module, parallel, rule
         topology = parallel.topology
@@ -80,7 +82,9 @@ class StepEngine:
         if topology.pp.size > 1:
             assert parallel.trunk is not None
             stage_ranks = parallel.transforms.stage_ranks or range(topology.pp.size)
-            self.executor = Pipeline(topology, parallel.trunk, schedule, stage_ranks, host_group)
+            self.executor = Pipeline(
+                topology, parallel.trunk, schedule, stage_ranks, host_group, scatter_gather
+            )
             last_rank = stage_ranks[-1]
         self.last_rank = last_rank
         self._share_output = ObjectBroadcast(

@@ -9,10 +9,10 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import CommunicationMonitor
+from lightning_megatron import CommunicationMonitor, PipelineConfig, PipelineSequential
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.parallel.data import ShardingConfig
@@ -127,6 +127,37 @@ def test_bytes_between_nodes_are_those_of_the_formula(
     inter, intra = (4 * found[f"comm/{x}_node_mib/{kind}"] * MIB for x in ("inter", "intra"))
     assert inter + intra == pytest.approx(4 * found[f"comm/mib/{kind}"] * MIB)
     assert (inter + intra, inter) == pytest.approx((total, between), abs=8)
+
+
+class Wide(Small):
+    """Activations that are worth taking apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PipelineSequential(layers=[nn.Linear(64, 64), nn.Linear(64, 64)])
+
+
+def wide_job(scatter_gather: Any) -> dict[str, float]:
+    monitor = CommunicationMonitor(every=2)
+    layout = {"pp": 2, "tp": 2, "num_microbatches": 2}
+    layout["pipeline"] = PipelineConfig(scatter_gather=scatter_gather)
+    host = f"node{int(os.environ['RANK']) // 2}"
+    with mock.patch("socket.gethostname", return_value=host):
+        data = TensorDataset(*(torch.randn(256, 64, dtype=torch.float64) for _ in range(2)))
+        make_trainer(layout, 4, callbacks=[monitor]).fit(Wide(), DataLoader(data, batch_size=128))
+    return monitor.latest
+
+
+def test_activations_go_from_node_to_node_once(pool: WorkerPool) -> None:
+    message = 64 * 64 * 8
+    header, sums = 64, 8 * 8
+    for choice, size in (("auto", message / 2 + sums), (False, message)):
+        found = pool.run(4, wide_job, choice)[0]
+        assert found["comm/calls/pp"] == 2
+        assert found["comm/inter_node_mib/pp"] * MIB == pytest.approx(2 * (size + header), abs=2)
+        assert found["comm/intra_node_mib/pp"] == 0
+        gathered = found.get("comm/intra_node_mib/tp", 0.0) * MIB
+        assert gathered == (message if choice else 0)
 
 
 LATE_S = 0.4

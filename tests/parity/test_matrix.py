@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.parallel.memory import MemoryConfig
+from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, merge_stages, our_name, train_job
 from tests.parity.layouts import LAYOUTS, Layout, legal_layouts
@@ -152,6 +153,15 @@ CASE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp=2 tp=2 sequence parallel": (
         4,
         {"pp": 2, "tp": 2, "sequence_parallel": True, "num_microbatches": 2},
+    ),
+    "pp=2 tp=2 in parts": (
+        4,
+        {
+            "pp": 2,
+            "tp": 2,
+            "num_microbatches": 2,
+            "pipeline": PipelineConfig(scatter_gather=True),
+        },
     ),
     "pp=2 dp=2 interleaved zero 1": (
         4,

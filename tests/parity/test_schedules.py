@@ -104,6 +104,7 @@ def rows() -> tuple[Row, ...]:
 HYBRID = ShardingConfig(dp_replicate=2)
 OFFLOAD = MemoryConfig(offload_activations=True, offload_min_bytes=0)
 ON_HOST = ShardingConfig(offload_optimizer=True)
+IN_PARTS = {"tp": 2, "pipeline": PipelineConfig(scatter_gather=True)}
 EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid sharding, zbv": (8, {"schedule": "zbv", "zero": 3, "sharding": HYBRID}),
     "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "sharding": HYBRID}),
@@ -116,6 +117,14 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "sequence parallel, v-half": (
         4,
         {"schedule": "v-half", "tp": 2, "sequence_parallel": True},
+    ),
+    "in parts over tp, 1f1b": (4, {"schedule": "1f1b", **IN_PARTS}),
+    "in parts over tp, interleaved": (4, {"schedule": "interleaved", **IN_PARTS}),
+    "in parts over tp, zb-h1": (4, {"schedule": "zb-h1", "zero": 0, **IN_PARTS}),
+    "in parts over tp, zbv, zero 3": (8, {"schedule": "zbv", "zero": 3, **IN_PARTS}),
+    "in parts over tp, dualpipev, recompute": (
+        4,
+        {"schedule": "dualpipev", "memory": MemoryConfig(recompute="full"), **IN_PARTS},
     ),
 }
 """Processes and options of what the rows leave out."""

@@ -339,6 +339,10 @@ CASES = {
         layout={"pp": 2, "pipeline": PipelineConfig(partition=[4, 0])},
         says=("partition=[4, 0]", "at least 1", "nearest valid: partition="),
     ),
+    "parts by another word": Case(
+        layout={"pp": 4, "pipeline": PipelineConfig(scatter_gather="never")},  # type: ignore[arg-type]
+        says=("pipeline.scatter_gather='never'", "valid: scatter_gather='auto'"),
+    ),
     "partition without a pipeline": Case(
         layout={"pipeline": PipelineConfig(partition=[2, 2])},
         says=("partition=[2, 2]", "pp=1", "pp=2"),
