@@ -149,7 +149,7 @@ class Saver:
     def go_on_from(self, target: AnyPath, manifest: Manifest) -> None:
         """Learn what training goes on from, which the next checkpoint may have much of."""
         if self._increments is not None:
-            self._increments.note(target, manifest)
+            self._increments.note_loaded(target, manifest)
 
     def check(self) -> None:
         """Report saves that have ended; call before every training step, on all ranks.

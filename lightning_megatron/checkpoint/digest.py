@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.manifest import FileEntry
+from lightning_megatron.checkpoint.part import FileEntry
 from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 
 _BLOCK_BYTES = 1 << 20

@@ -16,14 +16,9 @@ from safetensors.torch import save as safetensors_save
 from torch import Tensor
 
 from lightning_megatron.checkpoint.codec import Decoder, Encoder
-from lightning_megatron.checkpoint.manifest import (
-    LARGEST_TEXT,
-    STATE_FILE,
-    STATE_TENSORS_FILE,
-    Manifest,
-    read_text,
-)
+from lightning_megatron.checkpoint.manifest import STATE_FILE, STATE_TENSORS_FILE, Manifest
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, merge_snapshots
+from lightning_megatron.checkpoint.sealed_text import LARGEST_TEXT, encoded, read_text
 from lightning_megatron.checkpoint.state import StateMapping, chunks_of
 from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, raise_if_any
@@ -80,6 +75,7 @@ def compose(state: Mapping[str, Any], contributions: Sequence[Contribution]) -> 
 
     Raises:
         ConfigError: a value has no plain form; names all of them.
+        CheckpointError: it would be too large to be read.
     """
     if len({len(c.optimizers) for c in contributions}) != 1:
         raise CheckpointError("the ranks have different numbers of optimizers")
@@ -101,7 +97,7 @@ def compose(state: Mapping[str, Any], contributions: Sequence[Contribution]) -> 
     for contribution in contributions:
         aliases |= contribution.aliases
     return Document(
-        json=json.dumps(document, allow_nan=False).encode(),
+        json=encoded(STATE_FILE, json.dumps(document, allow_nan=False)),
         tensors=safetensors_save(encoder.tensors) if encoder.tensors else None,
         aliases=aliases,
     )

@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatron.checkpoint.manifest import is_file_name, local_path, read_text
+from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
+from lightning_megatron.checkpoint.sealed_text import is_file_name, read_text
 from lightning_megatron.errors import CheckpointError, ConfigError, raise_if_any
 
 CONFIG_FILE = "config.json"

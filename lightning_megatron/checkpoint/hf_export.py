@@ -23,6 +23,7 @@ from lightning_megatron.checkpoint.hf_directory import (
     read_config,
 )
 from lightning_megatron.checkpoint.in_parts import groups
+from lightning_megatron.checkpoint.index import StoredTensor
 from lightning_megatron.checkpoint.manifest import local_path
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.safetensors_file import TensorInfo, write_safetensors
@@ -126,7 +127,7 @@ class _Writing:
         raise_if_any(self._find(shapes_of(config)))
         self.infos = {
             weight.name: TensorInfo(
-                dtype=dtype or self._entry(weight.ours[0]).properties.dtype, shape=weight.shape
+                dtype=dtype or self._entry(weight.ours[0]).dtype, shape=weight.shape
             )
             for weight in weights
         }
@@ -141,7 +142,7 @@ class _Writing:
                 continue
             self._stored[name] = stored
             used.add(stored)
-            found = tuple(self._entry(name).size)
+            found = self._entry(name).shape
             if found != shape:
                 problems.append(f"{name}: shape {found} in the checkpoint, the model has {shape}")
         problems += [
@@ -151,8 +152,8 @@ class _Writing:
         ]
         return problems
 
-    def _entry(self, name: str) -> Any:
-        return self._reader.entry(f"{MODEL_PREFIX}.{self._stored[name]}")
+    def _entry(self, name: str) -> StoredTensor:
+        return self._reader.index.tensors[f"{MODEL_PREFIX}.{self._stored[name]}"]
 
     def write(self, directory: Path, max_shard_bytes: int) -> int:
         """Write all files and their index; return the bytes of all tensors."""
@@ -176,7 +177,7 @@ class _Writing:
 
     def _read(self, name: str) -> Tensor:
         entry, stored = self._entry(name), f"{MODEL_PREFIX}.{self._stored[name]}"
-        tensor = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
         self._reader.read({stored: whole(tensor)})
         return tensor
 

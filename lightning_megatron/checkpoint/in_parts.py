@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from lightning_megatron.checkpoint.commit import Staging
 from lightning_megatron.checkpoint.document import compose, contribution
 from lightning_megatron.checkpoint.manifest import Manifest, is_checkpoint
-from lightning_megatron.checkpoint.prepared import PreparedSave, all_chunks
-from lightning_megatron.checkpoint.shards import Written, offer, plan_in_turn, write_shards
+from lightning_megatron.checkpoint.planning import plan_in_turn
+from lightning_megatron.checkpoint.prepared import PartReport, PreparedSave, all_chunks, report_part
+from lightning_megatron.checkpoint.shards import offer, write_shards
 from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.checkpoint.write_error import write_error
 
@@ -52,11 +53,11 @@ def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]
     size = sum(plan.size for plan in plans)
     try:
         staging.create()
-        written: list[Written] = []
+        reports: list[PartReport] = []
         for plan, part in zip(plans, parts, strict=True):
             done = write_shards(staging.directory, plan, all_chunks(part.load(), ()))
             assert done is not None
-            written.append(done)
+            reports.append(report_part("", plan, done).write(staging))
         prepared = PreparedSave(
             target=target,
             token=token,
@@ -65,7 +66,7 @@ def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]
             unchanged=False,
             summary=Manifest(step=state.get("global_step"), epoch=state.get("epoch")),
         )
-        return prepared.finish(staging, written)
+        return prepared.finish(staging, reports)
     except OSError as error:
         raise write_error(error, staging.directory, size) from error
     finally:

@@ -35,13 +35,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_megatron._torch import StorageInfo
 from lightning_megatron.checkpoint.archive import read_tensor
-from lightning_megatron.checkpoint.manifest import ChunkEntry, FileEntry, Manifest
+from lightning_megatron.checkpoint.index import ShardIndex
+from lightning_megatron.checkpoint.manifest import Manifest
+from lightning_megatron.checkpoint.part import ChunkEntry, FileEntry, Part
 from lightning_megatron.checkpoint.prepared import OPTIMIZER_PREFIX, ShardWriting
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX
-from lightning_megatron.checkpoint.shards import WritePlan, Written
+from lightning_megatron.checkpoint.runs import Rectangle
+from lightning_megatron.checkpoint.shards import WritePlan, Written, data_of, part_of
 from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.checkpoint.storage import AnyPath
-from lightning_megatron.errors import DamagedCheckpointError
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,19 @@ class _Part:
     tensor: Tensor
 
 
+@dataclass(frozen=True)
+class _Base:
+    """An earlier checkpoint."""
+
+    path: Path
+    files: Mapping[str, FileEntry]
+    """All of its files."""
+    parts: Sequence[Part]
+    """Those of its parts that may hold something of this rank."""
+    dtypes: Mapping[str, torch.dtype]
+    """Of its tensors."""
+
+
 class Increments:
     """One rank's memory of what it saved last.
 
@@ -71,7 +87,10 @@ class Increments:
 
     def __init__(self) -> None:
         self._trained: frozenset[str] = frozenset()
-        self._bases: deque[tuple[Path, Manifest]] = deque(maxlen=_REMEMBERED)
+        self._bases: deque[_Base] = deque(maxlen=_REMEMBERED)
+        self._loaded: tuple[Path, Manifest] | None = None
+        self._written: Part | None = None
+        self._dtypes: Mapping[str, torch.dtype] = {}
         self._samples: dict[MetadataIndex, bytes] = {}
         self._sampled: dict[MetadataIndex, bytes] = {}
         self._fickle: set[MetadataIndex] = set()
@@ -83,12 +102,42 @@ class Increments:
         self._trained = frozenset(f"{MODEL_PREFIX}.{state.rpartition('.')[0]}" for state in states)
 
     def note(self, target: AnyPath, manifest: Manifest) -> None:
-        """Learn that a checkpoint stands there: one that was just saved, or loaded."""
-        if not isinstance(target, Path) or not manifest.is_sealed:
+        """Learn that what this rank wrote last is published."""
+        if isinstance(target, Path):
+            parts = [] if self._written is None else [self._written]
+            self._remember(_Base(target, manifest.files, parts, self._dtypes))
+        self._samples, self._sampled, self._written = self._sampled or self._samples, {}, None
+
+    def note_loaded(self, target: AnyPath, manifest: Manifest) -> None:
+        """Learn that a checkpoint was loaded, perhaps one of another layout."""
+        if isinstance(target, Path) and manifest.is_sealed:
+            self._loaded = target, manifest
+
+    def _remember(self, base: _Base) -> None:
+        others = [other for other in self._bases if other.path != base.path]
+        self._bases = deque([base, *others], maxlen=_REMEMBERED)
+
+    def _look_up(self, items: Mapping[MetadataIndex, WriteItem]) -> None:
+        """Find the parts of the loaded checkpoint that have rectangles of this rank."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
             return
-        others = [base for base in self._bases if base[0] != target]
-        self._bases = deque([(target, manifest), *others], maxlen=_REMEMBERED)
-        self._samples, self._sampled = self._sampled or self._samples, {}
+        path, manifest = loaded
+        try:
+            index = ShardIndex(path, manifest)
+            numbers = {
+                number
+                for item in items.values()
+                if item.index.fqn in index.tensors
+                for number, rectangle in index.overlapping(item.index.fqn, _rectangle(item))
+                if rectangle == _rectangle(item)
+            }
+            parts = [index.part(number) for number in sorted(numbers)]
+        except (OSError, CheckpointError) as error:  # what cannot be linked is written
+            logger.debug("%s cannot be linked to: %s", path, error)
+            return
+        dtypes = {name: tensor.dtype for name, tensor in index.tensors.items()}
+        self._remember(_Base(path, manifest.files, parts, dtypes))
 
     def writing(self, chunks: Mapping[str, Chunk], write: ShardWriting) -> ShardWriting:
         """Have written only what cannot be linked.
@@ -112,13 +161,14 @@ class Increments:
         if self._cannot_link or not isinstance(directory, Path):
             return write(directory, plan, stop)
         items = {item.index: item for item in plan.mine.items}
+        self._look_up(items)
         self._sampled = {index: _sample(chunks[index.fqn].tensor) for index in items}
         done = Written(places=[], files={})
         for name, parts in self._unchanged(items, chunks).items():
             if stop():
                 return None
             if not self._cannot_link and self._link(directory, name, parts):
-                done = _joined(done, _linked(name, parts, self._bases[0][1].files[name]))
+                done = _joined(done, _linked(name, parts, self._bases[0].files[name]))
         taken = {place.index for place in done.places}
         rest = [item for item in plan.mine.items if item.index not in taken]
         still = [item for item in rest if self._stands_still(item.index)]
@@ -128,6 +178,8 @@ class Increments:
             if written is None:
                 return None
             done = _joined(done, written)
+        self._written = part_of(plan, done)
+        self._dtypes = {name: chunks[name].tensor.dtype for name in self._written.tensors}
         return done
 
     def _stands_still(self, index: MetadataIndex) -> bool:
@@ -144,42 +196,43 @@ class Increments:
         """Return the files of the last checkpoint in which nothing seems to have changed."""
         found: dict[str, list[_Part]] = {}
         no_good: set[str] = set()
-        for name, entry in self._bases[0][1].tensors.items() if self._bases else ():
-            for place in entry.chunks:
-                index = MetadataIndex(name, torch.Size(place.offsets))
-                item = items.get(index)
-                tensor = None if item is None else chunks[name].tensor
-                if (
-                    item is None
-                    or tensor is None
-                    or tuple(tensor.shape) != place.sizes
-                    or str(tensor.dtype) != f"torch.{entry.dtype}"
-                    or not self._stands_still(index)
-                ):
-                    no_good.add(place.file)
-                else:
-                    found.setdefault(place.file, []).append(_Part(place, item, tensor))
+        held = [part.tensors for part in self._bases[0].parts] if self._bases else []
+        for name, place in ((n, c) for tensors in held for n, cs in tensors.items() for c in cs):
+            index = MetadataIndex(name, torch.Size(place.offsets))
+            item = items.get(index)
+            tensor = None if item is None else chunks[name].tensor
+            if (
+                item is None
+                or tensor is None
+                or tuple(tensor.shape) != place.sizes
+                or tensor.dtype != self._bases[0].dtypes[name]
+                or not self._stands_still(index)
+            ):
+                no_good.add(place.file)
+            else:
+                found.setdefault(place.file, []).append(_Part(place, item, tensor))
         kept = {name: parts for name, parts in found.items() if name not in no_good}
         return kept if len(kept) <= _MOST_LINKS else {}
 
     def _link(self, directory: Path, name: str, parts: Sequence[_Part]) -> bool:
         """Link a file into the directory if it holds just these tensors."""
-        entry, target = self._bases[0][1].files[name], directory / name
-        for base, manifest in self._bases:
-            if manifest.files.get(name) != entry:
+        entry, target = self._bases[0].files[name], directory / name
+        for base in self._bases:
+            if base.files.get(name) != entry:
                 continue
+            origin = base.path / name
             try:
-                os.link(base / name, target)
+                os.link(origin, target)
             except FileNotFoundError:  # deleted in the meantime
                 continue
             except OSError as error:
                 self._give_up(directory, os.strerror(error.errno or errno.EIO))
                 return False
             try:
-                if self._holds(base / name, target, entry, parts):
+                if self._holds(origin, target, entry, parts):
                     return True
             except OSError as error:
-                logger.warning("%s is not linked but written anew: %s", base / name, error)
+                logger.warning("%s is not linked but written anew: %s", origin, error)
             target.unlink()
         return False
 
@@ -210,6 +263,11 @@ class Increments:
                 reason,
             )
         self._cannot_link = True
+
+
+def _rectangle(item: WriteItem) -> Rectangle:
+    chunk = data_of(item).chunk
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def _only(plan: WritePlan, items: Sequence[WriteItem]) -> WritePlan:

@@ -1,175 +1,222 @@
-"""The index of the shards: read without trust, and checked before use.
+"""Where the numbers of every tensor are, found through the manifests and held against the files.
 
-DCP keeps which rectangle of which tensor lies where in ``.metadata``, a pickle that its own reader
-loads without restriction: whoever can write a checkpoint could run code on every machine that
-loads it. We keep the same in the manifest and build DCP's index from that; the pickle is there for
-DCP's own tools. Only the checkpoints of schema 1, which have no other index, have it unpickled,
-with a list of the few classes that it is made of.
+The root says which rectangle of which tensor is in which part, the parts at which bytes of which
+file (part.py). So a rank that loads under another layout looks up what overlaps its own rectangles
+in the root, and opens the few parts that have them; at a thousand ranks none needs to know what all
+of them have written. Checkpoints of schema 1 and 2 have an index in one piece, which becomes parts
+in memory.
 
-Either is then held against the files: the chunks of every tensor must tile it (DCP loads a tensor
-with a hole and leaves what was in memory), and must lie within files of the checkpoint, no two in
-one place, so that a small file cannot stand for large memory.
+What is read is checked. The rectangles of every tensor must tile it, and each must be in the part
+that the root names; there it must lie within a file of that part, no two in one place, so that a
+small file cannot stand for large memory. The ranks that load share this check, by tensor and by
+part.
 """
 
-import io
 import math
-import pickle
-import pickletools
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from typing_extensions import override
+from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_megatron._torch import DCP_METADATA_GLOBALS, StorageInfo
-from lightning_megatron.checkpoint.manifest import (
-    LARGEST_TEXT,
-    METADATA_FILE,
-    ChunkEntry,
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    is_file_name,
-)
+from lightning_megatron.checkpoint.coverage import Numbers, expand, run_coverage_fault
+from lightning_megatron.checkpoint.dcp_index import parts_of, read_metadata, torch_dtype
+from lightning_megatron.checkpoint.digest import entry_of
+from lightning_megatron.checkpoint.manifest import Manifest
+from lightning_megatron.checkpoint.part import ChunkEntry, FileEntry, Part
+from lightning_megatron.checkpoint.runs import Rectangle, Run
+from lightning_megatron.checkpoint.sealed_text import read_text
 from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
 
-
-def read_metadata(directory: AnyPath) -> Metadata:
-    """Read the pickled index of the shards without trusting it.
-
-    Raises:
-        OSError: it cannot be read.
-        DamagedCheckpointError: it is not an index, or would run code.
-    """
-    path = directory / METADATA_FILE
-    try:
-        if path.stat().st_size > LARGEST_TEXT:
-            raise DamagedCheckpointError(f"{METADATA_FILE} is larger than an index can be")
-        content = path.read_bytes()
-        _check_memory(content)
-        metadata = _RestrictedUnpickler(io.BytesIO(content)).load()
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{directory}: {error}") from error
-    except OSError:
-        raise
-    except Exception as error:  # whatever garbage makes the unpickler do
-        raise DamagedCheckpointError(
-            f"{directory}: {METADATA_FILE} cannot be read: {error!r}"
-        ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise DamagedCheckpointError(f"{directory}: {METADATA_FILE} is not an index of shards")
-    return metadata
+_KEPT_CHUNKS = 200_000
+"""Chunks of parts that are kept in memory once they were read."""
+_PARTS_AT_ONCE = 64
+"""Parts that are checked together: more take more memory, fewer more passes over the root."""
 
 
-def tensor_entries(metadata: Metadata) -> dict[str, TensorEntry]:
-    """Return what the manifest keeps of an index that was just written."""
-    found = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        places = [metadata.storage_data[MetadataIndex(name, c.offsets)] for c in entry.chunks]
-        found[name] = TensorEntry(
-            dtype=str(entry.properties.dtype).removeprefix("torch."),
-            shape=tuple(entry.size),
-            chunks=tuple(
-                ChunkEntry(
-                    offsets=tuple(chunk.offsets),
-                    sizes=tuple(chunk.sizes),
-                    file=place.relative_path,
-                    begin=place.offset,
-                    length=place.length,
-                )
-                for chunk, place in zip(entry.chunks, places, strict=True)
-            ),
-        )
-    return found
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor in the files."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: torch.dtype
+    """Its format."""
+    runs: tuple[Run, ...]
+    """Where its rectangles are."""
+
+    def rectangles(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Return parts (n), offsets and sizes (n x dimensions) of its n rectangles."""
+        return expand(self.runs, len(self.shape))
 
 
-def index_of(directory: AnyPath, manifest: Manifest) -> Metadata:
-    """Return the index of a checkpoint's shards: the manifest's, or for schema 1 the pickled one.
+class ShardIndex:
+    """The index of a checkpoint's shards.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+
+    Attributes:
+        tensors: all that are stored, by name.
 
     Raises:
         OSError: it cannot be read.
         DamagedCheckpointError: it is not an index, or would run code.
     """
-    if not manifest.is_sealed:
-        return read_metadata(directory)
-    entries: dict[str, Any] = {}
-    storage: dict[MetadataIndex, StorageInfo] = {}
-    for name, entry in manifest.tensors.items():
-        entries[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=_dtype(name, entry.dtype)),
-            size=torch.Size(entry.shape),
-            chunks=[
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                for c in entry.chunks
-            ],
-        )
-        for c in entry.chunks:
-            place = StorageInfo(relative_path=c.file, offset=c.begin, length=c.length)
-            storage[MetadataIndex(name, torch.Size(c.offsets))] = place
-    return Metadata(entries, storage_data=storage)
+
+    def __init__(self, directory: AnyPath, manifest: Manifest) -> None:
+        self._directory, self._files = directory, manifest.files
+        self._embedded, entries = manifest.embedded, manifest.tensors
+        if not manifest.is_sealed:
+            entries, self._embedded, faults = parts_of(read_metadata(directory))
+            raise_if_damaged(faults)
+        self._names = {part.number: name for name, part in manifest.parts.items()}
+        self._entries = {part.number: part for part in manifest.parts.values()}
+        self._kept: OrderedDict[int, Part] = OrderedDict()
+        self.tensors = {
+            name: StoredTensor(shape=e.shape, dtype=torch_dtype(name, e.dtype), runs=e.runs)
+            for name, e in entries.items()
+        }
+
+    @classmethod
+    def of_metadata(
+        cls, directory: AnyPath, metadata: Metadata, files: Mapping[str, FileEntry]
+    ) -> "ShardIndex":
+        """Return the index of a directory that another library wrote, checked.
+
+        Raises:
+            DamagedCheckpointError: naming the tensors that the files do not hold.
+        """
+        tensors, parts, faults = parts_of(metadata)
+        raise_if_damaged(faults)
+        index = cls(directory, Manifest(files=files, tensors=tensors, embedded=parts))
+        raise_if_damaged(index.faults())
+        return index
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of all parts."""
+        return sorted({*self._names, *self._embedded})
+
+    def part(self, number: int, *, keep: bool = True) -> Part:
+        """Return a part.
+
+        Args:
+            number: which one.
+            keep: whether it will be needed again.
+
+        Raises:
+            OSError: it cannot be read.
+            DamagedCheckpointError: it is not what was written.
+        """
+        if number in self._embedded:
+            return self._embedded[number]
+        if number not in self._kept:
+            part = self._read(number)
+            if not keep:
+                return part
+            self._kept[number] = part
+            while len(self._kept) > 1 and sum(p.count for p in self._kept.values()) > _KEPT_CHUNKS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(number)
+        return self._kept[number]
+
+    def _read(self, number: int) -> Part:
+        if number not in self._names:
+            raise DamagedCheckpointError(f"there is no part {number} of the manifest")
+        name = self._names[number]
+        text = read_text(self._directory / name)
+        if entry_of(text.encode()) != self._files[name]:
+            raise DamagedCheckpointError(f"{name} is not the part that was written")
+        part, entry = Part.from_json(text, name), self._entries[number]
+        files = {file: self._files[file] for file in entry.files}
+        if part.number != number or part.files != files or part.count != entry.count:
+            raise DamagedCheckpointError(f"{name} and the root of the manifests contradict")
+        return part
+
+    def overlapping(self, name: str, wanted: Rectangle) -> list[tuple[int, Rectangle]]:
+        """Return the stored rectangles of a tensor that overlap one, with their parts."""
+        tensor = self.tensors[name]
+        if len(tensor.runs) == 1 and not tensor.runs[0].repeats:
+            run = tensor.runs[0]  # of one piece, as most tensors of small layouts are
+            return [(run.part, (run.offsets, run.sizes))]
+        parts, offsets, sizes = tensor.rectangles()
+        begin, length = (np.array(side, dtype=np.int64) for side in wanted)
+        common = ((offsets < begin + length) & (begin < offsets + sizes)).all(axis=1)
+        found = zip(*(a[common].tolist() for a in (parts, offsets, sizes)), strict=True)
+        return [(part, (tuple(offset), tuple(size))) for part, offset, size in found]
+
+    def faults(self, rank: int = 0, size: int = 1) -> list[str]:
+        """Check this rank's share of everything that tells where numbers are.
+
+        Args:
+            rank: of this process among those that check.
+            size: number of them.
+
+        Returns:
+            What is wrong, empty if nothing is.
+
+        Raises:
+            OSError: a part cannot be read.
+            DamagedCheckpointError: a part is not what was written.
+        """
+        found = []
+        known = set(self.numbers)
+        for name, tensor in islice(self.tensors.items(), rank, None, size):
+            if fault := run_coverage_fault(tensor.shape, tensor.runs):
+                found.append(f"{name}: {fault}")
+            elif not known.issuperset(_numbers(tensor)):
+                found.append(f"{name}: a chunk is in no file")
+        if found:
+            return found
+        mine = self.numbers[rank::size]
+        for begin in range(0, len(mine), _PARTS_AT_ONCE):
+            found += self._part_faults(mine[begin : begin + _PARTS_AT_ONCE])
+        return found
+
+    def _part_faults(self, numbers: Sequence[int]) -> Iterator[str]:
+        """Hold some parts against the root and their files."""
+        expected: dict[int, dict[tuple[str, tuple[int, ...]], tuple[int, ...]]]
+        expected = {number: {} for number in numbers}
+        for name, tensor in self.tensors.items():
+            for number, (offsets, sizes) in _within(tensor, numbers):
+                expected[number][name, offsets] = sizes
+        for number in numbers:
+            part = self.part(number, keep=len(numbers) == 1)
+            for name, chunks in part.tensors.items():
+                for chunk in chunks:
+                    if expected[number].pop((name, chunk.offsets), None) != chunk.sizes:
+                        yield f"{name}: the root does not know of the chunk at {chunk.offsets}"
+                    elif fault := self._place_fault(self.tensors[name], chunk):
+                        yield f"{name}: {fault}"
+            yield from (
+                f"{name}: the chunk at {offsets} is in no file"
+                for name, offsets in expected[number]
+            )
+            yield from _shared_bytes(part)
+
+    def _place_fault(self, tensor: StoredTensor, chunk: ChunkEntry) -> str | None:
+        if chunk.file not in self._files:
+            return f"file {chunk.file!r} is not in the manifest"
+        end, needed = chunk.begin + chunk.length, math.prod(chunk.sizes) * tensor.dtype.itemsize
+        if chunk.begin < 0 or chunk.length < needed or end > self._files[chunk.file].size:
+            return f"the chunk at {chunk.offsets} exceeds file {chunk.file}"
+        return None
 
 
-def _dtype(tensor: str, name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None) if name.isidentifier() else None
-    if not isinstance(dtype, torch.dtype):
-        raise DamagedCheckpointError(f"{tensor}: there is no dtype {name!r}")
-    return dtype
-
-
-def check_metadata(metadata: Metadata, files: Mapping[str, FileEntry]) -> None:
-    """Check that every tensor is covered by chunks that lie within the checkpoint's files.
+def raise_if_damaged(faults: Sequence[str]) -> None:
+    """Raise if there are faults of an index.
 
     Raises:
-        DamagedCheckpointError: naming the tensors that are not.
+        DamagedCheckpointError: naming them.
     """
-    faults = []
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-            faults.append(f"{name}: not a tensor")
-            continue
-        try:
-            fault = coverage_fault(entry.size, entry.chunks)
-            fault = fault or _storage_fault(name, entry, metadata.storage_data, files)
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
-            fault = f"damaged entry ({error!r})"
-        if fault:
-            faults.append(f"{name}: {fault}")
-    if not faults:
-        faults = _shared_bytes(metadata)
     if faults:
         raise DamagedCheckpointError(f"the index of the shards is damaged: {summary(faults)}")
-
-
-def coverage_fault(size: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -> str | None:
-    """Say why ``chunks`` do not tile a tensor of shape ``size``, or return None when they do.
-
-    Rectangles inside the tensor tile it exactly if their volumes add up and no two overlap; the
-    latter is a sweep along the dimension with the most distinct offsets.
-    """
-    for chunk in chunks:
-        inside = len(chunk.offsets) == len(chunk.sizes) == len(size) and all(
-            o >= 0 and n >= 0 and o + n <= s
-            for o, n, s in zip(chunk.offsets, chunk.sizes, size, strict=True)
-        )
-        if not inside:
-            return f"chunk {tuple(chunk.offsets)}+{tuple(chunk.sizes)} exceeds {tuple(size)}"
-    volume, total = sum(math.prod(c.sizes) for c in chunks), math.prod(size)
-    if volume < total or not chunks:
-        return f"only {volume} of {total} elements are stored"
-    if volume > total or _overlap(chunks):
-        return f"chunks overlap: {volume} elements stored for {total}"
-    return None
 
 
 def summary(items: Sequence[str], limit: int = 10) -> str:
@@ -178,80 +225,32 @@ def summary(items: Sequence[str], limit: int = 10) -> str:
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
 
-def _overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    boxes = [c for c in chunks if math.prod(c.sizes)]
-    rank = len(boxes[0].offsets) if boxes else 0
-    if len(boxes) < 2 or not rank:
-        return len(boxes) > 1
-    sweep = max(range(rank), key=lambda d: len({b.offsets[d] for b in boxes}))
-    active: list[ChunkStorageMetadata] = []
-    for box in sorted(boxes, key=lambda b: b.offsets[sweep]):
-        active = [a for a in active if a.offsets[sweep] + a.sizes[sweep] > box.offsets[sweep]]
-        if any(_intersect(a, box) for a in active):
-            return True
-        active.append(box)
-    return False
+def _numbers(tensor: StoredTensor) -> set[int]:
+    if not any(run.repeats for run in tensor.runs):
+        return {run.part for run in tensor.runs}
+    return set(np.unique(tensor.rectangles()[0]).tolist())
 
 
-def _intersect(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> bool:
-    return all(
-        a.offsets[d] < b.offsets[d] + b.sizes[d] and b.offsets[d] < a.offsets[d] + a.sizes[d]
-        for d in range(len(a.offsets))
-    )
+def _within(tensor: StoredTensor, numbers: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
+    """The rectangles of a tensor that are in some parts."""
+    if not any(run.repeats for run in tensor.runs):
+        yield from ((r.part, (r.offsets, r.sizes)) for r in tensor.runs if r.part in numbers)
+        return
+    parts, offsets, sizes = tensor.rectangles()
+    mine = np.isin(parts, numbers)
+    for part, offset, size in zip(
+        *(array[mine].tolist() for array in (parts, offsets, sizes)), strict=True
+    ):
+        yield part, (tuple(offset), tuple(size))
 
 
-def _storage_fault(
-    name: str,
-    entry: TensorStorageMetadata,
-    storage: Mapping[Any, Any],
-    files: Mapping[str, FileEntry],
-) -> str | None:
-    item_bytes = torch.empty((), dtype=entry.properties.dtype).element_size()
-    for chunk in entry.chunks:
-        info = storage.get(MetadataIndex(name, chunk.offsets))
-        if info is None:
-            return f"the chunk at {tuple(chunk.offsets)} is in no file"
-        if not is_file_name(info.relative_path) or info.relative_path not in files:
-            return f"file {info.relative_path!r} is not in the manifest"
-        if getattr(info, "transform_descriptors", None):
-            return "stored through an unknown transformation"
-        end, size = info.offset + info.length, files[info.relative_path].size
-        if info.offset < 0 or info.length < math.prod(chunk.sizes) * item_bytes or end > size:
-            return f"the chunk at {tuple(chunk.offsets)} exceeds file {info.relative_path}"
-    return None
-
-
-def _shared_bytes(metadata: Metadata) -> list[str]:
+def _shared_bytes(part: Part) -> Iterator[str]:
     """Name the files of which two chunks claim the same bytes."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for info in metadata.storage_data.values():
-        ranges[info.relative_path].append((info.offset, info.offset + info.length))
-    faults = []
+    for chunks in part.tensors.values():
+        for chunk in chunks:
+            ranges[chunk.file].append((chunk.begin, chunk.begin + chunk.length))
     for file, found in ranges.items():
         found.sort()
         if any(end > begin for (_, end), (begin, _) in pairwise(found)):
-            faults.append(f"two chunks claim the same bytes of {file}")
-    return faults
-
-
-def _check_memory(content: bytes) -> None:
-    """Refuse a pickle whose memo has holes: the unpickler allocates up to the largest number."""
-    puts = highest = 0
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            puts, highest = puts + 1, max(highest, int(argument or 0))
-    if highest > puts:
-        raise DamagedCheckpointError(f"{METADATA_FILE} numbers {puts} objects up to {highest}")
-
-
-class _RestrictedUnpickler(pickle.Unpickler):
-    @override
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) in DCP_METADATA_GLOBALS:
-            return super().find_class(module_name, global_name)
-        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
-            return getattr(torch, global_name)
-        raise DamagedCheckpointError(
-            f"{METADATA_FILE} refers to {module_name}.{global_name}, which has no place in an "
-            "index of shards: refusing to load it"
-        )
+            yield f"two chunks claim the same bytes of {file}"

@@ -90,7 +90,7 @@ def stored_state(
     def lazy(name: str) -> LazyTensor:
         entry = reader.entry(f"{MODEL_PREFIX}.{name}")
         assert entry is not None
-        shape, dtype = tuple(entry.size), entry.properties.dtype
+        shape, dtype = entry.shape, entry.dtype
 
         def fetch() -> Tensor:
             tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -303,7 +303,7 @@ class _Loading:
                     self._chunks,
                     stored_names=self._stored_names(),
                     prefix=f"{OPTIMIZER_PREFIX}.{index}",
-                    metadata=self._reader.metadata,
+                    tensors=self._reader.index.tensors,
                     saved=data,
                 )
             except ConfigError as error:

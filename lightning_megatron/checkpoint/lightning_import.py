@@ -26,16 +26,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from lightning_megatron.checkpoint.dcp_index import read_metadata
 from lightning_megatron.checkpoint.export import plain_hyper_parameters
 from lightning_megatron.checkpoint.in_parts import Part, groups, target_problems, write_in_parts
-from lightning_megatron.checkpoint.index import check_metadata, read_metadata, summary
+from lightning_megatron.checkpoint.index import ShardIndex, summary
 from lightning_megatron.checkpoint.loading import read_chunks
-from lightning_megatron.checkpoint.manifest import (
-    METADATA_FILE,
-    FileEntry,
-    is_checkpoint,
-    local_path,
-)
+from lightning_megatron.checkpoint.manifest import METADATA_FILE, is_checkpoint, local_path
+from lightning_megatron.checkpoint.part import FileEntry
 from lightning_megatron.checkpoint.reader import PRETRAINED
 from lightning_megatron.checkpoint.state import Chunk, whole
 from lightning_megatron.errors import ConfigError, DamagedCheckpointError, raise_if_any
@@ -150,15 +147,15 @@ def _open_directory(directory: Path, trust_pickle: bool) -> _Opened:
             f"{directory}: it has no {METADATA_FILE}, so it is no sharded checkpoint; nearest "
             "valid: the directory or file that Lightning's ModelCheckpoint made"
         )
-    index = _module_index(_index(directory, trust_pickle))
+    metadata = _module_index(_index(directory, trust_pickle))
     sizes = {e.name: FileEntry(size=e.stat().st_size) for e in os.scandir(directory) if e.is_file()}
-    check_metadata(index, sizes)
-    entries: dict[str, TensorStorageMetadata] = {**index.state_dict_metadata}  # type: ignore[dict-item]
+    index = ShardIndex.of_metadata(directory, metadata, sizes)
+    entries = index.tensors
     prefix = _prefix(entries)
 
     def empty(stored: str, device: str) -> Tensor:
         entry = entries[stored]
-        return torch.empty(tuple(entry.size), dtype=entry.properties.dtype, device=device)
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
     def read(names: list[str]) -> dict[str, Tensor]:
         values = {name: empty(prefix + name, "cpu") for name in names}

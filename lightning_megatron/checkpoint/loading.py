@@ -1,50 +1,56 @@
 """Tensors out of files, into the chunks that this process holds.
 
-Every rank reads the stored rectangles that overlap its own, without communication: which ones is
-the planning of torch.distributed.checkpoint, and what is left to do is to open each file once, go
-through it from front to back and copy. What DCP leaves unchecked, index.py has checked before;
-where it calls `torch.load`, archive.py takes the numbers out.
+Every rank reads the stored rectangles that overlap its own, without communication. Which ones is
+asked of the index (index.py), then part after part is gone through: each file is opened once, read
+from front to back, and what both rectangles have in common is copied. What
+torch.distributed.checkpoint leaves unchecked, index.py has checked before; where it calls
+`torch.load`, archive.py takes the numbers out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import BinaryIO
 
-from torch import Size, Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+import torch
+from torch import Tensor
 
-from lightning_megatron._torch import StorageInfo
 from lightning_megatron.checkpoint.archive import read_tensor
+from lightning_megatron.checkpoint.index import ShardIndex
+from lightning_megatron.checkpoint.part import ChunkEntry
+from lightning_megatron.checkpoint.runs import Rectangle
 from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """What a stored chunk and one of ours have in common."""
+class _Wanted:
+    """A stored rectangle of which one of ours has a part."""
 
-    place: StorageInfo
-    entry: TensorStorageMetadata
-    item: ReadItem
-    target: Tensor
+    stored: str
+    """Name of the tensor in the checkpoint."""
+    rectangle: Rectangle
+    target: Chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """The same, with the bytes that hold it."""
+
+    place: ChunkEntry
+    wanted: _Wanted
 
 
 def read_chunks(
-    directory: AnyPath, metadata: Metadata, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+    directory: AnyPath, index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
 ) -> None:
     """Fill this rank's chunks in place; not collective.
 
     Args:
         directory: the checkpoint.
-        metadata: its index, checked.
+        index: its index, checked.
         chunks: what to fill.
         stored: the stored name of every chunk.
 
@@ -52,57 +58,84 @@ def read_chunks(
         DamagedCheckpointError: a file does not hold what the index says.
         CheckpointError: a file cannot be read.
     """
-    parts = [
-        part for name, chunk in chunks.items() for part in _parts(metadata, stored[name], chunk)
-    ]
-    parts.sort(key=lambda part: (part.place.relative_path, part.place.offset))
+    by_part = _by_part(index, chunks, stored)
     try:
-        for file_name, in_file in groupby(parts, key=lambda part: part.place.relative_path):
-            with (directory / file_name).open("rb") as file:
-                # Several parts of one chunk follow each other: it is read once.
-                for _, of_chunk in groupby(in_file, key=lambda part: part.item.storage_index):
-                    _fill(file, list(of_chunk))
+        for number in sorted(by_part):
+            _read_part(directory, index, list(_placed(index, number, by_part.pop(number))))
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"reading {directory}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"reading {directory}: {error}") from error
 
 
-def _parts(metadata: Metadata, stored: str, chunk: Chunk) -> list[_Part]:
-    if not chunk.tensor.numel():
-        return []
-    entry = metadata.state_dict_metadata[stored]
-    assert isinstance(entry, TensorStorageMetadata)
-    ours = ChunkStorageMetadata(offsets=Size(chunk.offsets), sizes=chunk.tensor.shape)
-    return [
-        _Part(
-            place=metadata.storage_data[item.storage_index],
-            entry=entry,
-            item=item,
-            target=_narrow(chunk.tensor, item.dest_offsets, item.lengths),
+def files_of(index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]) -> set[str]:
+    """Return the files that `read_chunks` opens; arguments and errors as there."""
+    return {
+        one.place.file
+        for number, wanted in _by_part(index, chunks, stored).items()
+        for one in _placed(index, number, wanted)
+    }
+
+
+def _by_part(
+    index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+) -> dict[int, list[_Wanted]]:
+    """Find the stored rectangles that overlap ours, by the part that they are in."""
+    by_part: dict[int, list[_Wanted]] = defaultdict(list)
+    for name, chunk in chunks.items():
+        if not chunk.tensor.numel():
+            continue
+        for number, rectangle in index.overlapping(stored[name], (chunk.offsets, chunk.sizes)):
+            wanted = _Wanted(stored=stored[name], rectangle=rectangle, target=chunk)
+            by_part[number].append(wanted)
+    return by_part
+
+
+def _placed(index: ShardIndex, number: int, wanted: Sequence[_Wanted]) -> Iterator[_Placed]:
+    """Find in a part what is wanted of it."""
+    tensors = index.part(number).tensors
+    for one in wanted:
+        place = next(
+            (c for c in tensors.get(one.stored, ()) if c.offsets == one.rectangle[0]), None
         )
-        for item in create_read_items_for_chunk_list(stored, entry, [ours])
-    ]
+        if place is None or place.sizes != one.rectangle[1]:
+            raise DamagedCheckpointError(
+                f"{one.stored}: the chunk at {one.rectangle[0]} is not in part {number}"
+            )
+        yield _Placed(place=place, wanted=one)
 
 
-def _fill(file: BinaryIO, parts: list[_Part]) -> None:
-    place, index = parts[0].place, parts[0].item.storage_index
+def _read_part(directory: AnyPath, index: ShardIndex, placed: list[_Placed]) -> None:
+    placed.sort(key=lambda one: (one.place.file, one.place.begin))
+    for file_name, in_file in groupby(placed, key=lambda one: one.place.file):
+        with (directory / file_name).open("rb") as file:
+            # What several chunks of ours need of a stored one is read once.
+            for key, of_chunk in groupby(in_file, key=lambda one: (one.wanted.stored, one.place)):
+                _fill(file, list(of_chunk), index.tensors[key[0]].dtype)
+
+
+def _fill(file: BinaryIO, placed: list[_Placed], dtype: torch.dtype) -> None:
+    place, stored = placed[0].place, placed[0].wanted.stored
     content = bytearray(place.length)
-    file.seek(place.offset)
+    file.seek(place.begin)
     if file.readinto(content) < place.length:  # type: ignore[attr-defined]
-        raise DamagedCheckpointError(f"{place.relative_path} is shorter than it was")
-    assert index.index is not None
-    entry = parts[0].entry
-    shape = tuple(entry.chunks[index.index].sizes)
+        raise DamagedCheckpointError(f"{place.file} is shorter than it was")
     try:
-        tensor = read_tensor(content, entry.properties.dtype, shape)
+        tensor = read_tensor(content, dtype, place.sizes)
     except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{index.fqn} in {place.relative_path}: {error}") from error
-    for part in parts:
-        part.target.copy_(_narrow(tensor, part.item.storage_offsets, part.item.lengths))
+        raise DamagedCheckpointError(f"{stored} in {place.file}: {error}") from error
+    for one in placed:
+        ours = one.wanted.target
+        _copy_common(tensor, place.offsets, ours.tensor, ours.offsets)
 
 
-def _narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    for dim, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
-        tensor = tensor.narrow(dim, start, length)
-    return tensor
+def _copy_common(
+    source: Tensor, source_offsets: Sequence[int], target: Tensor, target_offsets: Sequence[int]
+) -> None:
+    """Copy what two rectangles of one tensor have in common from the first to the second."""
+    for dim, (theirs, ours) in enumerate(zip(source_offsets, target_offsets, strict=True)):
+        begin = max(theirs, ours)
+        length = min(theirs + source.shape[dim], ours + target.shape[dim]) - begin
+        source = source.narrow(dim, begin - theirs, length)
+        target = target.narrow(dim, begin - ours, length)
+    target.copy_(source)

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.manifest import (
-    MANIFEST_FILE,
-    FileEntry,
-    is_file_name,
-    read_text,
-)
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE
+from lightning_megatron.checkpoint.part import FileEntry
+from lightning_megatron.checkpoint.sealed_text import is_file_name, read_text
 from lightning_megatron.checkpoint.storage import sizes
 from lightning_megatron.errors import DamagedCheckpointError
 

@@ -20,14 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Size
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.commit import CORRUPT
 from lightning_megatron.checkpoint.digest import read_entry
 from lightning_megatron.checkpoint.index import summary
+from lightning_megatron.checkpoint.loading import files_of
 from lightning_megatron.checkpoint.local_directory import check_room, checkpoints_in
 from lightning_megatron.checkpoint.local_inventory import Inventory, read_inventory
 from lightning_megatron.checkpoint.local_save import OWN_FILE
@@ -354,6 +352,7 @@ class LocalReader(CheckpointReader):
     @override
     def _verify(self) -> None:
         self.peers.run(self.what, self._open, lambda _: None)  # compared when it was opened
+        self._share.bring_to_all(list(self.manifest.parts))
 
     @override
     def bring(
@@ -363,20 +362,11 @@ class LocalReader(CheckpointReader):
         if chunks is None:
             needs = [set(inventory.files)] * self.peers.size
         else:
-            mine = self._files_of(chunks, stored or {name: name for name in chunks})
-            needs = self.peers.run(self.what, lambda: mine, lambda parts: parts)
+            names = stored or {name: name for name in chunks}
+            needs = self.peers.run(
+                self.what, lambda: files_of(self.index, chunks, names), lambda parts: parts
+            )
         wanted: list[set[str]] = [set() for _ in range(nodes.count)]
-        for rank, names in enumerate(needs):
-            wanted[nodes.of_rank[rank]] |= names
+        for rank, files in enumerate(needs):
+            wanted[nodes.of_rank[rank]] |= files
         self._share.bring(wanted)
-
-    def _files_of(self, chunks: Mapping[str, Chunk], stored: Mapping[str, str]) -> set[str]:
-        found = set()
-        for name, chunk in chunks.items():
-            entry = self.entry(stored[name])
-            if entry is None or not chunk.tensor.numel():
-                continue
-            ours = ChunkStorageMetadata(offsets=Size(chunk.offsets), sizes=chunk.tensor.shape)
-            for item in create_read_items_for_chunk_list(stored[name], entry, [ours]):
-                found.add(self.metadata.storage_data[item.storage_index].relative_path)
-        return found

@@ -27,8 +27,14 @@ from lightning_megatron.checkpoint.local_inventory import INVENTORY_FILE, Invent
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest
 from lightning_megatron.checkpoint.nodes import Nodes
 from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.prepared import PreparedSave, ShardWriting
-from lightning_megatron.checkpoint.shards import WritePlan, Written
+from lightning_megatron.checkpoint.prepared import (
+    PartReport,
+    PreparedSave,
+    ShardWriting,
+    report_part,
+)
+from lightning_megatron.checkpoint.sealed_text import encoded
+from lightning_megatron.checkpoint.shards import WritePlan
 from lightning_megatron.checkpoint.transfer import Transfer, exchange
 from lightning_megatron.checkpoint.write_error import write_error
 from lightning_megatron.errors import CheckpointError
@@ -122,11 +128,20 @@ class LocalSave:
             mine = targets[self._nodes.ranks(self._nodes.of_rank[peers.rank])[0]]
             assert mine is not None
             self.target = Path(mine)
-            directory = Staging(self.target, self._prepared.token).directory
-            small = peers.run(what, lambda: shards(directory, self.plan, stop), self._assemble)
+            staging = Staging(self.target, self._prepared.token)
+
+            def part() -> PartReport | None:
+                written = shards(staging.directory, self.plan, stop)
+                if written is None:
+                    return None
+                return report_part("", self.plan, written).write(staging)
+
+            small = peers.run(what, part, self._assemble)
             if small is None:
                 return None
-            peers.run(what, lambda: self._copy(directory, small, peers, made), lambda _: None)
+            peers.run(
+                what, lambda: self._copy(staging.directory, small, peers, made), lambda _: None
+            )
             peers.run(what, publish, lambda _: None)
             published = True
         finally:
@@ -145,14 +160,14 @@ class LocalSave:
             total += load * sum(self._nodes.of_rank[holder] == node for holder in holders)
         return total
 
-    def _assemble(self, results: list[Written | None]) -> _Small | None:
-        written = [part for part in results if part is not None]
-        if len(written) < len(results):
+    def _assemble(self, results: list[PartReport | None]) -> _Small | None:
+        reports = [report for report in results if report is not None]
+        if len(reports) < len(results):
             return None
-        manifest, contents = self._prepared.assemble(written)
-        contents[MANIFEST_FILE] = manifest.to_json().encode()
+        manifest, contents = self._prepared.assemble(reports)
+        contents[MANIFEST_FILE] = encoded(MANIFEST_FILE, manifest.to_json())
         files = {**manifest.files, MANIFEST_FILE: entry_of(contents[MANIFEST_FILE])}
-        writers = {name: rank for rank, part in enumerate(written) for name in part.files}
+        writers = {name: rank for rank, report in enumerate(reports) for name in report.files}
         nodes = {name: self._nodes.of_rank[rank] for name, rank in writers.items()}
         assert manifest.step is not None
         assert manifest.taken is not None

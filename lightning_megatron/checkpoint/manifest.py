@@ -4,22 +4,24 @@
 
     epoch=0-step=500.ckpt/
         manifest.json       this file's `Manifest`; written last, so a directory without it is torn
+        manifest.0.json ... what each rank has written (part.py)
         state.json          Lightning's state and optimizer options (codec.py)
         state.safetensors   tensors of that state; absent when it has none
-        .metadata           index of the shards as torch.distributed.checkpoint reads it
         __0_0.distcp ...    shards: ``model.<name>``, ``optimizer.<i>.<name>.<key>``
+        .metadata           index of the shards as torch.distributed.checkpoint reads it, up to
+                            `dcp_index.MOST_CHUNKS` chunks
 
-The directory is flat. The manifest lists every other file with its size and the hash of its content
-and every tensor with its chunks, and ends with the hash of itself, so that nothing that was
-truncated, flipped, swapped or lost is taken for a weight, and no name can leave the directory. The
-hashes tell damage, not forgery: who can write a checkpoint can write its hashes too, which is why
-nothing in it is trusted with more than numbers.
+The directory is flat. The manifest is the root of all others: it lists every other file with its
+size and the hash of its content, says which rectangles of which tensor are in which part, and ends
+with the hash of itself; the parts say at which bytes. So nothing that was truncated, flipped,
+swapped or lost is taken for a weight, no name can leave the directory, and the root grows with the
+number of ranks and of tensors, not with their product. The hashes tell damage, not forgery: who can
+write a checkpoint can write its hashes too, which is why nothing in it is trusted with more than
+numbers.
 """
 
-import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -27,7 +29,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.storage import AnyPath, storage_path
+from lightning_megatron.checkpoint.part import (
+    PART_SCHEMA,
+    FileEntry,
+    Part,
+    chunk_entries,
+    file_entry,
+)
+from lightning_megatron.checkpoint.runs import Repeat, Run, compress
+from lightning_megatron.checkpoint.sealed_text import (
+    NOT_OURS,
+    counts,
+    is_count,
+    is_sealed,
+    one_line_each,
+    parsed,
+    read_text,
+    sealed,
+    steps,
+    strings,
+)
+from lightning_megatron.checkpoint.storage import storage_path
 from lightning_megatron.errors import (
     CheckpointError,
     ConfigError,
@@ -40,51 +62,21 @@ STATE_FILE = "state.json"
 STATE_TENSORS_FILE = "state.safetensors"
 METADATA_FILE = ".metadata"
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised when older readers can no longer read what is written, or must not trust it less.
 
-Since 2 a manifest has hashes, tensors and its own seal. As no single flipped bit turns the digit 2
-into a 1, a sealed manifest cannot be taken for one of the time before seals."""
+Since 2 a manifest has hashes, tensors and its own seal; since 3 it has parts. No single flipped bit
+turns the digit 2 or 3 into a 1, so a sealed manifest cannot be taken for one of the time before
+seals."""
 
-_FILE_NAME = re.compile(r"(?!\.\.?$)[\w.=+-]{1,255}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_SEAL = re.compile(r',\n "sha256": "([0-9a-f]{64})"\n}\n')
-_SEAL_LENGTH = len(',\n "sha256": ""\n}\n') + 64
 _LIBRARIES = ("torch", "lightning", "lightning-megatron")
 
 _LATEST = 1e11
 """Seconds since 1970 that are still a date."""
 
-LARGEST_TEXT = 1 << 30
-"""Bytes of a JSON file or index that is read as a whole: a sparse file of any size costs nothing to
-make, and must not cost our memory."""
-
-_BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileEntry:
-    """One file of the checkpoint."""
-
-    size: int
-    """Bytes."""
-    sha256: str | None = None
-    """Hash of the content; None in manifests of schema 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkEntry:
-    """A rectangle of a tensor, and the bytes of a file that hold it."""
-
-    offsets: tuple[int, ...]
-    """Index of its first element, per dimension."""
-    sizes: tuple[int, ...]
-    """Elements, per dimension."""
-    file: str
-    begin: int
-    """First byte in the file."""
-    length: int
-    """Bytes in the file."""
+_CHUNK_BYTES = 16
+"""Bytes that a chunk takes in the file of its part at the least: the root cannot claim more chunks
+than there is text about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +86,25 @@ class TensorEntry:
     dtype: str
     """Like ``bfloat16``."""
     shape: tuple[int, ...]
-    chunks: tuple[ChunkEntry, ...]
-    """They tile the tensor."""
+    runs: tuple[Run, ...]
+    """Where its rectangles are: they tile the tensor."""
+
+    @property
+    def count(self) -> int:
+        """Number of its chunks."""
+        return sum(run.count for run in self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartEntry:
+    """One part: what a rank has written."""
+
+    number: int
+    """The rank."""
+    files: tuple[str, ...]
+    """Its files, but for the one that describes it."""
+    count: int
+    """Number of its chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +127,8 @@ class Manifest:
     """Versions of the libraries that wrote it."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Every other file of the directory."""
+    parts: Mapping[str, PartEntry] = field(default_factory=dict)
+    """The parts, by the name of the file that describes each; empty below schema 3."""
     linked: Sequence[str] = field(default_factory=list)
     """Files that were not written but shared with an earlier checkpoint (incremental.py)."""
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
@@ -126,6 +137,8 @@ class Manifest:
     """Further names of shared parameters, and the name under which each is stored."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
+    embedded: Mapping[int, Part] = field(default_factory=dict, repr=False)
+    """Parts that the manifest itself holds, by number: one per file in schema 2, else none."""
 
     @property
     def size(self) -> int:
@@ -136,6 +149,17 @@ class Manifest:
     def own_size(self) -> int:
         """Bytes that were written for it; the rest was there."""
         return self.size - sum(self.files[name].size for name in self.linked)
+
+    @property
+    def files_by_rank(self) -> dict[int, dict[str, FileEntry]]:
+        """What each rank has written, with the file that describes it; empty below schema 3.
+
+        Files that are in none (the state, ``.metadata``) are the first rank's, like the manifest.
+        """
+        return {
+            part.number: {n: self.files[n] for n in (name, *part.files)}
+            for name, part in self.parts.items()
+        }
 
     def file(self, role: str) -> str:
         """Return the name of the file that is ``role`` in this checkpoint.
@@ -151,16 +175,18 @@ class Manifest:
         return self.schema > 1
 
     def to_json(self) -> str:
-        """Return the content of ``manifest.json``."""
-        head = {k: v for k, v in vars(self).items() if k not in ("files", "tensors")}
-        parts = [json.dumps(head, indent=1, sort_keys=True)[: -len("\n}")]]
-        files = {name: asdict(entry) for name, entry in self.files.items()}
-        parts.append(_one_line_each("files", files))
+        """Return the content of ``manifest.json``; of schema 2, which has another form, none."""
+        assert self.schema == 1 or self.schema >= PART_SCHEMA, self.schema
+        tables = ("files", "parts", "tensors", "embedded")
+        head = {k: v for k, v in vars(self).items() if k not in tables}
+        texts = [json.dumps(head, indent=1, sort_keys=True)[: -len("\n}")]]
+        texts.append(one_line_each("files", ((n, asdict(e)) for n, e in self.files.items())))
         if not self.is_sealed:
-            return ",\n".join(parts) + "\n}\n"
-        parts.append(_one_line_each("tensors", {n: _plain(t) for n, t in self.tensors.items()}))
-        body = ",\n".join(parts)
-        return f'{body},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
+            return ",\n".join(texts) + "\n}\n"
+        texts.append(one_line_each("parts", ((n, _plain_part(p)) for n, p in self.parts.items())))
+        plain = ((name, _plain_tensor(entry)) for name, entry in self.tensors.items())
+        texts.append(one_line_each("tensors", plain))
+        return sealed(",\n".join(texts))
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
@@ -172,7 +198,7 @@ class Manifest:
         """
         newer = _newer(text)
         try:
-            sealed = _is_sealed(text)
+            has_seal = is_sealed(text, MANIFEST_FILE)
         except DamagedCheckpointError as error:
             if newer is None:
                 raise
@@ -180,21 +206,21 @@ class Manifest:
         if newer is not None:
             raise CheckpointError(newer)
         try:
-            data = json.loads(text, object_pairs_hook=_without_repetition)
+            data = parsed(text)
             schema = data["schema"]
             if type(schema) is not int or schema < 1:
                 raise ValueError(f"schema {schema!r}")
-            if schema > 1 and not sealed:
+            if schema > 1 and not has_seal:
                 raise ValueError("it does not end with its own hash")
-            if schema == 1 and (sealed or '"sha256": "' in text):
+            if schema == 1 and (has_seal or '"sha256": "' in text):
                 raise ValueError("it has hashes but not their schema")
-            known = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-            known["files"] = {n: _file_entry(n, e, schema) for n, e in data["files"].items()}
-            tensors = data["tensors"] if schema > 1 else {}
-            known["tensors"] = {n: _tensor_entry(e) for n, e in tensors.items()}
-            manifest = cls(**known)
+            names = cls.__dataclass_fields__.keys() - {"embedded", "parts", "tensors"}
+            known = {k: v for k, v in data.items() if k in names}
+            known["files"] = {n: _file(n, e, schema) for n, e in data["files"].items()}
+            manifest = cls(**known, **_contents(data, schema))
             _check_mappings(manifest)
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            _check_parts(manifest)
+        except NOT_OURS as error:
             raise DamagedCheckpointError(f"{MANIFEST_FILE} is not a manifest: {error!r}") from None
         return manifest
 
@@ -204,7 +230,7 @@ def _newer(text: str) -> str | None:
     try:
         data = json.loads(text)
         schema, versions = data["schema"], data.get("versions")
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+    except NOT_OURS:
         return None  # whatever it is, it is no manifest
     if type(schema) is not int or schema <= SCHEMA:
         return None
@@ -217,94 +243,130 @@ def _newer(text: str) -> str | None:
     )
 
 
-def _one_line_each(name: str, entries: Mapping[str, Any]) -> str:
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(v)}" for key, v in entries.items())
-    return f' "{name}": {{\n{lines}\n }}'
+def _plain_part(part: PartEntry) -> dict[str, Any]:
+    return {"part": part.number, "files": list(part.files), "chunks": part.count}
 
 
-def _plain(entry: TensorEntry) -> dict[str, Any]:
-    chunks = [[*map(list, (c.offsets, c.sizes)), c.file, c.begin, c.length] for c in entry.chunks]
-    return {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": chunks}
+def _plain_tensor(entry: TensorEntry) -> dict[str, Any]:
+    runs = [run.plain() for run in entry.runs]
+    return {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": runs}
 
 
-def _is_sealed(text: str) -> bool:
-    """Whether the text ends with its own hash.
+def _file(name: str, data: Mapping[str, Any], schema: int) -> FileEntry:
+    if name == MANIFEST_FILE:
+        raise ValueError(f"entry {name!r}: {data!r}")
+    return file_entry(name, data, hashed=schema > 1)
 
-    Raises:
-        DamagedCheckpointError: it ends with another one.
+
+def _contents(data: Mapping[str, Any], schema: int) -> dict[str, Any]:
+    """Return the tensors, and the parts or, in schema 2, what stands for them."""
+    if schema == 1:
+        return {}
+    if schema < PART_SCHEMA:
+        chunks = {n: chunk_entries(t["chunks"]) for n, t in data["tensors"].items()}
+        dtypes = {n: (_dtype(t), counts(t["shape"])) for n, t in data["tensors"].items()}
+        tensors, embedded = in_parts(dtypes, chunks)
+        return {"tensors": tensors, "embedded": embedded}
+    tensors = {
+        name: TensorEntry(
+            dtype=_dtype(t), shape=counts(t["shape"]), runs=tuple(map(_run, t["chunks"]))
+        )
+        for name, t in data["tensors"].items()
+    }
+    return {"tensors": tensors, "parts": {n: _part(p) for n, p in data["parts"].items()}}
+
+
+def in_parts(
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]],
+    chunks: Mapping[str, Sequence[Any]],
+) -> tuple[dict[str, TensorEntry], dict[int, Part]]:
+    """Turn an index that is in one piece into parts, one for each file.
+
+    Args:
+        kinds: dtype and shape of every tensor.
+        chunks: their `ChunkEntry` objects.
+
+    Returns:
+        The tensors, and the parts by number.
     """
-    body, seal = text[:-_SEAL_LENGTH], _SEAL.fullmatch(text[-_SEAL_LENGTH:])
-    if seal is None:
-        return False
-    found = hashlib.sha256(body.encode()).hexdigest()
-    if found != seal[1]:
-        raise DamagedCheckpointError(
-            f"{MANIFEST_FILE}: the content has SHA-256 {found}, but {seal[1]} was written"
-        )
-    return True
+    files = sorted({chunk.file for found in chunks.values() for chunk in found})
+    numbers = {file: number for number, file in enumerate(files)}
+    contents: dict[int, dict[str, list[Any]]] = {number: {} for number in numbers.values()}
+    tensors = {}
+    for name, (dtype, shape) in kinds.items():
+        for chunk in chunks[name]:
+            contents[numbers[chunk.file]].setdefault(name, []).append(chunk)
+        runs = compress((numbers[c.file], (c.offsets, c.sizes)) for c in chunks[name])
+        tensors[name] = TensorEntry(dtype=dtype, shape=shape, runs=runs)
+    parts = {
+        number: Part(number=number, files={}, tensors={n: tuple(c) for n, c in held.items()})
+        for number, held in contents.items()
+    }
+    return tensors, parts
 
 
-def _without_repetition(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name stands there twice")
-    return result
-
-
-def _file_entry(name: str, data: Mapping[str, Any], schema: int) -> FileEntry:
-    size, sha256 = data["size"], data.get("sha256")
-    if not is_file_name(name) or name == MANIFEST_FILE or not _is_count(size):
-        raise ValueError(f"entry {name!r}: {data!r}")
-    if schema > 1 and _SHA256.fullmatch(str(sha256)) is None:
-        raise ValueError(f"entry {name!r}: {data!r}")
-    return FileEntry(size=size, sha256=sha256)
-
-
-def _tensor_entry(data: Mapping[str, Any]) -> TensorEntry:
-    chunks = [
-        ChunkEntry(
-            offsets=_counts(offsets), sizes=_counts(sizes), file=file, begin=begin, length=length
-        )
-        for offsets, sizes, file, begin, length in data["chunks"]
-    ]
-    if not all(
-        isinstance(c.file, str) and _is_count(c.begin) and _is_count(c.length) for c in chunks
-    ):
-        raise ValueError("a chunk without a place")
+def _dtype(data: Mapping[str, Any]) -> str:
     if not isinstance(data["dtype"], str):
         raise TypeError("a dtype is not a string")
-    return TensorEntry(dtype=data["dtype"], shape=_counts(data["shape"]), chunks=tuple(chunks))
+    return str(data["dtype"])
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
+def _run(data: Any) -> Run:
+    part, offsets, sizes, *rest = data
+    if len(rest) > 1 or not is_count(part):
+        raise ValueError(f"chunks {data!r}")
+    return Run(
+        part=part,
+        offsets=counts(offsets),
+        sizes=counts(sizes),
+        repeats=tuple(map(_repeat, rest[0] if rest else [])),
+    )
 
 
-def _counts(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(map(_is_count, values)):
-        raise ValueError(f"{values!r} is no list of sizes")
-    return tuple(values)
+def _repeat(data: Any) -> Repeat:
+    count, part_step, distances = data
+    if not is_count(count):
+        raise ValueError(f"chunks that come {count!r} times")
+    return Repeat(count=count, part_step=steps([part_step])[0], steps=steps(distances))
+
+
+def _part(data: Mapping[str, Any]) -> PartEntry:
+    number, files, count = data["part"], data["files"], data["chunks"]
+    if not (is_count(number) and is_count(count) and isinstance(files, list)):
+        raise ValueError(f"part {data!r}")
+    return PartEntry(number=number, files=tuple(files), count=count)
 
 
 def _check_mappings(manifest: Manifest) -> None:
-    names = (*manifest.aliases.items(), *manifest.versions.items())
-    if not all(isinstance(part, str) for pair in names for part in pair):
+    if not strings(manifest.aliases) or not strings(manifest.versions):
         raise TypeError("a name is not a string")
     if not isinstance(manifest.linked, list) or not manifest.files.keys() >= set(manifest.linked):
         raise TypeError("a link to no file")
-    if not isinstance(manifest.layout, dict) or not _is_count(manifest.optimizers):
+    if not isinstance(manifest.layout, dict) or not is_count(manifest.optimizers):
         raise TypeError("a field has another type")
     for number in (manifest.step, manifest.epoch):
-        if number is not None and not _is_count(number):
+        if number is not None and not is_count(number):
             raise TypeError(f"{number!r} is not a count")
     for moment in (manifest.written, manifest.taken):
         if moment is not None and not (type(moment) is float and 0 <= moment < _LATEST):
             raise TypeError(f"{moment!r} is not a time")
 
 
-def is_file_name(name: str) -> bool:
-    """Whether ``name`` can be a file of a checkpoint: a plain name without directories."""
-    return _FILE_NAME.fullmatch(name) is not None
+def _check_parts(manifest: Manifest) -> None:
+    """Refuse parts that share a file or a number, or that claim more than there is text about."""
+    if manifest.schema < PART_SCHEMA:
+        return
+    names = [n for name, part in manifest.parts.items() for n in (name, *part.files)]
+    if len(set(names)) < len(names) or not manifest.files.keys() >= set(names):
+        raise ValueError("a file of a part is in none or in two")
+    if len({part.number for part in manifest.parts.values()}) < len(manifest.parts):
+        raise ValueError("two parts have one number")
+    for name, part in manifest.parts.items():
+        if part.count * _CHUNK_BYTES > manifest.files[name].size:
+            raise ValueError(f"{name} is too small for {part.count} chunks")
+    total = sum(entry.count for entry in manifest.tensors.values())
+    if total != sum(part.count for part in manifest.parts.values()):
+        raise ValueError(f"{total} chunks are not those of the parts")
 
 
 def library_versions() -> dict[str, str]:
@@ -363,29 +425,3 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"{directory}: {MANIFEST_FILE} cannot be read: {error}") from error
     except CheckpointError as error:
         raise type(error)(f"{directory}: {error}") from None
-
-
-def read_text(file: AnyPath) -> str:
-    """Read a JSON file of a checkpoint.
-
-    Raises:
-        OSError: it cannot be read.
-        DamagedCheckpointError: it is not a text of acceptable size.
-    """
-    if file.exists() and not file.is_file():
-        raise DamagedCheckpointError(f"{file.name} is not a file")
-    size = file.stat().st_size
-    if size > LARGEST_TEXT:
-        raise DamagedCheckpointError(
-            f"{file.name} has {size} bytes: more than {LARGEST_TEXT} are not read"
-        )
-    content = bytearray()
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            if b"\0" in block:  # a hole, which takes no room on disk
-                raise DamagedCheckpointError(f"{file.name} is not a text: it has zero bytes")
-            content += block
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise DamagedCheckpointError(f"{file.name} is not a text: {error}") from error

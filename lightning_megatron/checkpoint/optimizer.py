@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint.index import summary
+from lightning_megatron.checkpoint.index import StoredTensor, summary
 from lightning_megatron.checkpoint.state import Chunk, local_tensor, whole
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.averages import NarrowState
@@ -167,7 +166,7 @@ class OptimizerRestore:
         chunks: the chunk of every parameter.
         stored_names: for canonical names, the name in the checkpoint; their own where none is.
         prefix: of this optimizer's tensors in the checkpoint, like ``optimizer.0``.
-        metadata: the index of the checkpoint.
+        tensors: all that the checkpoint has, by name.
         saved: the result of `merge_snapshots`, decoded.
 
     Attributes:
@@ -188,7 +187,7 @@ class OptimizerRestore:
         *,
         stored_names: Mapping[str, str],
         prefix: str,
-        metadata: Metadata,
+        tensors: Mapping[str, StoredTensor],
         saved: Mapping[str, Any],
     ) -> None:
         _refuse_other_kind(type(optimizer).__name__, saved.get("kind"))
@@ -196,7 +195,7 @@ class OptimizerRestore:
         self.chunks: dict[str, Chunk] = {}
         self._state: dict[Tensor, dict[str, Any]] = {}
         self._held_in: dict[Tensor, torch.dtype] = {}
-        entries = _entries_by_parameter(metadata, prefix)
+        entries = _entries_by_parameter(tensors, prefix)
         groups = [
             GroupOptions(index=g["index"], options=g["options"], parameters=tuple(g["parameters"]))
             for g in saved["groups"]
@@ -208,7 +207,7 @@ class OptimizerRestore:
             local = {_name_of(p, names, optimizer): p for p in _saved(group, names, chunks)}
             stored = {name: stored_names.get(name, name) for name in local}
             for name, stored_name in list(stored.items()):
-                model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
+                model_entry = tensors.get(f"model.{stored_name}")
                 lacks = stored_name not in known and model_entry is None
                 if lacks or _is_of_other_shape(chunks[name], model_entry, entries.get(stored_name)):
                     del stored[name]
@@ -222,7 +221,7 @@ class OptimizerRestore:
                 parameter = local[name]
                 state = dict(saved["values"].get(stored_name, {}))
                 self._held_in[parameter] = chunks[name].tensor.dtype
-                model_entry = metadata.state_dict_metadata.get(f"model.{stored_name}")
+                model_entry = tensors.get(f"model.{stored_name}")
                 for key, entry in entries.get(stored_name, {}).items():
                     state[key], chunk = _allocate(
                         key, entry, parameter, chunks[name], group, model_entry, optimizer
@@ -316,23 +315,23 @@ def _fingerprint(options: Mapping[str, Any]) -> str:
 
 
 def _entries_by_parameter(
-    metadata: Metadata, prefix: str
-) -> dict[str, dict[str, TensorStorageMetadata]]:
-    found: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for full_name, entry in metadata.state_dict_metadata.items():
-        if full_name.startswith(f"{prefix}.") and isinstance(entry, TensorStorageMetadata):
+    tensors: Mapping[str, StoredTensor], prefix: str
+) -> dict[str, dict[str, StoredTensor]]:
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for full_name, entry in tensors.items():
+        if full_name.startswith(f"{prefix}."):
             name, _, key = full_name[len(prefix) + 1 :].rpartition(".")
             found.setdefault(name, {})[key] = entry
     return found
 
 
 def _is_of_other_shape(
-    parameter: Chunk, stored: Any, state: Mapping[str, TensorStorageMetadata] | None
+    parameter: Chunk, stored: StoredTensor | None, state: Mapping[str, StoredTensor] | None
 ) -> bool:
     """Whether the state of a parameter is of another shape than the parameter."""
-    if isinstance(stored, TensorStorageMetadata):
-        return tuple(stored.size) != parameter.full_shape
-    sizes = [tuple(entry.size) for entry in (state or {}).values()]
+    if stored is not None:
+        return stored.shape != parameter.full_shape
+    sizes = [entry.shape for entry in (state or {}).values()]
     alike = [size for size in sizes if len(size) == len(parameter.full_shape) > 0]
     return bool(alike) and parameter.full_shape not in alike
 
@@ -373,28 +372,28 @@ def _find_options(
 
 def _allocate(
     key: str,
-    entry: TensorStorageMetadata,
+    entry: StoredTensor,
     parameter: Tensor,
     chunk: Chunk,
     group: Mapping[str, Any],
-    model_entry: Any,
+    model_entry: StoredTensor | None,
     optimizer: Optimizer,
 ) -> tuple[Tensor, Chunk]:
     """Make one state tensor of this process, and the chunk to read it into."""
-    dtype = entry.properties.dtype
+    dtype = entry.dtype
     device = chunk.tensor.device
     reduced = _without(key, chunk, optimizer)
-    if reduced is not None and tuple(entry.size) == reduced.full_shape:
+    if reduced is not None and entry.shape == reduced.full_shape:
         value = torch.zeros(reduced.sizes, dtype=dtype, device=device)
         return value, replace(reduced, tensor=value)
-    if tuple(entry.size) == chunk.full_shape and (steps_on_shards(optimizer) or chunk.is_whole):
+    if entry.shape == chunk.full_shape and (steps_on_shards(optimizer) or chunk.is_whole):
         # State in the parameter's format follows it when a run goes on in another precision.
-        if isinstance(model_entry, TensorStorageMetadata) and model_entry.properties.dtype == dtype:
+        if model_entry is not None and model_entry.dtype == dtype:
             dtype = chunk.tensor.dtype
         like = parameter.detach() if isinstance(parameter, DTensor) else chunk.tensor
         value = torch.zeros_like(like, dtype=dtype)
         return value, replace(chunk, tensor=local_tensor(value), aliases=())
     # Optimizers keep the step count on the host, unless the whole step runs on the device.
     on_device = key != "step" or group.get("capturable") or group.get("fused")
-    value = torch.zeros(tuple(entry.size), dtype=dtype, device=device if on_device else "cpu")
+    value = torch.zeros(entry.shape, dtype=dtype, device=device if on_device else "cpu")
     return value, whole(value)

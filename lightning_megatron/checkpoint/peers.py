@@ -5,15 +5,29 @@ holds. If that rank alone raised, its peers would wait for it in the next collec
 timeout. `Peers.run` is the one primitive that everything here is built from: each rank does its
 part, the first rank sees all outcomes and draws the conclusion, and every rank then returns the
 same result or raises the same error. Cost: one gather and one broadcast of small objects.
+
+Data-parallel ranks mostly have the same to say, and a thousand copies of a list of all parameters
+would not be small. So in larger groups the hashes are gathered first, and what several ranks have
+in common travels once.
 """
 
+import hashlib
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatron.errors import CheckpointError, ConfigError
+
+_FEW_RANKS = 16
+"""Ranks whose values are gathered without asking whether they are equal."""
+_MOST_SPEAKERS = 64
+"""Ranks that the first one connects to, to hear what several have in common."""
+_LENGTH_BYTES = 8
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,7 +52,7 @@ class Peers:
     """The ranks that save or load one checkpoint.
 
     Args:
-        group: the ranks; all of them when None. A group of its own (gloo) keeps these messages
+        group: the ranks, over gloo; all of them when None. A group of its own keeps these messages
             apart from training.
         alone: take this process by itself, whatever process groups there are.
     """
@@ -70,13 +84,25 @@ class Peers:
             CheckpointError: any other error, with the ranks where it arose; a
                 `DamagedCheckpointError` if that is what all of them raised.
         """
-        agreed: R = self._conclude(what, each, first, self._broadcast)
+        outcome, error = _attempt(each)
+        outcomes = self._gather(outcome)
+        failures: dict[int, _Failure] = {}
+        result: Any = None
+        if outcomes is not None:
+            failures = {i: o.failure for i, o in enumerate(outcomes) if o.failure is not None}
+            if not failures:
+                values = [o.value for o in outcomes]
+                conclusion, error = _attempt(lambda: first(values))
+                result = conclusion.value
+                failures = {} if conclusion.failure is None else {0: conclusion.failure}
+        agreed: R
+        failures, agreed = self._broadcast((failures, result))
+        if error is not None and not isinstance(error, Exception):
+            raise error  # an interrupt stays one
+        if failures:
+            ours = isinstance(error, CheckpointError | ConfigError)
+            raise _joint_error(what, failures, self.size) from (None if ours else error)
         return agreed
-
-    def deal(self, what: str, each: Callable[[], T], first: Callable[[list[T]], Sequence[R]]) -> R:
-        """Like `run`, but ``first`` makes one result for every rank, which gets only its own."""
-        mine: R = self._conclude(what, each, first, self._scatter)
-        return mine
 
     def share(self, value: T) -> T:
         """Return the first rank's ``value`` on every rank."""
@@ -90,38 +116,94 @@ class Peers:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def _conclude(
-        self,
-        what: str,
-        each: Callable[[], T],
-        first: Callable[[list[T]], Any],
-        hand_out: Callable[[tuple[dict[int, _Failure], Any]], tuple[dict[int, _Failure], Any]],
-    ) -> Any:
-        outcome, error = _attempt(each)
-        outcomes = self._gather(outcome)
-        failures: dict[int, _Failure] = {}
-        result: Any = None
-        if outcomes is not None:
-            failures = {i: o.failure for i, o in enumerate(outcomes) if o.failure is not None}
-            if not failures:
-                values = [o.value for o in outcomes]
-                conclusion, error = _attempt(lambda: first(values))
-                result = conclusion.value
-                failures = {} if conclusion.failure is None else {0: conclusion.failure}
-        failures, result = hand_out((failures, result))
-        if error is not None and not isinstance(error, Exception):
-            raise error  # an interrupt stays one
-        if failures:
-            ours = isinstance(error, CheckpointError | ConfigError)
-            raise _joint_error(what, failures, self.size) from (None if ours else error)
-        return result
+    def deliver(self, texts: Sequence[bytes]) -> list[bytes]:
+        """Give each of the first ranks a text, and return those that all ranks gave this one.
+
+        Args:
+            texts: as many as there are ranks that are given something; what this one has for each.
+
+        Returns:
+            By rank; empty on ranks that are given nothing.
+        """
+        if self.size == 1:
+            return list(texts)
+        lengths = self._largest([len(text) for text in texts])
+        found: list[bytes] = []
+        for rank, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+            row = _padded(text, length)
+            rows = [torch.empty_like(row) for _ in range(self.size)] if self.rank == rank else None
+            dist.gather(row, rows, dst=self._global_rank(rank), group=self.group)
+            found += [] if rows is None else map(_text, rows)
+        return found
+
+    def hand_out(self, texts: Sequence[bytes], givers: int) -> list[bytes]:
+        """Give every rank a text, and return those that the first ranks gave this one.
+
+        Args:
+            texts: by rank; what this one has for it, if it is one of the givers.
+            givers: number of ranks that give.
+
+        Returns:
+            By giver.
+        """
+        if self.size == 1:
+            return list(texts)
+        gives = self.rank < givers
+        longest = max(map(len, texts)) if gives else 0
+        lengths = self._largest([longest if self.rank == rank else 0 for rank in range(givers)])
+        found = []
+        for rank, length in enumerate(lengths):
+            rows = [_padded(text, length) for text in texts] if self.rank == rank else None
+            row = _padded(b"", length)
+            dist.scatter(row, rows, src=self._global_rank(rank), group=self.group)
+            found.append(_text(row))
+        return found
+
+    def _largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of the numbers that the ranks have, one for each place."""
+        found = torch.tensor(numbers)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        largest: list[int] = found.tolist()
+        return largest
 
     def _gather(self, outcome: _Outcome) -> list[_Outcome] | None:
         if self.size == 1:
             return [outcome]
+        if self.size > _FEW_RANKS:
+            speakers = self._speakers(outcome)
+            if len(set(speakers)) <= min(_MOST_SPEAKERS, self.size // 2):
+                return self._gather_from(speakers, outcome)
         gathered: list[Any] | None = [None] * self.size if self.is_first else None
         dist.gather_object(outcome, gathered, dst=self._first_global_rank, group=self.group)
         return gathered
+
+    def _speakers(self, outcome: _Outcome) -> list[int]:
+        """Return for every rank the lowest one that has the same to say, on every rank."""
+        digest = hashlib.sha256(pickle.dumps(outcome)).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.size)] if self.is_first else None
+        dist.gather(mine, all_of_them, dst=self._first_global_rank, group=self.group)
+        speakers = torch.empty(self.size, dtype=torch.int64)
+        if all_of_them is not None:
+            first: dict[bytes, int] = {}
+            for rank, other in enumerate(all_of_them):
+                speakers[rank] = first.setdefault(other.numpy().tobytes(), rank)
+        dist.broadcast(speakers, src=self._first_global_rank, group=self.group)
+        found: list[int] = speakers.tolist()
+        return found
+
+    def _gather_from(self, speakers: Sequence[int], outcome: _Outcome) -> list[_Outcome] | None:
+        """Bring the outcomes of some ranks to the first, where they stand for those of all."""
+        if not self.is_first:
+            if self.rank in speakers:
+                dist.send_object_list([outcome], dst=self._first_global_rank, group=self.group)
+            return None
+        said = {0: outcome}
+        for rank in sorted(set(speakers) - {0}):
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=self._global_rank(rank), group=self.group)
+            said[rank] = box[0]
+        return [said[rank] for rank in speakers]
 
     def _broadcast(self, value: T) -> T:
         if self.size == 1:
@@ -130,21 +212,24 @@ class Peers:
         dist.broadcast_object_list(box, src=self._first_global_rank, group=self.group)
         return box[0]
 
-    def _scatter(self, value: tuple[dict[int, _Failure], Any]) -> tuple[dict[int, _Failure], Any]:
-        failures, results = value
-        if self.size == 1:
-            return failures, None if failures else results[0]
-        parts = [(failures, part) for part in results or [None] * self.size]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(
-            mine, parts if self.is_first else None, src=self._first_global_rank, group=self.group
-        )
-        part: tuple[dict[int, _Failure], Any] = mine[0]
-        return part
-
     @property
     def _first_global_rank(self) -> int:
-        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        return self._global_rank(0)
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _padded(text: bytes, length: int) -> Tensor:
+    """Return a text with its own length before it, and with zeros up to some length."""
+    content = len(text).to_bytes(_LENGTH_BYTES, "little") + text.ljust(length, b"\0")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _text(padded: Tensor) -> bytes:
+    content = padded.numpy().tobytes()
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    return content[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:

@@ -6,13 +6,17 @@ tensors and all of it into a hidden sibling directory and commits by rename (see
 run later, on another thread and another group, with copies of the tensors. The order is
 
 1. the first rank makes the directory;
-2. every rank writes its tensors (shards.py);
-3. the first rank writes the index, the state and, last, the manifest with all sizes, and renames.
+2. every rank writes its tensors (shards.py), and then the manifest of its part (part.py);
+3. the first rank writes the state, the index of torch.distributed.checkpoint where that is small
+   enough (dcp_index.py) and, last, the root manifest with all sizes and hashes, and renames.
+
+What the first rank is told of each other is the names, sizes and hashes of its files.
 
 If any rank fails in any step, all raise the same error, the temporary directory is removed and the
 target is what it was.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,31 +26,31 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_megatron.checkpoint.commit import Staging, staging_for
+from lightning_megatron.checkpoint.dcp_index import MOST_CHUNKS, pickled_index
 from lightning_megatron.checkpoint.digest import entry_of
 from lightning_megatron.checkpoint.document import Contribution, Document, compose, contribution
-from lightning_megatron.checkpoint.index import summary, tensor_entries
+from lightning_megatron.checkpoint.index import summary
 from lightning_megatron.checkpoint.manifest import (
     MANIFEST_FILE,
     METADATA_FILE,
     Manifest,
+    PartEntry,
     library_versions,
 )
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot
+from lightning_megatron.checkpoint.part import FileEntry, Part, part_file
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.planning import plan_writes
 from lightning_megatron.checkpoint.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.remote_commit import RemoteStaging
-from lightning_megatron.checkpoint.shards import (
-    WritePlan,
-    Written,
-    make_index,
-    offer,
-    plan_writes,
-    write_shards,
-)
+from lightning_megatron.checkpoint.sealed_text import encoded
+from lightning_megatron.checkpoint.shards import WritePlan, Written, offer, part_of, write_shards
 from lightning_megatron.checkpoint.state import Chunk, chunks_of
 from lightning_megatron.checkpoint.storage import AnyPath, sizes, storage_path
 from lightning_megatron.checkpoint.write_error import check_room, write_error
 from lightning_megatron.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER_PREFIX = "optimizer"
 
@@ -57,6 +61,64 @@ ShardWriting = Callable[[AnyPath, WritePlan, Callable[[], bool]], Written | None
 def writing(chunks: Mapping[str, Chunk]) -> ShardWriting:
     """Have these tensors written by the thread that saves."""
     return lambda directory, plan, stop: write_shards(directory, plan, chunks, stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartReport:
+    """What the first rank has to know of a part."""
+
+    name: str | None
+    """The file that describes it; None for a rank that has nothing to write."""
+    entry: PartEntry
+    files: Mapping[str, FileEntry]
+    """The files of the rank, that one included."""
+    linked: frozenset[str]
+    """Those that were not written."""
+    part: Part | None
+    """All of it, where an index in one piece is made of the parts."""
+    content: bytes | None = None
+    """Content of the file that describes it, while that is not written."""
+
+    def write(self, staging: Staging | RemoteStaging) -> "PartReport":
+        """Write the file that describes it.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self.name is not None and self.content is not None:
+            try:
+                staging.write(self.name, self.content)
+            except OSError as error:
+                raise write_error(error, staging.directory, len(self.content)) from error
+        return replace(self, content=None)
+
+
+def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
+    """Report what a rank has written; the file that says so is still to be written.
+
+    Args:
+        prefix: of the names of files.
+        plan: what the rank was to write.
+        written: what it has written.
+
+    Raises:
+        CheckpointError: the file would be too large to be read.
+    """
+    part = part_of(plan, written)
+    entry = PartEntry(number=plan.number, files=tuple(written.files), count=part.count)
+    files, name, content = dict(written.files), None, None
+    if part.tensors:
+        name = prefix + part_file(plan.number)
+        content = encoded(name, part.to_json())
+        files[name] = entry_of(content)
+    return PartReport(
+        name=name,
+        entry=entry,
+        files=files,
+        linked=written.linked,
+        part=part if plan.count <= MOST_CHUNKS else None,
+        content=content,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,30 +168,37 @@ class PreparedSave:
             except OSError as error:
                 raise write_error(error, staging.directory, self.plan.total) from error
 
-        def finish(results: list[Written | None]) -> Manifest | None:
-            written = [part for part in results if part is not None]
-            if len(written) < len(results):
+        def each() -> PartReport | None:
+            written = shards(staging.directory, plan, stop)
+            if written is None:
+                return None
+            report = report_part(prefix, plan, written)
+            # The first rank writes its own with the other small files.
+            return report if peers.is_first else report.write(staging)
+
+        def finish(results: list[PartReport | None]) -> Manifest | None:
+            reports = [report for report in results if report is not None]
+            if len(reports) < len(results):
                 return None
             try:
-                return self.finish(staging, written)
+                return self.finish(staging, reports)
             except OSError as error:
                 raise write_error(error, staging.directory, self.plan.size) from error
 
         try:
             prefix = peers.run(what, lambda: None, create)
             plan = self.plan.under(prefix)
-            manifest = peers.run(what, lambda: shards(staging.directory, plan, stop), finish)
+            manifest = peers.run(what, each, finish)
             published = manifest is not None
             return manifest
         finally:
             if peers.is_first and not published:
                 staging.discard()
 
-    def finish(self, staging: Staging | RemoteStaging, written: Sequence[Written]) -> Manifest:
-        """Write index, state and manifest, and publish; on the first rank."""
-        manifest, small = self.assemble(written, staging.prefix)
-        for name, content in small.items():
-            staging.write(name, content)
+    def finish(self, staging: Staging | RemoteStaging, reports: Sequence[PartReport]) -> Manifest:
+        """Write state, index and root manifest, and publish; on the first rank."""
+        manifest, small = self.assemble(reports, staging.prefix)
+        staging.write_all(small)
         visible = sizes(staging.directory)
         lost = {n for n, entry in manifest.files.items() if visible.get(n) != entry.size}
         if lost:
@@ -137,36 +206,48 @@ class PreparedSave:
                 "files written by other ranks are not visible to the first: "
                 f"{summary(sorted(lost))}; checkpoints need a directory that all ranks share"
             )
-        staging.write(MANIFEST_FILE, manifest.to_json().encode())
+        staging.write(MANIFEST_FILE, encoded(MANIFEST_FILE, manifest.to_json()))
         staging.publish()
         return manifest
 
     def assemble(
-        self, written: Sequence[Written], prefix: str = ""
+        self, reports: Sequence[PartReport], prefix: str = ""
     ) -> tuple[Manifest, dict[str, bytes]]:
-        """Return the manifest, and the small files beside it by name; on the first rank.
+        """Return the root manifest, and the files beside it that nobody has written; on the first.
 
         Args:
-            written: what each rank wrote.
+            reports: of all ranks.
             prefix: of the names of files.
         """
         assert self.document is not None
-        metadata, index = make_index(self.plan, written)
-        roles = {METADATA_FILE: index, **self.document.files()}
-        small = {prefix + role: content for role, content in roles.items()}
-        files = {name: entry_of(content) for name, content in small.items()}
-        for part in written:
-            files |= part.files
+        assert self.plan.tensors is not None
+        contents = self.document.files()
+        parts = [report.part for report in reports if report.part is not None]
+        if len(parts) == len(reports):
+            contents = {METADATA_FILE: pickled_index(self.plan.tensors, parts), **contents}
+        else:
+            logger.info(
+                "%s has %d chunks: %s, which torch.distributed.checkpoint reads, is left out; "
+                "`lightning-megatron ckpt index` makes it",
+                *(self.target, self.plan.count, METADATA_FILE),
+            )
+        named = {prefix + role: content for role, content in contents.items()}
+        files = {name: entry_of(content) for name, content in named.items()}
+        for report in reports:
+            files |= report.files
+            if report.name is not None and report.content is not None:
+                named[report.name] = report.content
         manifest = replace(
             self.summary,
             written=time.time(),
             versions=library_versions(),
             files=files,
-            linked=sorted(name for part in written for name in part.linked),
-            tensors=tensor_entries(metadata),
+            parts={report.name: report.entry for report in reports if report.name is not None},
+            linked=sorted(name for report in reports for name in report.linked),
+            tensors=self.plan.tensors,
             aliases=dict(self.document.aliases),
         )
-        return manifest, small
+        return manifest, named
 
 
 class Preparation:

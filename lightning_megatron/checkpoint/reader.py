@@ -1,8 +1,8 @@
 """An open checkpoint.
 
 Opening one verifies it, in the order of cost and so that nothing is parsed before its hash was
-compared: the manifest against its own hash, names and sizes of the files, their contents (the ranks
-share the work), and that the chunks tile the tensors.
+compared: the root manifest against its own hash, names and sizes of the files, their contents, and
+that the chunks tile the tensors and are where the manifests say. The ranks share the last two.
 """
 
 import logging
@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_megatron.checkpoint.commit import locate
 from lightning_megatron.checkpoint.document import read_document
-from lightning_megatron.checkpoint.index import check_metadata, index_of
+from lightning_megatron.checkpoint.index import ShardIndex, StoredTensor, raise_if_damaged
 from lightning_megatron.checkpoint.loading import read_chunks
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.peers import Peers
@@ -46,7 +45,7 @@ class CheckpointReader:
         peers: the ranks that read.
         directory: where the checkpoint is.
         manifest: its manifest.
-        metadata: the index of its shards.
+        index: where the numbers of every tensor are.
         state: Lightning's state.
         extras: module state that is not a parameter or buffer, by name.
         optimizers: what `merge_snapshots` returned for each optimizer.
@@ -70,7 +69,7 @@ class CheckpointReader:
         self.directory = self._locate(path)
         self.what = f"loading {self.directory}"
         self._verify()
-        self.peers.run(self.what, self._read, lambda _: self._check_coverage())
+        self.peers.run(self.what, self._read, _refuse)
         self.verify_s = time.perf_counter() - began
 
     def _locate(self, path: str | os.PathLike[str]) -> AnyPath:
@@ -94,31 +93,29 @@ class CheckpointReader:
                 self.directory,
             )
 
-    def _read(self) -> None:
-        self.metadata: Metadata = index_of(self.directory, self.manifest)
+    def _read(self) -> list[str]:
+        """Read what every rank needs; return the faults of this rank's share of the index."""
+        self.index = ShardIndex(self.directory, self.manifest)
         document = read_document(self.directory, self.manifest)
         self.state: dict[str, Any] = document["state"]
         self.extras: dict[str, Any] = document["extras"]
         self.optimizers: list[dict[str, Any]] = document["optimizers"]
         self.versions: dict[str, int] | None = document.get("versions")
-
-    def _check_coverage(self) -> None:
-        check_metadata(self.metadata, self.manifest.files)
+        return self.index.faults(self.peers.rank, self.peers.size)
 
     @property
     def is_pretrained(self) -> bool:
         """Whether it is not the state of a run but weights for one to start from."""
         return PRETRAINED in self.state
 
-    def entry(self, stored: str) -> TensorStorageMetadata | None:
-        """Return shape, dtype and chunks of a stored tensor."""
-        entry = self.metadata.state_dict_metadata.get(stored)
-        return entry if isinstance(entry, TensorStorageMetadata) else None
+    def entry(self, stored: str) -> StoredTensor | None:
+        """Return shape, dtype and places of a stored tensor."""
+        return self.index.tensors.get(stored)
 
     def model_names(self) -> list[str]:
         """Return the names of the stored parameters and buffers."""
         prefix = f"{MODEL_PREFIX}."
-        names = self.metadata.state_dict_metadata
+        names = self.index.tensors
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     def stored_name(self, name: str, aliases: Sequence[str] = ()) -> str | None:
@@ -150,4 +147,8 @@ class CheckpointReader:
                 chunk's own where None.
         """
         names = stored or {name: name for name in chunks}
-        read_chunks(self.directory, self.metadata, chunks, names)
+        read_chunks(self.directory, self.index, chunks, names)
+
+
+def _refuse(found: Sequence[Sequence[str]]) -> None:
+    raise_if_damaged([fault for faults in found for fault in faults])

@@ -12,6 +12,7 @@ and objects that the next save sweeps up. A prefix that is copied to a disk is a
 
 import logging
 import re
+from collections.abc import Mapping
 
 from lightning_megatron.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -27,7 +28,7 @@ from lightning_megatron.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _STATES = "|".join(map(re.escape, (METADATA_FILE, STATE_FILE, STATE_TENSORS_FILE)))
-_OURS = re.compile(rf"(?:[0-9a-z]+=)?(?:{_STATES}|__\d+_\w+\.distcp)")
+_OURS = re.compile(rf"(?:[0-9a-z]+=)?(?:{_STATES}|__\d+_\w+\.distcp|manifest\.\d+\.json)")
 
 
 class RemoteStaging:
@@ -73,6 +74,11 @@ class RemoteStaging:
         """Put one object; with the manifest the checkpoint is published."""
         (self.target / name).write_bytes(data)
         self._committed = self._committed or name == MANIFEST_FILE
+
+    def write_all(self, contents: Mapping[str, bytes]) -> None:
+        """Put several objects."""
+        for name, data in contents.items():
+            self.write(name, data)
 
     def publish(self) -> None:
         """Delete what the manifest does not name; never raises, as the checkpoint stands."""

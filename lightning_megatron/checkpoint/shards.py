@@ -1,12 +1,9 @@
 """Tensors in files: torch.distributed.checkpoint, driven by chunks.
 
-DCP (``torch.distributed.checkpoint``) writes one file per rank and an index of which rectangle of
-which tensor lies where. Its planner decides who writes what; ours takes `Chunk` objects: every rank
-offers its own, and the first gives each rectangle that several ranks hold to the one with the
-fewest bytes so far (parameters are identical on replicas; where values may differ, the lowest rank
-writes). It then checks that the chunks of every tensor tile it. Planning and writing are separate
-calls: a plan serves until names or shapes change, and tells which tensors have to be copied before
-they are written in the background. Reading is in loading.py.
+DCP (``torch.distributed.checkpoint``) writes one file per rank. Its planner decides who writes
+what; ours takes `Chunk` objects, and who writes which of them was agreed before (planning.py).
+Planning and writing are separate calls: a plan serves until names or shapes change, and tells which
+tensors have to be copied before they are written in the background. Reading is in loading.py.
 
 Files are written by one thread, as DCP loses the errors of its helper threads (pytorch issue
 191391).
@@ -15,14 +12,13 @@ Files are written by one thread, as DCP loses the errors of its helper threads (
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -30,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -43,24 +38,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.digest import DigestingFileSystem, MemoryFiles, entry_of
-from lightning_megatron.checkpoint.index import coverage_fault, summary
-from lightning_megatron.checkpoint.manifest import METADATA_FILE, FileEntry
-from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.digest import DigestingFileSystem
+from lightning_megatron.checkpoint.manifest import TensorEntry
+from lightning_megatron.checkpoint.part import ChunkEntry, FileEntry, Part
 from lightning_megatron.checkpoint.state import Chunk
 from lightning_megatron.checkpoint.storage import AnyPath
 from lightning_megatron.checkpoint.write_error import write_error
-from lightning_megatron.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
     """Who writes which rectangle, as one rank knows it."""
 
+    number: int
+    """This rank, and so the number of its part."""
     mine: SavePlan
     """What this rank writes."""
-    metadata: Metadata | None
-    """The index, without places in files; on the first rank."""
+    count: int
+    """Number of chunks that all ranks write."""
+    tensors: Mapping[str, TensorEntry] | None
+    """All tensors, with the rank that writes each rectangle; on the first rank."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -70,17 +67,13 @@ class WritePlan:
     @property
     def size(self) -> int:
         """Bytes of tensors that this rank writes."""
-        return sum(_item_bytes(item) for item in self.mine.items)
+        return sum(item_bytes(item) for item in self.mine.items)
 
     @property
     def total(self) -> int:
         """Bytes of tensors that all ranks write; known to the first rank."""
-        entries = () if self.metadata is None else self.metadata.state_dict_metadata.values()
-        return sum(
-            math.prod(entry.size) * entry.properties.dtype.itemsize
-            for entry in entries
-            if isinstance(entry, TensorStorageMetadata)
-        )
+        entries = () if self.tensors is None else self.tensors.values()
+        return sum(math.prod(e.shape) * getattr(torch, e.dtype).itemsize for e in entries)
 
     def under(self, prefix: str) -> "WritePlan":
         """Return the same plan for files whose names begin with something."""
@@ -94,40 +87,35 @@ def offer(chunks: Mapping[str, Chunk]) -> SavePlan:
     return _SavePlanner(chunks).create_local_plan()
 
 
-def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
-    """Agree on who writes what; collective.
+def plan_of(
+    number: int,
+    offered: SavePlan,
+    positions: Mapping[str, Collection[int]],
+    count: int,
+    tensors: Mapping[str, TensorEntry] | None = None,
+) -> WritePlan:
+    """Return the plan of a rank that knows what it writes.
 
     Args:
-        what: what is being done; begins the message of an error.
-        offered: what `offer` returned on this rank.
-        peers: the ranks that write.
-
-    Raises:
-        CheckpointError: on every rank, when the ranks' chunks do not tile a tensor.
+        number: the rank.
+        offered: what `offer` returned there.
+        positions: by name, which of its chunks of a tensor it writes.
+        count: chunks that all ranks write.
+        tensors: the table of all tensors, on the first rank.
     """
-    index: list[Metadata] = []  # on the first rank
-
-    def assign(offers: list[SavePlan]) -> list[SavePlan]:
-        plans, metadata = _SavePlanner({}).create_global_plan(offers)
-        index.append(metadata)
-        return _Writer(Path()).prepare_global_plan(plans)
-
-    mine = peers.deal(what, lambda: offered, assign)
-    return WritePlan(mine=mine, metadata=index[0] if index else None)
-
-
-def plan_in_turn(offered: Sequence[SavePlan]) -> list[WritePlan]:
-    """Plan for one process that writes the files of several ranks, one after the other.
-
-    Args:
-        offered: what `offer` returned for each file.
-
-    Raises:
-        CheckpointError: the chunks do not tile a tensor.
-    """
-    plans, metadata = _SavePlanner({}).create_global_plan(list(offered))
-    plans = _Writer(Path()).prepare_global_plan(plans)
-    return [WritePlan(mine=plan, metadata=metadata) for plan in plans]
+    seen: dict[str, int] = defaultdict(int)
+    items = []
+    for item in offered.items:
+        name = item.index.fqn
+        if seen[name] in positions.get(name, ()):
+            items.append(item)
+        seen[name] += 1
+    plan = replace(offered, items=items, planner_data=None)
+    (plan,) = _Writer(Path()).prepare_global_plan([plan])
+    named = replace(plan.storage_data, prefix=f"__{number}_")
+    return WritePlan(
+        number=number, mine=replace(plan, storage_data=named), count=count, tensors=tensors
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +128,32 @@ class Written:
     """Size and hash of its files, by name."""
     linked: frozenset[str] = frozenset()
     """Those that were not written but shared with an earlier checkpoint."""
+
+
+def part_of(plan: WritePlan, written: Written) -> Part:
+    """Return what the manifest of this rank's part says.
+
+    Args:
+        plan: what it was to write.
+        written: what it wrote.
+    """
+    sizes = {item.index: tuple(data_of(item).chunk.sizes) for item in plan.mine.items}
+    assert len(written.places) == len(sizes), "a chunk that was planned was not written"
+    tensors: dict[str, list[ChunkEntry]] = defaultdict(list)
+    for place in written.places:
+        info = place.storage_data
+        assert place.index.offset is not None
+        tensors[place.index.fqn].append(
+            ChunkEntry(
+                offsets=tuple(place.index.offset),
+                sizes=sizes[place.index],
+                file=info.relative_path,
+                begin=info.offset,
+                length=info.length,
+            )
+        )
+    held = {name: tuple(chunks) for name, chunks in tensors.items()}
+    return Part(number=plan.number, files=written.files, tensors=held)
 
 
 def write_shards(
@@ -159,7 +173,7 @@ def write_shards(
         file_system: takes the file; by default, the local one.
 
     Returns:
-        What `make_index` needs; None when it was stopped.
+        What `part_of` needs; None when it was stopped.
 
     Raises:
         CheckpointError: with the error of the system and the space that is left.
@@ -174,58 +188,6 @@ def write_shards(
     except Exception as error:
         raise write_error(error, directory, plan.size) from error
     return Written(places=places, files=writer.fs.files)
-
-
-def make_index(plan: WritePlan, written: Sequence[Written]) -> tuple[Metadata, bytes]:
-    """Make the index of the shards, on the first rank.
-
-    Args:
-        plan: of all ranks.
-        written: what `write_shards` returned, by rank.
-
-    Returns:
-        The index, and the content of the file of it that DCP reads.
-    """
-    assert plan.metadata is not None
-    writer, files = FileSystemWriter(Path(), sync_files=False), MemoryFiles()
-    writer.fs = files
-    # torch 2.11 enters the places in a copy, 2.13 in what it is given.
-    places = {place.index: place.storage_data for part in written for place in part.places}
-    metadata = replace(plan.metadata, storage_data=places)
-    writer.storage_meta = StorageMeta  # type: ignore[method-assign]  # no path
-    writer.finish(metadata, [list(part.places) for part in written])
-    return metadata, files.contents[METADATA_FILE]
-
-
-def write_chunks(
-    directory: Path, chunks: Mapping[str, Chunk], peers: Peers
-) -> dict[str, FileEntry]:
-    """Write the chunks of all ranks, and their index; collective.
-
-    Args:
-        directory: an existing empty directory that all ranks see.
-        chunks: this rank's part, by name of the whole tensor.
-        peers: the ranks that write.
-
-    Returns:
-        Size and hash of the files of all ranks, by name.
-
-    Raises:
-        CheckpointError: on every rank, when any of them fails or the chunks do not tile a tensor.
-    """
-    what = f"writing {directory}"
-    plan = plan_writes(what, offer(chunks), peers)
-
-    def finish(results: list[Written | None]) -> dict[str, FileEntry]:
-        written = [part for part in results if part is not None]
-        _, content = make_index(plan, written)
-        (directory / METADATA_FILE).write_bytes(content)
-        files = {METADATA_FILE: entry_of(content)}
-        for part in written:
-            files |= part.files
-        return files
-
-    return peers.run(what, lambda: write_shards(directory, plan, chunks), finish)
 
 
 def _metadata_of(chunk: Chunk) -> ChunkStorageMetadata:
@@ -273,17 +235,7 @@ class _SavePlanner(SavePlanner):
 
     @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        _check_agreement(all_plans)
-        plans, metadata = create_default_global_save_plan(_assign_writers(all_plans))
-        faults = [
-            f"{name}: {fault}"
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-            and (fault := coverage_fault(entry.size, entry.chunks))
-        ]
-        if faults:
-            raise CheckpointError(f"the ranks do not hold the whole state: {summary(faults)}")
-        return plans, metadata
+        raise NotImplementedError("the ranks agree in planning.py")
 
     @override
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -296,45 +248,16 @@ class _SavePlanner(SavePlanner):
         return self._chunks[write_item.index.fqn].tensor
 
 
-def _data(item: WriteItem) -> TensorWriteData:
+def data_of(item: WriteItem) -> TensorWriteData:
+    """Return what an item says of its tensor; all of ours are tensors."""
     assert item.tensor_data is not None
     return item.tensor_data
 
 
-def _item_bytes(item: WriteItem) -> int:
-    data = _data(item)
+def item_bytes(item: WriteItem) -> int:
+    """Bytes of the numbers of an item."""
+    data = data_of(item)
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def _check_agreement(plans: Sequence[SavePlan]) -> None:
-    """Refuse ranks that mean different tensors by one name."""
-    seen: dict[str, tuple[Any, ...]] = {}
-    for plan in plans:
-        for item in plan.items:
-            kind = tuple(_data(item).size), _data(item).properties.dtype
-            if seen.setdefault(item.index.fqn, kind) != kind:
-                both = f"{seen[item.index.fqn]} and {kind}"
-                raise CheckpointError(f"{item.index.fqn}: ranks differ in shape or dtype: {both}")
-
-
-def _assign_writers(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Leave every rectangle in one plan only, balancing the bytes that the ranks write."""
-    holders: dict[MetadataIndex, list[int]] = defaultdict(list)
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            holders[item.index].append(rank)
-    items = {item.index: item for plan in plans for item in plan.items}
-    load = [0] * len(plans)
-    writer: dict[MetadataIndex, int] = {}
-    for index in sorted(items, key=lambda i: len(holders[i])):  # those without a choice first
-        ranks = holders[index]
-        pinned = any(index.fqn in plans[rank].planner_data for rank in ranks)
-        writer[index] = chosen = min(ranks) if pinned else min(ranks, key=load.__getitem__)
-        load[chosen] += _item_bytes(items[index])
-    return [
-        replace(plan, items=[i for i in plan.items if writer[i.index] == rank], planner_data=None)
-        for rank, plan in enumerate(plans)
-    ]
 
 
 class _Writer(FileSystemWriter):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.checkpoint.manifest import FileEntry
+from lightning_megatron.checkpoint.part import FileEntry
 from lightning_megatron.checkpoint.peers import Peers
 
 BLOCK_BYTES = 4 << 20

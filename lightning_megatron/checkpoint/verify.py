@@ -6,11 +6,12 @@ threads in each, as the hash function runs without Python's lock. That is one re
 checkpoint, at the speed of the disks; loading then finds its part in the page cache.
 """
 
+import heapq
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lightning_megatron.checkpoint.digest import read_entry
+from lightning_megatron.checkpoint.digest import entry_of, read_entry
 from lightning_megatron.checkpoint.index import summary
 from lightning_megatron.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -18,7 +19,9 @@ from lightning_megatron.checkpoint.manifest import (
     STATE_FILE,
     Manifest,
 )
+from lightning_megatron.checkpoint.part import PART_SCHEMA
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.sealed_text import read_text
 from lightning_megatron.checkpoint.storage import AnyPath, sizes
 from lightning_megatron.errors import DamagedCheckpointError
 
@@ -41,7 +44,10 @@ def check_files(directory: AnyPath, manifest: Manifest) -> None:
             faults.append(f"{name} is missing")
         elif (size := present[name]) != entry.size:
             faults.append(f"{name} has {size} bytes, not the {entry.size} that were written")
-    required = {manifest.file(STATE_FILE), manifest.file(METADATA_FILE)} - manifest.files.keys()
+    required = {manifest.file(STATE_FILE)}
+    if manifest.schema < PART_SCHEMA:  # later, large checkpoints have none
+        required.add(manifest.file(METADATA_FILE))
+    required -= manifest.files.keys()
     faults += [f"{name} is not in the manifest" for name in sorted(required)]
     if faults:
         raise DamagedCheckpointError(f"damaged: {summary(faults)}")
@@ -80,7 +86,7 @@ def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Pee
 
 def foreign_files(directory: AnyPath, manifest: Manifest) -> list[str]:
     """Return what lies in the directory and is not part of the checkpoint; it is never read."""
-    known = {MANIFEST_FILE, *manifest.files}
+    known = {MANIFEST_FILE, METADATA_FILE, *manifest.files}  # an index may have been made later
     return sorted(path.name for path in directory.iterdir() if path.name not in known)
 
 
@@ -90,22 +96,28 @@ def _is_link_out(path: AnyPath, root: AnyPath) -> bool:
 
 def _share(manifest: Manifest, peers: Peers) -> list[str]:
     """Return the files that this rank hashes."""
-    load = [0] * peers.size
+    loads = [(0, rank) for rank in range(peers.size)]  # a heap
     share = []
     hashed = [(n, e.size) for n, e in manifest.files.items() if e.sha256 is not None]
     for name, size in sorted(hashed, key=lambda item: (-item[1], item[0])):
-        rank = load.index(min(load))
-        load[rank] += size + 1
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + size + 1, rank))
         if rank == peers.rank:
             share.append(name)
     return share
 
 
 def _content_fault(directory: AnyPath, manifest: Manifest, name: str) -> str | None:
-    expected, found = manifest.files[name], read_entry(directory / name)
+    expected, path = manifest.files[name], directory / name
+    try:
+        # A part must be text to the end: what it claims to hold is believed by its size.
+        is_part = name in manifest.parts
+        found = entry_of(read_text(path).encode()) if is_part else read_entry(path)
+    except DamagedCheckpointError as error:
+        return str(error)
     if found.sha256 == expected.sha256:
         return None
-    shared = "; other checkpoints share the file" if is_shared(directory / name) else ""
+    shared = "; other checkpoints share the file" if is_shared(path) else ""
     return (
         f"{name}: the content has SHA-256 {found.sha256}, but {expected.sha256} was written{shared}"
     )

@@ -32,7 +32,7 @@ from typing_extensions import override
 from lightning_megatron.checkpoint import file_writer
 from lightning_megatron.checkpoint.digest import DigestingFileSystem
 from lightning_megatron.checkpoint.file_writer import END, STOP, Piece
-from lightning_megatron.checkpoint.manifest import FileEntry
+from lightning_megatron.checkpoint.part import FileEntry
 from lightning_megatron.checkpoint.shards import WritePlan, Written, write_shards
 from lightning_megatron.checkpoint.shared_memory import SharedMemory
 from lightning_megatron.checkpoint.state import Chunk

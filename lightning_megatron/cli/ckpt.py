@@ -1,7 +1,8 @@
 """`lightning-megatron ckpt`: what checkpoints there are, what is in one, and whether it is intact.
 
-`ls` and `show` read manifests only and answer at once. `verify` does all that loading does before
-it reads a tensor: it compares every file with its hash. Nothing here unpickles.
+`ls` and `show` read the root manifests only and answer at once. `verify` does all that loading does
+before it reads a tensor: it compares every file with its hash. `index` makes the index that
+torch.distributed.checkpoint needs, which is left out of large checkpoints. Nothing here unpickles.
 """
 
 import argparse
@@ -10,13 +11,19 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron.checkpoint.candidates import Places, candidates, is_candidate, renamed
 from lightning_megatron.checkpoint.commit import CORRUPT, locate
-from lightning_megatron.checkpoint.manifest import Manifest, is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.manifest import (
+    METADATA_FILE,
+    Manifest,
+    is_checkpoint,
+    local_path,
+    read_manifest,
+)
 from lightning_megatron.checkpoint.storage import AnyPath, sizes, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
@@ -43,12 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-megatron ckpt", description="Look at checkpoints, without loading them."
     )
-    commands = parser.add_subparsers(required=True, metavar="{ls,show,verify}")
+    commands = parser.add_subparsers(required=True, metavar="{ls,show,verify,index}")
     for name, run, summary, argument, several in (
         ("ls", _ls, "list the checkpoints in a place and below, newest first", "DIR|URL", False),
         ("show", _show, "print what checkpoints contain", "PATH|URL", False),
         ("verify", _verify, "compare checkpoints with their hashes; exit code 0 if all are "
          "intact, 1 if one is damaged, 2 if one cannot be read", "PATH|URL", True),
+        ("index", _index, "make the .metadata of a checkpoint, which torch.distributed.checkpoint "
+         "reads: checkpoints of many chunks have none", "PATH", False),
     ):  # fmt: skip
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("path", type=str, metavar=argument, nargs="+" if several else None)
@@ -129,7 +138,9 @@ def _show(options: argparse.Namespace) -> int:
             continue
         if options.json:
             total = {"bytes": manifest.size, "own_bytes": manifest.own_size}
-            facts.append({"path": str(directory), **total, **asdict(manifest)})
+            known = asdict(replace(manifest, embedded={}))
+            del known["embedded"]
+            facts.append({"path": str(directory), **total, **known})
             continue
         print("\n" * (number > 0), end="")
         _print_manifest(directory, manifest)
@@ -160,7 +171,7 @@ def _print_manifest(directory: AnyPath, manifest: Manifest) -> None:
     ]
     print("\n" + _table(["FILE", "SIZE", "BYTES", "SHA-256"], files))
     tensors = [
-        [name, e.dtype, "x".join(map(str, e.shape)) or "scalar", str(len(e.chunks))]
+        [name, e.dtype, "x".join(map(str, e.shape)) or "scalar", str(e.count)]
         for name, e in manifest.tensors.items()
     ]
     if tensors:
@@ -179,6 +190,28 @@ def _verify(options: argparse.Namespace) -> int:
             print(_sentence(verdict), file=sys.stderr if verdict["exit"] == 2 else sys.stdout)
     code: int = max(verdict["exit"] for verdict in found)
     return code
+
+
+def _index(options: argparse.Namespace) -> int:
+    # Late: the other commands need not wait for torch.
+    from lightning_megatron.checkpoint.commit import write_durably
+    from lightning_megatron.checkpoint.dcp_index import pickled_index
+    from lightning_megatron.checkpoint.reader import CheckpointReader
+
+    reader = CheckpointReader(local_path(options.path), alone=True)
+    directory, manifest, index = reader.directory, reader.manifest, reader.index
+    made = manifest.file(METADATA_FILE) not in manifest.files
+    if made:
+        parts = (index.part(number, keep=False) for number in index.numbers)
+        content = pickled_index(manifest.tensors, parts)
+        assert isinstance(directory, Path)
+        (directory / METADATA_FILE).unlink(missing_ok=True)
+        write_durably(directory / METADATA_FILE, content)
+    if options.json:
+        _print_json({"path": str(directory), "made": made})
+    else:
+        print(f"{directory}: {METADATA_FILE} {'is made' if made else 'was there'}")
+    return 0
 
 
 def _verdict(path: AnyPath) -> dict[str, Any]:
@@ -203,7 +236,7 @@ def _verdict(path: AnyPath) -> dict[str, Any]:
         "files": len(manifest.files),
         "bytes": manifest.size,
         "shared": [n for n in manifest.files if is_shared(reader.directory / n)],
-        "tensors": len(reader.metadata.state_dict_metadata),
+        "tensors": len(reader.index.tensors),
         "hashes": manifest.is_sealed,
         "foreign": foreign_files(reader.directory, manifest),
         "seconds": round(time.perf_counter() - begin, 3),

@@ -18,7 +18,8 @@ from lightning_megatron.checkpoint.commit import Staging
 from lightning_megatron.checkpoint.io import Layout, load_directory, save_directory
 from lightning_megatron.checkpoint.optimizer import capture_optimizer
 from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.shards import write_chunks
+from lightning_megatron.checkpoint.planning import plan_writes
+from lightning_megatron.checkpoint.shards import offer, write_shards
 from lightning_megatron.checkpoint.state import model_chunks, parameter_names, whole
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.layers.base import ParallelLayer
@@ -173,7 +174,9 @@ def load_job(path: Path, degrees: Degrees | None, kind: str) -> Any:
 def write_replicated_job(path: Path) -> list[int]:
     dist.init_process_group("gloo")
     chunks = {f"t{i}": whole(torch.full((16, 1024), float(i))) for i in range(8)}
-    write_chunks(path, chunks, Peers())
+    peers = Peers()
+    plan = plan_writes("writing", offer(chunks), peers)
+    peers.run("writing", lambda: write_shards(path, plan, chunks), lambda _: None)
     return [file.stat().st_size for file in path.glob("*.distcp")]
 
 

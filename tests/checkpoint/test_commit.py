@@ -187,3 +187,14 @@ def test_files_and_directories_are_on_the_disk_before_and_after_the_rename(tmp_p
         ("rename", ".a.ckpt.tmp-t", "a.ckpt"),
         ("sync", "."),
     ]
+
+
+def test_files_that_are_written_together_are_all_there_or_one_says_why(tmp_path):
+    staging = Staging(tmp_path / "a.ckpt", "t")
+    staging.create()
+    staging.write_all({f"file{i}": bytes([i]) for i in range(5)})
+    assert [(staging.directory / f"file{i}").read_bytes() for i in range(5)] == [
+        bytes([i]) for i in range(5)
+    ]
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        staging.write_all({"one": b"1", "nowhere/two": b"2", "three": b"3"})

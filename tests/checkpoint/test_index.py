@@ -1,28 +1,28 @@
 import os
 import pickle
 import shutil
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightning_megatron.checkpoint.digest import read_entry
-from lightning_megatron.checkpoint.index import (
-    check_metadata,
-    coverage_fault,
-    index_of,
-    read_metadata,
-    tensor_entries,
-)
-from lightning_megatron.checkpoint.manifest import Manifest, TensorEntry
-from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.shards import write_chunks
+from lightning_megatron.checkpoint.coverage import coverage_fault, run_coverage_fault
+from lightning_megatron.checkpoint.dcp_index import parts_of, read_metadata
+from lightning_megatron.checkpoint.in_parts import Part, write_in_parts
+from lightning_megatron.checkpoint.index import ShardIndex
+from lightning_megatron.checkpoint.io import save_directory
+from lightning_megatron.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from lightning_megatron.checkpoint.reader import CheckpointReader
+from lightning_megatron.checkpoint.runs import Run, compress
 from lightning_megatron.checkpoint.state import Chunk, whole
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 
 def boxes(*pairs):
-    return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in pairs]
+    return list(pairs)
 
 
 GRID = boxes(((0, 0), (2, 3)), ((0, 3), (2, 1)), ((2, 0), (1, 3)), ((2, 3), (1, 1)))
@@ -46,8 +46,9 @@ GRID = boxes(((0, 0), (2, 3)), ((0, 3), (2, 1)), ((2, 0), (1, 3)), ((2, 3), (1, 
     ],
 )
 def test_coverage(size, chunks, fault):
-    found = coverage_fault(size, chunks)
-    assert (found is None) if fault is None else (fault in found)
+    runs = [Run(part=0, offsets=offsets, sizes=sizes) for offsets, sizes in chunks]
+    for found in (coverage_fault(size, chunks), run_coverage_fault(size, runs)):
+        assert (found is None) if fault is None else (fault in found)
 
 
 class Gadget:
@@ -93,30 +94,36 @@ def test_index_that_numbers_objects_up_to_the_memory_is_refused(tmp_path):
         read_metadata(tmp_path)
 
 
-def test_manifest_carries_the_same_index(index):
-    metadata, files = index
-    manifest = Manifest(files=files, tensors=tensor_entries(metadata))
-    rebuilt = index_of(None, Manifest.from_json(manifest.to_json()))
-    assert rebuilt.state_dict_metadata == metadata.state_dict_metadata
-    assert rebuilt.storage_data == metadata.storage_data
+def test_manifests_and_pickle_carry_the_same_index(index):
+    metadata, path = index
+    manifest = read_manifest(path)
+    tensors, parts, faults = parts_of(metadata)
+    ours = ShardIndex(path, manifest)
+    assert (tensors, faults) == (dict(manifest.tensors), [])
+    assert [ours.part(number).tensors for number in ours.numbers] == [
+        part.tensors for part in parts.values()
+    ]
 
 
 def test_unknown_dtype_is_refused():
-    entry = TensorEntry(dtype="load", shape=(), chunks=())
+    entry = TensorEntry(dtype="load", shape=(), runs=())
     with pytest.raises(DamagedCheckpointError, match="a: there is no dtype 'load'"):
-        index_of(None, Manifest(tensors={"a": entry}))
+        ShardIndex(None, Manifest(tensors={"a": entry}))
 
 
 @pytest.fixture
 def index(tmp_path):
     chunks = {"a": whole(torch.arange(6.0).reshape(2, 3)), "b": whole(torch.tensor(1))}
-    write_chunks(tmp_path, chunks, Peers(alone=True))
-    files = {f.name: read_entry(f) for f in tmp_path.iterdir()}
-    return read_metadata(tmp_path), files
+    save_directory(tmp_path / "a.ckpt", chunks, {})
+    return read_metadata(tmp_path / "a.ckpt"), tmp_path / "a.ckpt"
+
+
+def check_metadata(metadata, path):
+    return ShardIndex.of_metadata(path, metadata, read_manifest(path).files)
 
 
 def test_good_index_is_accepted(index):
-    check_metadata(*index)
+    assert check_metadata(*index).tensors.keys() == {"model.a", "model.b"}
 
 
 def _info(metadata):
@@ -130,10 +137,13 @@ def _last(metadata):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda m: m.state_dict_metadata["a"].chunks.clear(), "a: only 0 of 6"),
-        (lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([10**12])), "a: chunk"),
+        (lambda m: m.state_dict_metadata["model.a"].chunks.clear(), "model.a: only 0 of 6"),
+        (
+            lambda m: setattr(m.state_dict_metadata["model.a"], "size", torch.Size([10**12])),
+            "model.a: chunk",
+        ),
         (lambda m: m.state_dict_metadata.update(c="x"), "c: not a tensor"),
-        (lambda m: setattr(m.state_dict_metadata["a"], "chunks", [1]), "a: damaged"),
+        (lambda m: setattr(m.state_dict_metadata["model.a"], "chunks", [1]), "model.a: damaged"),
         (lambda m: m.storage_data.clear(), "in no file"),
         (lambda m: setattr(_info(m), "relative_path", "../x"), "not in the manifest"),
         (lambda m: setattr(_info(m), "relative_path", "/etc/passwd"), "not in the manifest"),
@@ -144,22 +154,65 @@ def _last(metadata):
     ],
 )
 def test_damaged_index_is_refused(index, damage, message):
-    metadata, files = index
+    metadata, path = index
     damage(metadata)
     with pytest.raises(CheckpointError, match=message):
-        check_metadata(metadata, files)
+        check_metadata(metadata, path)
 
 
 def test_absurd_shape_that_the_chunks_claim_to_cover_is_refused(index):
-    metadata, files = index
-    entry = metadata.state_dict_metadata["a"]
+    metadata, path = index
+    entry = metadata.state_dict_metadata["model.a"]
     entry.size = torch.Size([10**7, 10**5])
     entry.chunks[0].sizes = entry.size
-    with pytest.raises(CheckpointError, match="a: the chunk at .* exceeds file"):
-        check_metadata(metadata, files)
+    with pytest.raises(CheckpointError, match="model.a: the chunk at .* exceeds file"):
+        check_metadata(metadata, path)
 
 
 def test_state_with_a_hole_is_not_written(tmp_path):
     part = Chunk(tensor=torch.zeros(2, 2), full_shape=(4, 2), offsets=(0, 0))
     with pytest.raises(CheckpointError, match=r"a: only 4 of 8"):
-        write_chunks(tmp_path, {"a": part}, Peers(alone=True))
+        save_directory(tmp_path / "a.ckpt", {"a": part}, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.tuples(*[st.integers(0, 12)] * 4),
+)
+def test_what_overlaps_is_found(rows, columns, wanted):
+    cells = [
+        (number, ((sum(rows[:i]), sum(columns[:j])), (rows[i], columns[j])))
+        for number, (i, j) in enumerate(product(range(len(rows)), range(len(columns))))
+    ]
+    shape = sum(rows), sum(columns)
+    begin = tuple(min(w, n - 1) for w, n in zip(wanted[:2], shape, strict=True))
+    sizes = tuple(min(1 + w, n - b) for w, n, b in zip(wanted[2:], shape, begin, strict=True))
+    entry = TensorEntry(dtype="float32", shape=shape, runs=compress(cells))
+    assert run_coverage_fault(shape, entry.runs) is None
+    found = ShardIndex(None, Manifest(tensors={"a": entry})).overlapping("a", (begin, sizes))
+    assert sorted(found) == [
+        (number, (o, s))
+        for number, (o, s) in cells
+        if all(o[d] < begin[d] + sizes[d] and begin[d] < o[d] + s[d] for d in (0, 1))
+    ]
+    if len(cells) > 1:
+        lost = replace(entry, runs=compress(cells[:-1]))
+        assert "elements are stored" in run_coverage_fault(shape, lost.runs)
+
+
+def test_parts_are_forgotten_when_they_are_many(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_megatron.checkpoint.index._KEPT_CHUNKS", 2)
+    rows = torch.arange(8.0).reshape(4, 2)
+    chunks = [
+        {"a": Chunk(tensor=rows[i : i + 1], full_shape=(4, 2), offsets=(i, 0))} for i in range(4)
+    ]
+    parts = [Part(planned=chunk, load=lambda chunk=chunk: chunk) for chunk in chunks]
+    write_in_parts(tmp_path / "a.ckpt", parts, {})
+    reader = CheckpointReader(tmp_path / "a.ckpt", alone=True)
+    value = whole(torch.zeros(4, 2))
+    reader.read({"model.a": value})
+    assert torch.equal(value.tensor, rows)
+    assert sorted(reader.index._kept) == [2, 3]

@@ -17,18 +17,32 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_megatron.checkpoint.digest import read_entry
 from lightning_megatron.checkpoint.export import (
     export_safetensors,
     load_from_checkpoint,
     load_full_state_dict,
 )
 from lightning_megatron.checkpoint.io import load_directory
-from lightning_megatron.checkpoint.manifest import FileEntry, read_manifest
+from lightning_megatron.checkpoint.manifest import read_manifest
+from lightning_megatron.checkpoint.part import FileEntry
+from lightning_megatron.checkpoint.runs import Repeat, Run
 from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.strategies.small import loader, make_trainer
 
-from .damage import filled, forge, rewrite_manifest, save, value_of, without_hashes
+from .damage import (
+    change_chunk,
+    filled,
+    forge,
+    place_of,
+    rewrite_manifest,
+    save,
+    value_of,
+    without_hashes,
+)
+
+WEIGHT = "model.0.weight"
 
 LARGE = 10**12
 
@@ -60,11 +74,6 @@ def change_tensor(path, **changes):
     rewrite_manifest(path, tensors=tensors)
 
 
-def change_chunk(path, **changes):
-    (chunk,) = read_manifest(path).tensors["model.0.weight"].chunks
-    change_tensor(path, chunks=(replace(chunk, **changes),))
-
-
 def old_metadata(path):
     without_hashes(path)
     (path / ".metadata").write_bytes(gadget(path))
@@ -77,7 +86,7 @@ def sizes(path):
 
 def pickled_shard(path):
     """A gadget in place of the archive of a tensor, where the index says it is."""
-    (chunk,) = read_manifest(path).tensors["model.0.weight"].chunks
+    chunk = place_of(path, WEIGHT)
     content = bytearray((path / chunk.file).read_bytes())
     code = gadget(path)
     content[chunk.begin : chunk.begin + len(code)] = code
@@ -89,7 +98,7 @@ def torch_saved_shard(path):
     torch.save(Gadget(path.parent / "executed"), evil)
     code, shard = evil.read_bytes(), (path / "__0_0.distcp").read_bytes()
     forge(path, "__0_0.distcp", shard + code)
-    change_chunk(path, begin=len(shard), length=len(code))
+    change_chunk(path, WEIGHT, begin=len(shard), length=len(code))
 
 
 def state(path, change):
@@ -124,7 +133,7 @@ def zip_bomb(path):
         file.writestr("archive/data.pkl", bytes(1 << 26))
     shard = (path / "__0_0.distcp").read_bytes()
     forge(path, "__0_0.distcp", shard + stream.getvalue())
-    change_chunk(path, begin=len(shard), length=len(stream.getvalue()))
+    change_chunk(path, WEIGHT, begin=len(shard), length=len(stream.getvalue()))
 
 
 def reseal(path, change):
@@ -133,6 +142,24 @@ def reseal(path, change):
     body = change(text[: text.rindex(',\n "sha256": "')])
     seal = hashlib.sha256(body.encode()).hexdigest()
     (path / "manifest.json").write_text(f'{body},\n "sha256": "{seal}"\n}}\n')
+
+
+def many_chunks(path):
+    """A root that claims millions of chunks, and a part that is as large but empty."""
+    (path / "manifest.0.json").write_bytes(b"")
+    os.truncate(path / "manifest.0.json", 1 << 26)
+    manifest = read_manifest(path)
+    count = (1 << 22) - len(manifest.tensors) + 1
+    repeat = Repeat(count=count, part_step=0, steps=(1, 0))
+    run = Run(part=0, offsets=(0, 0), sizes=(1, 4), repeats=(repeat,))
+    weight = replace(manifest.tensors[WEIGHT], shape=(count, 4), runs=(run,))
+    name, part = next(iter(manifest.parts.items()))
+    rewrite_manifest(
+        path,
+        files={**manifest.files, name: read_entry(path / name)},
+        parts={name: replace(part, count=1 << 22)},
+        tensors={**manifest.tensors, WEIGHT: weight},
+    )
 
 
 MALICE = {
@@ -166,7 +193,7 @@ MALICE = {
         lambda p: add_file(p, "/etc/passwd", FileEntry(size=0, sha256="0" * 64)),
         "not a manifest",
     ),
-    "chunk above": (lambda p: change_chunk(p, file="../other"), "not in the manifest"),
+    "chunk above": (lambda p: change_chunk(p, WEIGHT, file="../other"), "not part of a manifest"),
     "link out": (
         lambda p: ((p / "state.json").unlink(), (p / "state.json").symlink_to("/etc/passwd")),
         "a link out of the checkpoint",
@@ -174,8 +201,10 @@ MALICE = {
     "absurd shape": (lambda p: change_tensor(p, shape=(LARGE, LARGE)), "exceeds|elements"),
     "absurd shape that is covered": (
         lambda p: (
-            change_tensor(p, shape=(LARGE, 3)),
-            change_chunk(p, sizes=(LARGE, 3)),
+            change_chunk(p, WEIGHT, sizes=(LARGE, 3)),
+            change_tensor(
+                p, shape=(LARGE, 3), runs=(Run(part=0, offsets=(0, 0), sizes=(LARGE, 3)),)
+            ),
         ),
         "exceeds file",
     ),
@@ -188,7 +217,7 @@ MALICE = {
         "are not read",
     ),
     "one place for two": (
-        lambda p: change_chunk(p, begin=read_place(p, "model.0.bias")),
+        lambda p: change_chunk(p, WEIGHT, begin=place_of(p, "model.0.bias").begin),
         "exceeds file|the same bytes",
     ),
     "pickle for an index that is not read": (lambda p: forge(p, ".metadata", gadget(p)), None),
@@ -236,6 +265,7 @@ MALICE = {
         "is not a text",
     ),
     "sparse tensors of the state": (sparse_tensors, "far more than its content"),
+    "millions of chunks": (many_chunks, "manifest.0.json is not a text"),
     "bomb for a shard": (zip_bomb, "is compressed"),
     "a name twice": (
         lambda p: reseal(p, lambda text: text.replace('"files": {', '"files": {},\n "files": {')),
@@ -249,10 +279,6 @@ def sparse(path):
     """No hash, as that would take an hour; the manifest of an old one needs none."""
     without_hashes(path)
     return sizes(path)
-
-
-def read_place(path, name):
-    return read_manifest(path).tensors[name].chunks[0].begin
 
 
 LIMIT_KB = 50_000

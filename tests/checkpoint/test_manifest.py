@@ -6,28 +6,40 @@ import pytest
 from lightning_megatron.checkpoint.digest import entry_of
 from lightning_megatron.checkpoint.manifest import (
     SCHEMA,
-    ChunkEntry,
-    FileEntry,
     Manifest,
+    PartEntry,
     TensorEntry,
     is_checkpoint,
-    is_file_name,
     library_versions,
     local_path,
     read_manifest,
 )
+from lightning_megatron.checkpoint.part import FileEntry
+from lightning_megatron.checkpoint.runs import Repeat, Run
+from lightning_megatron.checkpoint.sealed_text import is_file_name
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 FILES = {"state.json": entry_of(b"{}"), ".metadata": entry_of(b"abc")}
-CHUNK = ChunkEntry(offsets=(0, 1), sizes=(2, 3), file="__0_0.distcp", begin=7, length=99)
+PARTS = {
+    f"manifest.{i}.json": PartEntry(number=i, files=(f"__{i}_0.distcp",), count=1) for i in (0, 1)
+}
+SHARDS = {n: entry_of(bytes(99)) for name, p in PARTS.items() for n in (name, *p.files)}
+SHARD = "__0_0.distcp"
+RUN = Run(
+    part=0,
+    offsets=(0, 1),
+    sizes=(1, 3),
+    repeats=(Repeat(count=2, part_step=1, steps=(1, 0)),),
+)
 MANIFEST = Manifest(
     step=3,
     epoch=1,
     written=1.5e9,
     layout={"tp": 2},
     versions={"torch": "2"},
-    files=FILES,
-    tensors={"model.a": TensorEntry(dtype="float32", shape=(2, 4), chunks=(CHUNK,))},
+    files=FILES | SHARDS,
+    parts=PARTS,
+    tensors={"model.a": TensorEntry(dtype="float32", shape=(2, 4), runs=(RUN,))},
     aliases={"b": "a"},
 )
 FIRST = Manifest(schema=1, files={"state.json": FileEntry(size=2), ".metadata": FileEntry(size=3)})
@@ -52,7 +64,7 @@ def test_manifest_comes_back():
 
 def test_tensors_and_files_have_a_line_each():
     lines = MANIFEST.to_json().splitlines()
-    assert sum("__0_0.distcp" in line for line in lines) == 1
+    assert sum('"__0_0.distcp": ' in line for line in lines) == 1
     assert '"shape": [2, 4]' in next(line for line in lines if "model.a" in line)
     json.loads(MANIFEST.to_json())
 
@@ -137,12 +149,36 @@ def test_name_that_leaves_the_directory_is_refused(name):
         *({"files": {"a": {"size": s, "sha256": "0" * 64}}} for s in (-1, "1", 1.5, True, None)),
         *({"files": {"a": {"size": 1, "sha256": s}}} for s in (None, "", "0" * 63, 7)),
         {"files": {"manifest.json": {"size": 1, "sha256": "0" * 64}}},
+        *(
+            {"tensors": {"a": {"dtype": "float32", "shape": [2], "chunks": [run]}}}
+            for run in (
+                *(
+                    [0, [0], [1], repeats]
+                    for repeats in ([[2, 1]], [[-2, 1, [1]]], [[2, 1.5, [1]]])
+                ),
+                *([0, [0], [1], [[2, 1, steps]]] for steps in ([1 << 63], ["1"], 1)),
+                [0, [0], [1], [[1 << 40, 0, [0]]]],
+                *([part, [0], [2]] for part in (-1, "0", None)),
+                *([0, [0]], [0, [0], [2], [], []], [0, 0, [2]], [0, [-1], [2]], 3),
+            )
+        ),
         {"tensors": {"a": {"dtype": "float32", "shape": [-1], "chunks": []}}},
         {"tensors": {"a": {"dtype": "float32", "shape": [10**30], "chunks": []}}},
         {"tensors": {"a": {"dtype": 3, "shape": [1], "chunks": []}}},
-        {"tensors": {"a": {"dtype": "float32", "shape": [1], "chunks": [[[0], [1], "f", 0]]}}},
-        {"tensors": {"a": {"dtype": "float32", "shape": [1], "chunks": [[[0], [1], "f", -1, 1]]}}},
-        {"tensors": {"a": {"dtype": "float32", "shape": [1], "chunks": [[[0], [1], 5, 0, 1]]}}},
+        *(
+            {
+                "parts": {
+                    "manifest.0.json": {"part": 0, "files": ["__0_0.distcp"], "chunks": 2} | lie
+                }
+            }
+            for lie in (
+                *({"part": number} for number in (-1, "0", None)),
+                *({"files": files} for files in (["other"], ["manifest.0.json"], "x", [3], None)),
+                *({"chunks": count} for count in (0, 1, 3, -1, 1 << 40, None)),
+            )
+        ),
+        {"parts": {}},
+        {"parts": {name: {"part": 0, "files": [], "chunks": 1} for name in PARTS}},
         {"aliases": {"a": 3}},
         {"step": "3"},
         {"written": 1e300},

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.planning import plan_in_turn
 from lightning_megatron.checkpoint.prepared import Preparation, all_chunks
-from lightning_megatron.checkpoint.shards import offer, plan_in_turn, write_shards
+from lightning_megatron.checkpoint.shards import offer, write_shards
 from lightning_megatron.checkpoint.state import model_chunks, whole
 from lightning_megatron.errors import CheckpointError
 

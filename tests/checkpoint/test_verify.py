@@ -5,7 +5,8 @@ import pytest
 
 from lightning_megatron.checkpoint import verify
 from lightning_megatron.checkpoint.digest import entry_of
-from lightning_megatron.checkpoint.manifest import FileEntry, Manifest
+from lightning_megatron.checkpoint.manifest import Manifest
+from lightning_megatron.checkpoint.part import FileEntry
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.verify import check_contents, check_files, foreign_files
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
@@ -61,11 +62,13 @@ def test_file_without_a_hash_passes(directory):
     check(directory, Manifest(files={**MANIFEST.files, ".metadata": FileEntry(size=3)}))
 
 
-@pytest.mark.parametrize("name", [".metadata", "state.json"])
-def test_required_files_must_be_listed(directory, name):
+@pytest.mark.parametrize(
+    ("name", "schema"), [(".metadata", 2), ("state.json", 2), ("state.json", 3)]
+)
+def test_required_files_must_be_listed(directory, name, schema):
     files = {n: e for n, e in MANIFEST.files.items() if n != name}
     with pytest.raises(DamagedCheckpointError, match=f"{name} is not in the manifest"):
-        check(directory, Manifest(files=files))
+        check(directory, Manifest(schema=schema, files=files))
 
 
 def test_link_out_of_the_directory_is_refused(directory, tmp_path):

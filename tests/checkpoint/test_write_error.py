@@ -54,15 +54,16 @@ def _write_beyond(path, limit):
 
     import torch
 
-    from lightning_megatron.checkpoint.peers import Peers
-    from lightning_megatron.checkpoint.shards import write_chunks
+    from lightning_megatron.checkpoint.planning import plan_in_turn
+    from lightning_megatron.checkpoint.shards import offer, write_shards
     from lightning_megatron.checkpoint.state import whole
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        write_chunks(Path(path), {"a": whole(torch.zeros(200_000))}, Peers(alone=True))
+        chunks = {"a": whole(torch.zeros(200_000))}
+        write_shards(Path(path), plan_in_turn([offer(chunks)])[0], chunks)
     except CheckpointError as error:
         return str(error)
     finally:

@@ -118,7 +118,7 @@ def test_verify_of_a_good_one(three: list[Path], capsys: pytest.CaptureFixture[s
     (three[0] / "note.txt").write_text("mine")
     assert main(["ckpt", "verify", str(three[0])]) == 0
     printed = capsys.readouterr().out
-    assert "step=1.ckpt: valid (4 files, " in printed
+    assert "step=1.ckpt: valid (5 files, " in printed
     assert "not part of it: note.txt" in printed
     without_hashes(three[1])
     assert main(["ckpt", "verify", str(three[1])]) == 0
@@ -185,5 +185,5 @@ def test_verify_unpickles_nothing(three: list[Path], monkeypatch: pytest.MonkeyP
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr("torch.load", refuse)
-    monkeypatch.setattr("lightning_megatron.checkpoint.index._RestrictedUnpickler", refuse)
+    monkeypatch.setattr("lightning_megatron.checkpoint.dcp_index._RestrictedUnpickler", refuse)
     assert main(["ckpt", "verify", str(three[0])]) == 0

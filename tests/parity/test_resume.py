@@ -92,8 +92,8 @@ def _train(
 def _tensors(path: Path) -> dict[str, Tensor]:
     """Weights and optimizer moments, each as one tensor of the whole model."""
     reader = CheckpointReader(path, alone=True)
-    entries = {n: reader.entry(n) for n in reader.metadata.state_dict_metadata}
-    found = {n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in entries.items() if e}
+    entries = reader.index.tensors
+    found = {n: torch.empty(e.shape, dtype=e.dtype) for n, e in entries.items()}
     reader.read({name: whole(tensor) for name, tensor in found.items()})
     return found
 
