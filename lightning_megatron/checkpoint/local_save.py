@@ -77,8 +77,6 @@ class LocalSave:
         self._prepared, self._directory = prepared, directory
         self._nodes, self._replicas, self._commit = nodes, replicas, commit
         self.target = Path(os.fspath(prepared.target))
-        self.sent = 0
-        """Bytes that this rank has sent."""
 
     @property
     def plan(self) -> WritePlan:
@@ -183,8 +181,6 @@ class LocalSave:
             for keeper in self._nodes.keepers(rank, self._replicas)
         ]
         faults = exchange(transfers, inventory.files, directory, peers)
-        mine = [transfer.name for transfer in transfers if transfer.source == peers.rank]
-        self.sent = inventory.size(mine)
         if faults:
             raise CheckpointError(f"copies for other nodes: {summary(faults)}")
         for staging in made:
