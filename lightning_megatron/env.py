@@ -24,6 +24,12 @@ def rank() -> int:
     return int(os.environ.get("LOCAL_RANK") or 0) or int(os.environ.get("NODE_RANK") or 0)
 
 
+def has_own_output() -> bool:
+    """Whether a user started this process, by hand on each node, and reads what it says."""
+    launched = any(os.environ.get(name) for name in ("RANK", "SLURM_PROCID"))
+    return not launched and not int(os.environ.get("LOCAL_RANK") or 0)
+
+
 def shows_tracebacks() -> bool:
     """Whether errors of this package that end a process are to show where they come from."""
     return os.environ.get("LIGHTNING_MEGATRON_TRACEBACK", "0") not in ("", "0")
@@ -121,6 +127,22 @@ def restore(variables: dict[str, str | None]) -> None:
 def set_meeting_place(address: str, port: int) -> None:
     """Tell whoever asks the environment where the processes of the run meet."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+
+
+def missing_meeting_place() -> list[str]:
+    """Which of the variables that tell where the processes meet have no value."""
+    return [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+
+
+def chosen_interface() -> str | None:
+    """Network interface that the user wants gloo to listen on, if he says so."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or None
+
+
+def slurm_sizes() -> dict[str, int]:
+    """How many nodes and tasks Slurm has started, of those numbers that it tells."""
+    names = ("SLURM_NNODES", "SLURM_NTASKS")
+    return {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
 
 
 def slurm_job() -> str | None:

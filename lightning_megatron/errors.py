@@ -123,21 +123,22 @@ class NoSuchCheckpointError(CheckpointError, FileNotFoundError):
 def tell(error: MegatronError) -> None:
     """Print an error that ends this process: once for all ranks that it has happened on.
 
-    Rank 0 speaks. The others wait for a while, in which the launcher ends them if rank 0 has ended;
+    Rank 0 speaks, and so does a process that the user started on another node, whose output he
+    reads there. The others wait for a while, in which the launcher ends them if rank 0 has ended;
     one that is still there has failed alone, and speaks for itself.
     """
     if env.shows_tracebacks():
         traceback.print_exception(error)
         return
-    rank = env.rank()
-    if rank and error.told_by_rank_0 is not False:
+    rank, by_hand = env.rank(), env.has_own_output()
+    if rank and error.told_by_rank_0 is not False and not by_hand:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_LONG_PATIENCE_S if error.told_by_rank_0 else _PATIENCE_S)
         if error.told_by_rank_0:
             return
-    speaker = f"lightning-megatron, rank {rank}" if rank else "lightning-megatron"
-    print(f"{speaker}: {error}{_place(error)}", file=sys.stderr, flush=True)  # noqa: T201
+    who = f", {'node' if by_hand else 'rank'} {rank}" if rank else ""
+    print(f"lightning-megatron{who}: {error}{_place(error)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 class _Hook:

@@ -89,7 +89,7 @@ class EventLogWriter(pl.Callback):
         if not log.run:
             log.identify(run=strategy.broadcast(secrets.token_hex(8)))
         log.step = trainer.global_step
-        log.open(self._run_dir or trainer.default_root_dir)
+        log.open(self.directory_of_files(trainer))
         log.write(
             "start",
             world=trainer.world_size,
@@ -102,6 +102,10 @@ class EventLogWriter(pl.Callback):
             torch=torch.__version__,
             python=platform.python_version(),
         )
+
+    def directory_of_files(self, trainer: pl.Trainer) -> str | os.PathLike[str]:
+        """Directory that the ranks write into, each files of its own."""
+        return self._run_dir or trainer.default_root_dir
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -149,6 +149,10 @@ class Preemption(pl.Callback):
             "fit(ckpt_path='auto') goes on from there",
         ]
 
+    def directory_of_checkpoints(self, trainer: pl.Trainer) -> AnyPath:
+        """Directory that its checkpoints go to, which all machines of a run have to share."""
+        return self._target(trainer)[0].parent
+
     def _target(self, trainer: pl.Trainer) -> tuple[AnyPath, str]:
         """Where to save, and the pattern of such names."""
         if self._dirpath is None and _requeues(trainer):

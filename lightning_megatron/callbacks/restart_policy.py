@@ -93,7 +93,8 @@ class RestartPolicy(pl.Callback):
         if log is None:
             return
         if event["kind"] == "hang":
-            log.update(why=f"rank {event['rank_of_fault']} hung in {event['section']}")
+            said = f"rank {event['rank_of_fault']} hung in {event['section']}"
+            log.update(why=event.get("silence") or said)
         elif event["kind"] == "fault" and event["what"] == "peer lost":
             log.update(why=event["detail"])
 

@@ -92,7 +92,8 @@ class TreeGroup(dist.ProcessGroup):
         return connect_gloo(store, self.rank(), ranks, self._timeout, full)
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self.tree.groups[0][1] if self.tree.groups else self
+        """What torch asks, in a process that is bound to a device, whether it can be split."""
+        return self
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -101,7 +102,7 @@ class TreeGroup(dist.ProcessGroup):
 
     @property
     def supports_splitting(self) -> bool:
-        """Whether torch may split it; asked of groups in a process with a device."""
+        """Whether torch is to connect its device at once; there is none."""
         return False
 
     @override

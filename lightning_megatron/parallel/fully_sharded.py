@@ -94,6 +94,7 @@ class FullySharded(DataParallel):
         self._storages: dict[nn.Parameter, torch.UntypedStorage] = {}
         on_host = topology.device.type == "cpu"
         self._roll = RollCall(topology.batch.group, on_host=on_host)
+        self._levels = topology.levels("dp_shard") if on_host else None
         self._whole = self._roll.enter("")
         self._lacked: set[Any] = set()
         self._filled: list[Any] = []
@@ -158,7 +159,7 @@ class FullySharded(DataParallel):
         topology, meter = self._topology, self._topology.batch.meter
         number = self._roll.enter(name)
         gather: Any = UnitGather(meter, self._roll, number)  # torch keeps the interfaces' names
-        scatter: Any = UnitReduceScatter(meter, self._roll, number)  # private
+        scatter: Any = UnitReduceScatter(meter, self._roll, number, self._levels)
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
         if topology.dp_replicate.size > 1:

@@ -13,8 +13,8 @@ all ranks agree whatever each of them found unused. What a bucket becomes depend
 
 With ``P`` elements and ``n`` ranks that is ``2 P (n - 1) / n`` sent by each rank for whole
 gradients, and half of it for rows. gloo's reduce-scatter is an all-reduce of which most is dropped,
-so on CPUs every rank sends each other rank its part and adds what arrives to its own; elsewhere the
-parts are padded to equal lengths.
+so on CPUs every rank sends each other rank its part and adds what arrives to its own, over several
+nodes in two levels (`comm.two_levels`); elsewhere the parts are padded to equal lengths.
 
 A rank that has no gradient for a parameter counts as zeros, and a gradient that no rank has stays
 None: every part ends with one flag per member that says whether this rank had one. Gradients
@@ -35,8 +35,10 @@ from torch.nn import functional as F
 
 from lightning_megatron._torch import start_reduce_scatter
 from lightning_megatron.comm.scratch import Scratch
+from lightning_megatron.comm.two_levels import TwoLevelSum, Wires
 from lightning_megatron.optim.pieces import rows_of
 from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.topology.mesh import Levels
 from lightning_megatron.topology.meter import Meter
 
 BUCKET_BYTES = 25 << 20
@@ -54,6 +56,8 @@ class ReductionGroups:
     """The ranks that divide the rows of parameters; None where none are divided."""
     replicate: dist.ProcessGroup | None = None
     """The ranks that own the same rows; None where there are no others."""
+    levels: Levels | None = None
+    """``shard`` inside and across nodes; None where it is on one node."""
 
 
 @dataclass
@@ -67,7 +71,7 @@ class _Bucket:
     """The parameters that take part in the reduction that is under way, or in the batch's rows."""
     had: set[int] = field(default_factory=set)
     """Positions among the members for which this rank has had a gradient in this batch."""
-    work: dist.Work | None = None
+    work: dist.Work | TwoLevelSum | None = None
     sent: Tensor | None = None
     """The tensor given to the collective; it stays until it has ended."""
     received: Tensor | None = None
@@ -77,10 +81,13 @@ class _Bucket:
     """Gradients of rows that were made of the latest total."""
     last_total: Tensor | None = None
 
-    def free_total(self) -> Tensor | None:
-        """The total of an earlier batch, if nobody has a part of it any more."""
-        free = not any(part() is not None for part in self.lent)
-        return self.last_total if free else None
+    def new_total(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a total: that of an earlier batch, if nobody has a part of it any more."""
+        last = self.last_total
+        free = last is not None and not any(part() is not None for part in self.lent)
+        if last is not None and free and (len(last), last.dtype) == (numel, dtype):
+            return last
+        return torch.empty(numel, dtype=dtype)
 
 
 class GradientBuckets:
@@ -116,6 +123,8 @@ class GradientBuckets:
         self._scratch = Scratch() if scratch is None else scratch
         self._groups, self._rows, self._names = groups, rows or {}, names or {}
         self._reduction = reduction
+        levels = groups.levels
+        self._wires = None if levels is None else Wires(levels, self._meter, self._scratch)
         self._buckets = _in_buckets(parameters, bucket_bytes)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._started = 0
@@ -146,10 +155,14 @@ class GradientBuckets:
         """
         self.start()
         self._armed, self._started = False, 0
+        self._advance(waits=True)
         for bucket in self._buckets:
             if bucket.work is None:
                 continue
-            self._meter.wait(bucket.work)
+            if isinstance(bucket.work, TwoLevelSum):
+                bucket.work.wait()  # counts its levels itself
+            else:
+                self._meter.wait(bucket.work)
             if self.whole:
                 self._write(bucket)
             else:
@@ -205,7 +218,16 @@ class GradientBuckets:
         while self._started < len(self._buckets) and not self._buckets[self._started].waiting:
             self._start_next()
 
+    def _advance(self, *, waits: bool = False) -> None:
+        """Begin the second levels of sums whose first is over, in the order of the buckets."""
+        if self._wires is None:
+            return
+        for bucket in self._buckets:
+            if isinstance(bucket.work, TwoLevelSum) and not bucket.work.advance(waits=waits):
+                return
+
     def _start_next(self) -> None:
+        self._advance()
         bucket = self._buckets[self._started]
         self._started += 1
         members = [p for p in bucket.parameters if p.requires_grad]
@@ -224,7 +246,8 @@ class GradientBuckets:
             self._start_scatter(bucket, wide, flags)
             bucket.had.update(i for i, has in enumerate(held) if has)
         assert bucket.work is not None
-        self._meter.started(bucket.work)
+        if not isinstance(bucket.work, TwoLevelSum):
+            self._meter.started(bucket.work)
 
     # Whole gradients -----------------------------------------------------------------------------
 
@@ -264,7 +287,9 @@ class GradientBuckets:
     # Rows ----------------------------------------------------------------------------------------
 
     def _start_scatter(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
-        if flags.device.type == "cpu":
+        if flags.device.type == "cpu" and self._wires is not None:
+            self._start_two_levels(bucket, wide, flags, self._wires)
+        elif flags.device.type == "cpu":
             self._start_exchange(bucket, wide, flags)
         else:
             self._start_padded(bucket, wide, flags)
@@ -276,11 +301,7 @@ class GradientBuckets:
         group = self._groups.shard
         assert group is not None
         ranks, mine = group.size(), group.rank()
-        sizes = [
-            sum(rows_of(p.shape[0], ranks, rank)[1] * row_size(p) for p in bucket.members)
-            + len(flags)
-            for rank in range(ranks)
-        ]
+        sizes = _part_sizes(bucket.members, ranks)
         to_send = [0 if rank == mine else size for rank, size in enumerate(sizes)]
         to_receive = [0 if rank == mine else sizes[mine] for rank in range(ranks)]
         sent = self._scratch.take(sum(to_send), wide, flags.device)
@@ -292,9 +313,7 @@ class GradientBuckets:
             _add(bucket.total, bucket.members, ranks, mine)
             bucket.total[-len(flags) :] += flags
         else:
-            total = bucket.free_total()
-            if total is None or (len(total), total.dtype) != (sizes[mine], wide):
-                total = torch.empty(sizes[mine], dtype=wide)
+            total = bucket.new_total(sizes[mine], wide)
             _fill(total, bucket.members, ranks, mine)
             total[-len(flags) :] = flags
             bucket.total = total
@@ -304,6 +323,21 @@ class GradientBuckets:
         bucket.work = dist.all_to_all_single(
             bucket.received, sent, to_receive, to_send, group=group, async_op=True
         )
+
+    def _start_two_levels(
+        self, bucket: _Bucket, wide: torch.dtype, flags: Tensor, wires: Wires
+    ) -> None:
+        """As `_start_exchange`, so that the sum of a node leaves it once."""
+        group = self._groups.shard
+        assert group is not None
+        ranks, count = group.size(), len(flags)
+        sizes = _part_sizes(bucket.members, ranks)
+
+        def fill(part: Tensor, rank: int) -> None:
+            _fill(part, bucket.members, ranks, rank)
+            part[-count:] = flags
+
+        bucket.work = TwoLevelSum(wires, sizes, fill, wide)
 
     def _start_padded(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
         group = self._groups.shard
@@ -326,6 +360,14 @@ class GradientBuckets:
         bucket.work = start_reduce_scatter(bucket.received, sent.view(-1), group)
 
     def _add_part(self, bucket: _Bucket) -> None:
+        if isinstance(bucket.work, TwoLevelSum):
+            part = bucket.work.result
+            if bucket.total is not None:
+                bucket.total.add_(part)
+            else:
+                bucket.total = bucket.new_total(len(part), part.dtype).copy_(part)
+            bucket.work.release()
+            return
         received = bucket.received
         assert received is not None
         if received.device.type == "cpu":
@@ -406,6 +448,14 @@ def _parts(
             rows = None if gradient is None else gradient.detach().narrow(0, start, length)
             yield offset, size, None if rows is None else rows.reshape(-1)
         offset += size
+
+
+def _part_sizes(members: Sequence[nn.Parameter], ranks: int) -> list[int]:
+    """Elements of each rank's part of a bucket, with the flags."""
+    return [
+        sum(rows_of(p.shape[0], ranks, rank)[1] * row_size(p) for p in members) + len(members)
+        for rank in range(ranks)
+    ]
 
 
 def _fill(part: Tensor, members: Sequence[nn.Parameter], ranks: int, rank: int) -> None:

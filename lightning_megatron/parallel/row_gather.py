@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from lightning_megatron._torch import start_all_gather
 from lightning_megatron.comm.scratch import Scratch
+from lightning_megatron.comm.two_levels import TwoLevelGather, Wires
 from lightning_megatron.optim.pieces import rows_of
 from lightning_megatron.parallel.grad_buckets import BUCKET_BYTES, part_size, row_size
 from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.topology.mesh import Levels
 from lightning_megatron.topology.meter import Meter
 
 
@@ -55,6 +57,8 @@ class _Bucket:
     works: list[dist.Work] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
     """What is sent and received: on CPUs one part of every rank."""
+    gather: TwoLevelGather | None = None
+    """What brings the parts, where the ranks are on several nodes."""
 
 
 class RowGather:
@@ -65,6 +69,7 @@ class RowGather:
         meter: counts what is sent, and how long nothing else is done.
         bucket_bytes: size at which a bucket is full.
         scratch: memory for what is sent and received.
+        levels: the group inside and across nodes; None where it is on one node.
 
     Attributes:
         codecs: how rows are packed, where a cast is not what is wanted.
@@ -76,9 +81,11 @@ class RowGather:
         meter: Meter | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         scratch: Scratch | None = None,
+        levels: Levels | None = None,
     ) -> None:
         self._scratch = Scratch() if scratch is None else scratch
         self._group, self._meter = group, Meter() if meter is None else meter
+        self._wires = None if levels is None else Wires(levels, self._meter, self._scratch)
         self._bucket_bytes = bucket_bytes
         self._plans: dict[tuple[int, ...], list[_Bucket]] = {}
         self.codecs: dict[nn.Parameter, RowCodec] = {}
@@ -98,6 +105,9 @@ class RowGather:
             self._plans[key] = self._in_buckets(members)
         for bucket in self._plans[key]:
             self._start(bucket)
+        for bucket in self._plans[key]:
+            if bucket.gather is not None:
+                bucket.gather.advance()
         for bucket in self._plans[key]:
             self._finish(bucket)
 
@@ -119,7 +129,9 @@ class RowGather:
 
     def _start(self, bucket: _Bucket) -> None:
         device = bucket.members[0].parameter.device
-        if device.type == "cpu":
+        if device.type == "cpu" and self._wires is not None:
+            self._start_two_levels(bucket, self._wires)
+        elif device.type == "cpu":
             self._start_broadcasts(bucket, device)
         else:
             self._start_padded(bucket, device)
@@ -127,6 +139,15 @@ class RowGather:
     def _packed(self, rows: OwnedRows) -> Tensor:
         values, codec = rows.values.detach(), self.codecs.get(rows.parameter)
         return (values if codec is None else codec.pack(values)).reshape(-1)
+
+    def _start_two_levels(self, bucket: _Bucket, wires: Wires) -> None:
+        """As `_start_broadcasts`, so that every rank's rows reach another node once."""
+        sizes = [sum(_sizes(bucket.members, rank)) for rank in range(self._group.size())]
+        bucket.gather = gather = TwoLevelGather(wires, sizes, bucket.wire)
+        bucket.parts, own = gather.parts, gather.parts[self._group.rank()]
+        if own.numel():
+            torch.cat([self._packed(r).to(bucket.wire) for r in bucket.members], out=own)
+        gather.start()
 
     def _start_broadcasts(self, bucket: _Bucket, device: torch.device) -> None:
         """Every rank's rows, from it to the others: on gloo quicker than an all-gather."""
@@ -141,7 +162,7 @@ class RowGather:
                 work = dist.broadcast(part, source, group=self._group, async_op=True)
                 self._meter.started(work)
                 bucket.works.append(work)
-        self._meter.exchange(bucket.parts[mine].nbytes * (self._group.size() - 1), self._group)
+        self._meter.broadcasts(bucket.parts[mine].nbytes * (self._group.size() - 1), self._group)
 
     def _start_padded(self, bucket: _Bucket, device: torch.device) -> None:
         sizes = [part_size(rows.parameter, rows.ranks) for rows in bucket.members]
@@ -160,14 +181,19 @@ class RowGather:
     def _finish(self, bucket: _Bucket) -> None:
         for work in bucket.works:
             self._meter.wait(work)
+        if bucket.gather is not None:
+            bucket.gather.wait()
         with torch.no_grad():
             if bucket.members[0].parameter.device.type == "cpu":
                 self._write_parts(bucket)
             else:
                 self._write_padded(bucket)
-        for part in bucket.parts:
-            self._scratch.give(part)
-        bucket.works, bucket.parts = [], []
+        if bucket.gather is not None:
+            bucket.gather.release()
+        else:
+            for part in bucket.parts:
+                self._scratch.give(part)
+        bucket.works, bucket.parts, bucket.gather = [], [], None
         for rows in bucket.members:
             rows.told()
 

@@ -3,7 +3,8 @@
 FSDP2 calls an object of its user's to gather a unit's parameters and to reduce its gradients. Ours
 count what passes and how long the host stands still (`topology.meter`), and exchange pieces
 directly where that is faster: gloo's reduce-scatter is an all-reduce of which most is dropped, so
-on CPUs every rank sends each other rank its piece and adds up what arrives (`comm.collectives`).
+on CPUs every rank sends each other rank its piece and adds up what arrives (`comm.collectives`),
+over several nodes in two levels (`comm.two_levels`).
 
 Ranks must gather and reduce the same units in the same order. A module that runs a unit on some
 ranks only would leave gloo with messages of other sizes than it expects, which ends the process, or
@@ -31,7 +32,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import gather_now, reduce_scatter_now, start_all_gather
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.mesh import Axis, Levels
 from lightning_megatron.topology.meter import Meter
 
 
@@ -202,10 +203,14 @@ class UnitReduceScatter(_Memory):
         meter: of the data-parallel axis.
         roll: of the ranks that hold the unit.
         unit: its number there.
+        levels: the ranks inside and across nodes; None where they are on one node.
     """
 
-    def __init__(self, meter: Meter, roll: RollCall, unit: int) -> None:
+    def __init__(
+        self, meter: Meter, roll: RollCall, unit: int, levels: Levels | None = None
+    ) -> None:
         self._meter, self._roll, self._unit = meter, roll, unit
+        self._levels = levels
 
     def __call__(
         self,
@@ -223,19 +228,30 @@ class UnitReduceScatter(_Memory):
         del async_op
         self._roll.compare(REDUCE, self._unit, input_tensor.numel())
         ranks = group.size()
-        sent = _bytes(input_tensor) * (ranks - 1) / ranks
         if input_tensor.device.type != "cpu":
-            self._meter.ring(sent, group)
+            self._meter.ring(_bytes(input_tensor) * (ranks - 1) / ranks, group)
             reduce_scatter_now(output_tensor, input_tensor, group, op)
             return
-        self._meter.exchange(sent, group)
-        begin = time.perf_counter()
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        self._meter.stood(time.perf_counter() - begin)
-        torch.sum(received.view(ranks, -1), 0, out=output_tensor)
+        rows = input_tensor.view(ranks, -1)
+        if self._levels is None:
+            torch.sum(self._exchanged(rows, group), 0, out=output_tensor)
+        else:  # as `comm.two_levels` does it
+            order = torch.tensor(self._levels.table).t().flatten()
+            inside, across = self._levels.inside, self._levels.across
+            by_place = rows[order].view(inside.size(), -1)
+            of_node = self._exchanged(by_place, inside).sum(0).view(across.size(), -1)
+            torch.sum(self._exchanged(of_node, across), 0, out=output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(ranks)
+
+    def _exchanged(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Of every rank of a group the row for this one."""
+        self._meter.exchange(_bytes(rows) * (len(rows) - 1) / len(rows), group)
+        begin = time.perf_counter()
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=group)
+        self._meter.stood(time.perf_counter() - begin)
+        return received
 
 
 def count_sums(axis: Axis) -> Callable[[Tensor], None]:

@@ -111,9 +111,10 @@ class WholeParameters(DataParallel):
             hybrid = topology.dp_replicate.size > 1
             shard = topology.new_group("dp_shard") if hybrid else batch
             copies = topology.new_group("dp_replicate") if hybrid else None
-            groups = replace(groups, shard=shard, replicate=copies)
+            levels = topology.levels("dp_shard") if topology.device.type == "cpu" else None
+            groups = replace(groups, shard=shard, replicate=copies, levels=levels)
             assert shard is not None
-            self._gather = RowGather(shard, topology.batch.meter, scratch=scratch)
+            self._gather = RowGather(shard, topology.batch.meter, scratch=scratch, levels=levels)
         self._buckets = [
             GradientBuckets(
                 parameters,

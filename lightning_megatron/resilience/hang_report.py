@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_megatron.resilience.recorder import Collective, Missing
 from lightning_megatron.resilience.stacks import Frame
-from lightning_megatron.resilience.verdict import ABSENT, GONE, Suspicion, View
+from lightning_megatron.resilience.verdict import ABSENT, GONE, SILENT, Suspicion, View
 
 VERSION = 1
 _SHOWN, _KEPT = 4, 30
@@ -23,15 +23,17 @@ def describe(
     collectives: Mapping[int, Sequence[Collective]],
     missing: Missing | None,
     stacks: Mapping[int, Sequence[Frame]],
+    nodes: int = 1,
 ) -> dict[str, Any]:
     """Everything that is known, for `json`.
 
     Args:
         suspicion: who hangs.
-        views: all ranks.
+        views: all ranks that can be seen.
         collectives: the last of each group, by rank.
         missing: the one that is waited in.
         stacks: frames of the training threads, innermost first.
+        nodes: how many the run has.
     """
     ranks = [_of_rank(v, collectives.get(v.rank, ()), stacks.get(v.rank, ())) for v in views]
     return {
@@ -40,6 +42,7 @@ def describe(
         "mono": time.monotonic(),
         "step": max((v.beat.step for v in views if v.rank in suspicion.ranks), default=0),
         "reason": suspicion.reason,
+        "nodes": nodes,
         "culprits": [entry for entry in ranks if entry["rank"] in suspicion.ranks],
         "waiting": [v.rank for v in views if v.late and v.rank not in suspicion.ranks],
         "waiting_in": None if missing is None else str(missing.collective),
@@ -65,14 +68,53 @@ def _of_rank(view: View, last: Sequence[Collective], frames: Sequence[Frame]) ->
     }
 
 
+def describe_silence(
+    silent: Sequence[str],
+    seconds: float,
+    limit: float,
+    host: str,
+    views: Sequence[View],
+    away: Sequence[View],
+    stacks: Mapping[int, Sequence[Frame]],
+) -> dict[str, Any]:
+    """The same, where nothing is heard from whole nodes.
+
+    Args:
+        silent: these nodes, with their ranks.
+        seconds: since something was heard of them.
+        limit: how long they may be silent.
+        host: the node that says so.
+        views: the ranks there.
+        away: those of the silent nodes as they were when last heard of.
+        stacks: frames of the training threads, innermost first.
+    """
+    blamed = Suspicion(tuple(v.rank for v in away), SILENT, certain=True)
+    found = describe(blamed, [*views, *away], {}, None, stacks, nodes=2)
+    here = [v for v in views if not v.beat.left]
+    return {
+        **found,
+        # It took part in all steps that were done here, after its last sign of life as well.
+        "step": max((v.beat.step for v in (*here, *away)), default=0),
+        "waiting": [v.rank for v in here],
+        "silent": list(silent),
+        "seconds": round(seconds, 3),
+        "limit": limit,
+        "host": host,
+    }
+
+
 def title(report: Mapping[str, Any]) -> str:
     """What has happened, in one line."""
-    parts = [_what(culprit, report["reason"]) for culprit in report["culprits"]]
+    if report["reason"] == SILENT:
+        have = "have" if len(report["silent"]) > 1 else "has"
+        return f"{' and '.join(report['silent'])} {have} been silent since step {report['step']}"
+    several = report["nodes"] > 1
+    parts = [_what(culprit, report["reason"], several) for culprit in report["culprits"]]
     return f"{'; '.join(parts)} at step {report['step']}"
 
 
-def _what(culprit: Mapping[str, Any], reason: str) -> str:
-    rank = f"rank {culprit['rank']}"
+def _what(culprit: Mapping[str, Any], reason: str, with_host: bool) -> str:
+    rank = f"rank {culprit['rank']}" + (f" ({culprit['host']})" if with_host else "")
     if reason == ABSENT:
         return f"{rank} has left training while others wait for it"
     if reason == GONE:
@@ -82,6 +124,8 @@ def _what(culprit: Mapping[str, Any], reason: str) -> str:
 
 def summary(report: Mapping[str, Any]) -> list[str]:
     """The block for the console."""
+    if report["reason"] == SILENT:
+        return _summary_of_silence(report)
     rows = []
     for entry in report["culprits"]:
         rows.append(
@@ -92,10 +136,32 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         rows += [f"  at {frame}" for frame in entry["stack"][:_SHOWN]]
         rows += [f"  last collective: {last}" for last in entry["collectives"]]
     if report["waiting"]:
-        ranks = ", ".join(map(str, report["waiting"]))
-        where = f" in {report['waiting_in']}" if report["waiting_in"] else ""
-        rows.append(f"waiting for it: ranks {ranks}{where}")
+        rows.append(f"waiting for it: ranks {_numbers(report['waiting'])}{_where(report)}")
+    return [*rows, report["note"]] if "note" in report else rows
+
+
+def _summary_of_silence(report: Mapping[str, Any]) -> list[str]:
+    rows = [
+        f"{report['host']} has heard nothing from there for {report['seconds']:.1f} s, node_limit "
+        f"{report['limit']:.1f} s: that machine is off or stands still, or its connection is gone",
+        f"or it is the connection of {report['host']} itself that is gone",
+    ]
+    for entry in report["culprits"]:
+        rows.append(
+            f"rank {entry['rank']} (host {entry['host']}, pid {entry['pid']}) was last in "
+            f"{entry['section']} of step {entry['step']}"
+        )
+    if report["waiting"]:
+        rows.append(f"waiting here: ranks {_numbers(report['waiting'])}")
     return rows
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _where(report: Mapping[str, Any]) -> str:
+    return f" in {report['waiting_in']}" if report["waiting_in"] else ""
 
 
 def write_text(path: Path, report: Mapping[str, Any], stacks: Mapping[int, str]) -> None:

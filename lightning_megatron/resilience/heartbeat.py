@@ -40,6 +40,7 @@ _LIMITS = struct.Struct(f"<{len(SECTIONS)}d")
 _LIMITS_AT = 96
 _ORDER = struct.Struct("<IB")  # number and kind
 _ORDER_AT = 256
+_HELD_AT = 272
 _SAMPLE = struct.Struct("<I")  # length, then JSON
 _SAMPLE_AT = 512
 _INDEX = {name: index for index, name in enumerate(SECTIONS)}
@@ -150,7 +151,16 @@ class Page:
         number, kind = _ORDER.unpack_from(self._map, _ORDER_AT)
         return number, kind
 
+    @property
+    def held(self) -> bool:
+        """Whether the monitor is about to end the run; others that die now do so for that."""
+        return bool(self._map[_HELD_AT])
+
     # The monitor's side --------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Let the rank know that the run is about to be ended."""
+        self._map[_HELD_AT] = 1
 
     def give(self, number: int, kind: int) -> None:
         """Order the rank to do something."""

@@ -16,6 +16,8 @@ from lightning_megatron._torch import Store, TCPStore
 from lightning_megatron.errors import ConnectError
 
 _PAUSE_S = 0.1
+_NAME_S = 30.0
+"""How long an unknown name of a host may stay one: clusters make names as machines start."""
 
 
 def host_store(address: str, port: int, listen_on: str | None, timeout_s: float) -> TCPStore:
@@ -51,7 +53,8 @@ def host_store(address: str, port: int, listen_on: str | None, timeout_s: float)
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address, port))
@@ -116,13 +119,15 @@ def _await_listener(
     address: str, port: int, deadline: float, timeout_s: float, holder: str
 ) -> None:
     """Return as soon as somebody listens there."""
+    named_by = min(deadline, time.monotonic() + _NAME_S)
     while True:
         try:
             left = max(deadline - time.monotonic(), _PAUSE_S)
             socket.create_connection((address, port), timeout=left).close()
             return
         except OSError as error:
-            if time.monotonic() + _PAUSE_S > deadline:
+            until = named_by if isinstance(error, socket.gaierror) else deadline
+            if time.monotonic() + _PAUSE_S > until:
                 text = _why_not_reached(address, port, error, timeout_s, holder)
                 raise ConnectError(text) from None
             time.sleep(_PAUSE_S)

@@ -9,6 +9,9 @@ it by, and ends with the last of its ranks.
 
 A stall is the time in which the monitor itself has watched a rank make no progress. After a machine
 was suspended, nobody seems to have hung.
+
+The monitors of several nodes know of each other (`node_watch`): one that hears nothing of another
+node any more blames that node, and what one has found all of them report and act upon.
 """
 
 import json
@@ -18,38 +21,31 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron.resilience import stacks
 from lightning_megatron.resilience.announce import announce
+from lightning_megatron.resilience.hang_evidence import Evidence, collect
 from lightning_megatron.resilience.hang_report import describe, summary, title, write_text
 from lightning_megatron.resilience.heartbeat import (
     EXIT,
     NOTHING,
     REPORTED,
-    TELL,
-    Beat,
     Member,
     Page,
     page_file,
     report_file,
-    stack_file,
-    trace_file,
     write_whole,
 )
-from lightning_megatron.resilience.recorder import Collective, Missing, first_missing, strayed
-from lightning_megatron.resilience.stacks import Frame, state_of
-from lightning_megatron.resilience.verdict import Suspicion, View, confirm, suspect
+from lightning_megatron.resilience.node_watch import NodeWatch, NodeWatchConfig
+from lightning_megatron.resilience.stacks import state_of
+from lightning_megatron.resilience.verdict import View, confirm, suspect
 
 CONFIG = "monitor.json"
-_ANSWER_S = 1.0
-"""How long a rank may take to show its stacks and collectives."""
 _TRIES = 4
 """How often ranks that seem able to answer are asked, before a verdict is given without them."""
-_SIGNAL_S = 0.3
-"""How long a signal may take to make it show its stacks."""
 _EXIT_GRACE_S = 2.0
 _RAISE_GRACE_S = 20.0
 _SILENCE = 4
@@ -67,15 +63,22 @@ class MonitorConfig:
     """First part of the names of reports."""
     action: str
     check_s: float
-    whole: bool = True
-    """Whether ``members`` are all ranks of the run; else other nodes have monitors of their own."""
+    watch: NodeWatchConfig | None = None
+    """Of the other nodes, where there are others."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether ``members`` are all ranks of the run."""
+        return self.watch is None
 
     @staticmethod
     def read(directory: Path) -> "MonitorConfig":
         """The configuration in a directory."""
         found = json.loads((directory / CONFIG).read_text())
-        members = tuple(Member(**member) for member in found.pop("members"))
-        return MonitorConfig(members=members, **found)
+        found["members"] = tuple(Member(**member) for member in found["members"])
+        if found["watch"] is not None:
+            found["watch"] = NodeWatchConfig.of(found["watch"])
+        return MonitorConfig(**found)
 
     def write(self, directory: Path) -> None:
         """Leave the configuration in a directory."""
@@ -90,24 +93,6 @@ class _Watched:
     page: Page
     progress: tuple[int, int] = (-1, -1)
     stall: float = 0.0
-
-
-@dataclass
-class _Evidence:
-    """What the ranks answered."""
-
-    collectives: dict[int, list[Collective]]
-    groups: dict[str, list[int]]
-    texts: dict[int, str]
-    frames: dict[int, list[Frame]]
-    mute: int = 0
-    """How many ranks gave no answer in time."""
-    astray: set[int] = field(default_factory=set)
-    """Ranks that are in a collective whose turn it was not."""
-
-    @property
-    def missing(self) -> Missing | None:
-        return first_missing(self.collectives, self.groups, self.astray)
 
 
 class NodeMonitor:
@@ -127,20 +112,35 @@ class NodeMonitor:
         """Progress of the culprits of the latest report."""
         self._pause_until = 0.0
         self._tries = 0
+        self._passed, self._ends = 0.0, False
+        self._watch: NodeWatch | None = None
+        if config.watch is not None:
+            patience, views = _SILENCE * config.check_s, self.look()
+            self._watch = NodeWatch(config.watch, config.check_s, patience, self, views)
 
     def run(self) -> None:
         """Watch until all ranks have left or ended."""
+        watch = self._watch
         while True:
-            time.sleep(self._config.check_s)
+            if watch is None:
+                time.sleep(self._config.check_s)
+            else:
+                watch.pause()
             views = self.look()
-            if all(v.beat.left or v.gone for v in views):
-                return
+            if watch is not None:
+                watch.post(views, self._passed)
+            if all(v.beat.left or v.gone for v in views) and not (watch and watch.needed):
+                break
             self.act_on(views)
+            if watch is not None:
+                watch.attend(views)
+        if watch is not None:
+            watch.leave()
 
     def look(self) -> list[View]:
         """How the ranks are."""
         now = time.monotonic()
-        passed = min(now - self._looked, 2 * self._config.check_s)
+        passed = self._passed = min(now - self._looked, 2 * self._config.check_s)
         self._looked = now
         beats = [w.page.read() for w in self._watched]
         limits = {name: max(b.limits[name] for b in beats) for name in beats[0].limits}
@@ -155,10 +155,16 @@ class NodeMonitor:
             limit = limits[beat.section]
             silence = now - beat.alive
             views.append(View(watched.member, beat, state, watched.stall, limit, silence))
-        if all(v.process.stopped for v in views):
+        asleep = self._asleep
+        if all(v.process.stopped for v in views) if asleep is None else asleep:
             for watched in self._watched:
                 watched.stall = 0.0  # suspended as a whole; counted from when it goes on
         return views
+
+    @property
+    def _asleep(self) -> bool | None:
+        """Whether the ranks of all nodes are stopped; None where the own ones tell."""
+        return None if self._watch is None else self._watch.asleep
 
     def act_on(self, views: Sequence[View]) -> None:
         """Report a hang, once, and do what is to be done."""
@@ -167,14 +173,14 @@ class NodeMonitor:
         if self._told or time.monotonic() < self._pause_until:
             return
         whole, patience = self._config.whole, _SILENCE * self._config.check_s
-        suspicion = suspect(views, patience, whole=whole)
+        suspicion = suspect(views, patience, whole=whole, asleep=self._asleep)
         if suspicion is None:
             return
-        evidence = self._collect(views)
+        evidence = self.collect(views)
         if evidence.mute and not suspicion.certain:
             # It took a while, after which it may be clear why they do not answer.
             views = self.look()
-            suspicion = suspect(views, patience, whole=whole)
+            suspicion = suspect(views, patience, whole=whole, asleep=self._asleep)
             if suspicion is None:
                 return
         self._tries += 1
@@ -188,50 +194,53 @@ class NodeMonitor:
         # Not those that wait for them: they may stand where they are through the next hang.
         here = [r for r in found.ranks if r in by_rank] or [v.rank for v in views if v.late]
         self._told = {r: by_rank[r] for r in here}
-        report = describe(found, views, evidence.collectives, evidence.missing, evidence.frames)
-        path = self._write(report, evidence.texts)
+        nodes = 1 if self._config.watch is None else len(self._config.watch.nodes)
+        report = describe(
+            found, views, evidence.collectives, evidence.missing, evidence.frames, nodes
+        )
+        self.conclude(report, views, evidence.texts)
+
+    def conclude(
+        self,
+        report: Mapping[str, Any],
+        views: Sequence[View],
+        texts: Mapping[int, str],
+        *,
+        told: bool = False,
+    ) -> None:
+        """Say what has happened, to the other nodes as well, and do what is to be done.
+
+        Args:
+            report: what to say.
+            views: the ranks of this node.
+            texts: their stacks.
+            told: whether another node has found it, and knows.
+        """
+        if self._ends:
+            return  # for another hang, or what another node says of the same
+        self._ends = self._config.action == "abort"
+        self.hold()
+        path = self._write(report, texts)
         rows = summary(report)
         rows += [f"stacks of all ranks: {path}"] if path else []
         announce(title(report), [*rows, f"action: {self._config.action}"])
-        self._do(found, views, {**report, "path": path})
+        report = {"path": path, **report}  # what counts is the file of the node that has found it
+        if self._watch is not None:
+            self._watch.agree(report, told=told)
+        self._do(views, report)
+
+    def hold(self) -> None:
+        """Let the ranks know that a hang was found for which they are about to be ended."""
+        if self._config.action == "abort":
+            for watched in self._watched:
+                watched.page.hold()
 
     # Evidence ------------------------------------------------------------------------------------
 
-    def _collect(self, views: Sequence[View]) -> _Evidence:
+    def collect(self, views: Sequence[View]) -> Evidence:
         """Have the ranks tell what they can, and look at the others by signal."""
         self._orders += 1
-        here = [v for v in views if not v.beat.left and not v.gone and not v.process.stopped]
-        sizes = {v.rank: stacks.size_of(stack_file(self._directory, v.rank)) for v in here}
-        for view in here:
-            self._page(view.rank).give(self._orders, TELL)
-        evidence = _Evidence({v.rank: _of_sample(v.beat) for v in views}, {}, {}, {})
-        deadline = time.monotonic() + _ANSWER_S
-        mute = [v for v in here if not self._read_trace(v, deadline, evidence)]
-        evidence.mute = len(mute)
-        for view in mute:
-            stacks.ask(view.member.pid)
-        deadline = max(deadline, time.monotonic() + _SIGNAL_S)
-        for view in here:
-            file = stack_file(self._directory, view.rank)
-            text = stacks.read_since(file, sizes[view.rank], deadline)
-            evidence.texts[view.rank] = text
-            evidence.frames[view.rank] = stacks.frames_of(text, view.member.thread)
-        return evidence
-
-    def _read_trace(self, view: View, deadline: float, evidence: _Evidence) -> bool:
-        """Take the rank's answer; whether there was one."""
-        file = trace_file(self._directory, view.rank, self._orders)
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if not file.exists():
-            return False
-        answer = json.loads(file.read_text())
-        file.unlink()
-        evidence.collectives[view.rank] = [Collective(**c) for c in answer["collectives"]]
-        evidence.groups.update(answer["groups"])
-        if strayed(answer["begun"]):
-            evidence.astray.add(view.rank)
-        return True
+        return collect(self._directory, self._orders, views, self._page)
 
     def _page(self, rank: int) -> Page:
         return next(w.page for w in self._watched if w.member.rank == rank)
@@ -255,7 +264,7 @@ class NodeMonitor:
             return None
         return str(directory / f"{name}.txt")
 
-    def _do(self, found: Suspicion, views: Sequence[View], report: Mapping[str, Any]) -> None:
+    def _do(self, views: Sequence[View], report: Mapping[str, Any]) -> None:
         here = [v for v in views if not v.beat.left and not v.gone]
         able = [v for v in here if v.silence <= _SILENCE * self._config.check_s]
         able = [v for v in able if not v.process.stopped]
@@ -299,13 +308,6 @@ class NodeMonitor:
         for view in views:
             if state_of(view.member.pid).started == view.member.started:
                 os.kill(view.member.pid, signal.SIGKILL)
-
-
-def _of_sample(beat: Beat) -> list[Collective]:
-    return [
-        Collective(group, begun, "collective", "", 0, begun == completed)
-        for group, (begun, completed) in beat.collectives.items()
-    ]
 
 
 def main() -> None:

@@ -34,16 +34,17 @@ class PeerWatch:
         causes: who has failed, as it is known now; None when the run is over. Called several times
             a second.
         rank: of this process, for the message.
-        answer: called every `ANSWER_S`.
         leave: ends this process; by default with exit code 1, wherever its main thread is.
+        answer: called every `ANSWER_S`.
     """
 
     def __init__(
         self,
         causes: Callable[[], list[Ending] | None],
         rank: int,
-        answer: Callable[[], None] | None = None,
         leave: Callable[[], None] | None = None,
+        *,
+        answer: Callable[[], None] | None = None,
     ) -> None:
         self._causes, self._rank, self._answer = causes, rank, answer
         self._leave = leave or _leave

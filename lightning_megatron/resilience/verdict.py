@@ -14,8 +14,9 @@ A rank that waits is never to blame, however long: its peer may save for minutes
 the peer's own section allows. What "waits" means is seen in most places but not in all, so 3 is
 checked against the flight recorder and the stacks before anything is said.
 
-Of a run on several nodes each is watched by itself. Where all ranks of a node wait, it may well be
-for a rank of another node, and only that one's node can tell why: 4 and 5 are then left to it.
+Each node of a run is watched by a monitor of its own. Where all ranks of a node wait, it may well
+be for a rank of another node, whose monitor can tell why. So 4 and 5 are left to the monitor that
+sees all nodes (`node_board`). A node that tells nothing at all any more is to blame itself.
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -34,6 +35,7 @@ BUSY = "it does not wait for any other rank"
 ABSENT = "it has left training, while others wait for it"
 BEHIND = "it has not begun a collective that others wait in"
 ENTANGLED = "all ranks wait for each other, and it has for the longest"
+SILENT = "nothing is heard from its node"
 
 _INNERMOST = 4
 _WAITING_CODE = ("/torch/distributed/", "/lightning_megatron/comm/")
@@ -91,17 +93,23 @@ class Suspicion:
     certain: bool
 
 
-def suspect(views: Sequence[View], patience: float, *, whole: bool = True) -> Suspicion | None:
+def suspect(
+    views: Sequence[View], patience: float, *, whole: bool = True, asleep: bool | None = None
+) -> Suspicion | None:
     """Who seems to hang by what is seen without disturbing anybody; None while nobody does.
 
     Args:
         views: all ranks that can be seen.
         patience: seconds without a sign of life after which Python's lock counts as held.
         whole: whether these are all ranks of the run.
+        asleep: whether the whole run was suspended by signals, which is meant so; None if that is
+            the case when all of these are stopped.
     """
     here = [v for v in views if not v.beat.left and not v.gone]
     late = [v for v in here if v.late]
-    if not late or all(v.process.stopped for v in here):  # suspended as a whole: that is meant so
+    if asleep is None:
+        asleep = all(v.process.stopped for v in here)
+    if not late or asleep:
         return None
     tests: tuple[tuple[str, bool, Callable[[View], bool]], ...] = (
         (GONE, True, lambda v: v.gone),

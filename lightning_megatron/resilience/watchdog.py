@@ -112,6 +112,15 @@ class Watchdog:
         self._page.close()
         self._stacks.close()
 
+    @property
+    def held(self) -> bool:
+        """Whether a hang was found for which this process is about to be ended."""
+        return not self._end.is_set() and self._page.held
+
+    def await_end(self, patience_s: float) -> None:
+        """Wait to be ended for a hang that was found; return if that takes too long."""
+        self._end.wait(patience_s)
+
     def _run(self) -> None:
         while not self._end.wait(self._pause):
             self._page.live(self._limits.of(self._clock))
@@ -162,8 +171,11 @@ def start_monitor(directory: Path, config: MonitorConfig) -> None:
     Args:
         directory: with the ranks' pages.
         config: who the ranks are, and what follows a hang.
+
+    The process inherits ``config.watch.listening``, the socket of the board, if it has one.
     """
     config.write(directory)
+    socket_of_board = None if config.watch is None else config.watch.listening
     root = str(Path(__file__).resolve().parents[2])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); "
@@ -173,6 +185,7 @@ def start_monitor(directory: Path, config: MonitorConfig) -> None:
         [sys.executable, "-I", "-S", "-c", code, str(directory)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        pass_fds=() if socket_of_board is None else (socket_of_board,),
         check=True,
     )
 

@@ -2,9 +2,13 @@
 
 import atexit
 import difflib
+import hashlib
+import logging
 import multiprocessing
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -12,6 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _get_default_process_group_backend_for_device,
@@ -27,11 +32,23 @@ from lightning_megatron._torch import HashStore, PrefixStore, Store, default_sto
 from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.resilience import interfaces
-from lightning_megatron.resilience.attempt import Attempt, Peer, join, recall, remember
+from lightning_megatron.resilience.attempt import Attempt, Peer, recall, remember
+from lightning_megatron.resilience.meeting import describe_differing, dismiss, join
 from lightning_megatron.resilience.meeting_place import host_store, reach_store
 from lightning_megatron.strategies.endings import EndingHooks
 from lightning_megatron.strategies.forking import ForkLauncher
 from lightning_megatron.strategies.launcher import Launcher, watch_parent
+from lightning_megatron.strategies.start_problems import (
+    REACH_S,
+    start_problems,
+    tell_others,
+    unclear_interface,
+)
+
+logger = logging.getLogger(__name__)
+
+_OWN_PATIENCE_S = 30.0
+"""How long a rank of another node than the first waits for rank 0 on its own machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +62,10 @@ class ConnectionConfig:
     init_timeout_s: float = 600.0
     """Seconds that the ranks wait for each other at the start, before they name who is missing."""
     bind: str | None = None
-    """Network interface ("eth0") that the processes listen on, "0.0.0.0" for all; None: on a single
-    machine only loopback, on several what torch chooses."""
+    """Network interface ("eth0") that the processes listen on. None: on a single machine only
+    loopback; on several the one that the host's name stands for, or, if that is loopback as on
+    Debian, the one that leads to MASTER_ADDR. "0.0.0.0": the store of rank 0 listens on all, as it
+    has to where MASTER_ADDR is forwarded to it from an address of another machine."""
     start: Literal["auto", "script", "fork"] = "auto"
     """How the processes of this machine are started unless torchrun, Slurm or MPI has done so:
     ``"script"`` starts the script again for each rank but the first; ``"fork"`` forks every rank
@@ -128,43 +147,55 @@ def connect(
     config: ConnectionConfig,
     environment: ClusterEnvironment,
     device: torch.device,
-    settings: Any,
+    options: Mapping[str, str],
     *,
     single_machine: bool,
     from_host: bool = False,
 ) -> Attempt:
-    """Form the default process group and compare settings over it.
+    """Form the default process group of ranks that were given the same.
 
     Args:
         config: backend and timeouts.
         environment: who this process is.
         device: of this process.
-        settings: what every rank was given.
+        options: what every rank was given, by name; compared before the group forms.
         single_machine: whether all processes run on this one.
         from_host: whether tensors in host memory will be sent too, beside those on the device.
 
     Raises:
-        ConfigError: ranks were given different settings; on all of them.
+        ConfigError: ranks were given different options; on all of them.
         ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
     backend = _get_default_process_group_backend_for_device(device)
     if from_host and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
-    if dist.is_initialized():
-        attempt = recall(default_store())
-    else:
-        attempt = _form_group(
-            config, environment, device, config.backend or backend, single_machine
-        )
-    everyone: list[Any] = [None] * environment.world_size()
-    dist.all_gather_object(everyone, settings)
-    differing = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-    if differing:
-        raise ConfigError(
-            f"the ranks were given different configurations: rank 0 has {everyone[0]}, rank "
-            f"{differing[0]} has {everyone[differing[0]]}; start all of them with the same"
-        )
-    return attempt
+    if not dist.is_initialized():
+        backend = config.backend or backend
+        return _form_group(config, environment, device, backend, single_machine, options)
+    _compare(options, device)
+    return recall(default_store())
+
+
+def _compare(options: Mapping[str, str], device: torch.device) -> None:
+    """Compare options over a group that is there: by a hash, and only if that differs by name."""
+    text = repr(sorted(options.items())).encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    largest = torch.tensor([number, -number], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if int(largest[0]) == -int(largest[1]):
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (dict(options), Peer.here().host))
+    first, host = everyone[0]
+    problems = {}
+    for other, _ in everyone:
+        if other == first or repr(other) in problems:
+            continue
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        pairs = {name: (other.get(name, "unset"), first.get(name, "unset")) for name in names}
+        there = [(r, where) for r, (given, where) in enumerate(everyone) if given == other]
+        problems[repr(other)] = describe_differing(pairs, there, [(0, host)])
+    raise ConfigError(list(problems.values()))
 
 
 def _form_group(
@@ -173,14 +204,17 @@ def _form_group(
     device: torch.device,
     backend: str,
     single_machine: bool,
+    options: Mapping[str, str],
 ) -> Attempt:
     rank, world_size = environment.global_rank(), environment.world_size()
     elastic = env.torch_elastic()
     begun = time.monotonic()
     store = _open_store(config, environment, single_machine)
     left = max(begun + config.init_timeout_s - time.monotonic(), 1.0)
+    run_id = None if elastic is None else elastic.run_id
+    fresh = elastic is None or not elastic.agent_store
     try:
-        attempt = join(store, rank, world_size, left, None if elastic is None else elastic.run_id)
+        attempt = join(store, rank, world_size, left, run_id, options=options, fresh=fresh)
     except RuntimeError as error:
         if isinstance(error, ConnectError):
             raise
@@ -188,21 +222,39 @@ def _form_group(
             f"the store at {environment.main_address}:{environment.main_port} has gone while the "
             f"ranks were connecting ({str(error).splitlines()[0]}): look at the output of rank 0"
         ) from None
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(attempt.prefix(), store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=config.timeout_s),
-        device_id=device if device.type != "cpu" else None,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(attempt.prefix(), store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=config.timeout_s),
+            device_id=device if device.type != "cpu" else None,
+        )
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise ConnectError(_why_not_connected(rank, error)) from None
     if "nccl" in backend:  # torch warns about a group that still is there at exit
         atexit.register(_destroy_dist_connection)
     rank_zero_info(
         f"{world_size} {'process' if world_size == 1 else 'processes'} connected over {backend}"
         + (f", attempt {attempt.number}" if attempt.number else "")
     )
-    return remember(default_store(), attempt)
+    if rank == 0:  # the others have read it just now
+        remember(default_store(), attempt)
+    return attempt
+
+
+def _why_not_connected(rank: int, error: RuntimeError) -> str:
+    interface = env.chosen_interface() or "the address of its name"
+    return (
+        f"the ranks have met at the store, but gloo cannot connect them with each other: rank "
+        f"{rank} on {Peer.here().host}, which listens on {interface}: {str(error).splitlines()[0]}."
+        " Either a firewall between the machines closes ports, which gloo chooses among those above"
+        " 1024, or they reach each other by another interface: ConnectionConfig(bind=...), or "
+        "GLOO_SOCKET_IFNAME"
+    )
 
 
 def _open_store(
@@ -216,19 +268,43 @@ def _open_store(
         return reach_store(address, port, timeout_s, "torchrun")
     if environment.world_size() == 1:
         return HashStore()
-    if single_machine and not interfaces.is_local(address):
+    rank, first_node = environment.global_rank(), environment.node_rank() == 0
+    local = interfaces.is_local(address)
+    if single_machine and not local and not isinstance(environment, SLURMEnvironment):
         raise ConfigError(
             f"MASTER_ADDR={address}: all {environment.world_size()} processes run on this machine, "
             "which has no such name or address; nearest valid: leave MASTER_ADDR unset"
         )
     listen_on = None
-    if config.bind != interfaces.EVERY and (single_machine or config.bind is not None):
-        listen_on = interfaces.address_of(config.bind or interfaces.loopback())
-    if single_machine and listen_on is not None:
-        address = listen_on
-    if environment.global_rank() != 0:
+    if local or single_machine:  # or somebody else listens
+        listen_on = _listening_address(config, address, single_machine)
+        address = listen_on or address
+    if rank == 0:
+        return host_store(address if local else "127.0.0.1", port, listen_on, timeout_s)
+    if not local or single_machine or first_node or timeout_s <= _OWN_PATIENCE_S:
         return reach_store(address, port, timeout_s, "rank 0")
-    return host_store(address, port, listen_on, timeout_s)
+    try:
+        return reach_store(address, port, _OWN_PATIENCE_S, "rank 0")
+    except ConnectError:
+        host = Peer.here().host
+        raise ConfigError(
+            f"MASTER_ADDR={environment.main_address} is {host} itself, which is node "
+            f"{environment.node_rank()} of the run, and rank 0 did not answer there within "
+            f"{_OWN_PATIENCE_S:g} s: it runs on the first node; nearest valid: MASTER_ADDR=<name "
+            "or address of the first node>"
+        ) from None
+
+
+def _listening_address(config: ConnectionConfig, address: str, single_machine: bool) -> str | None:
+    """Address that the store of rank 0 listens at, if this is its machine; None for all."""
+    if config.bind == interfaces.EVERY:
+        return None
+    if config.bind is not None or single_machine:
+        return interfaces.address_of(config.bind or interfaces.loopback())
+    place = interfaces.leading_to(address, env.chosen_interface())
+    if place is None:
+        raise ConfigError(unclear_interface(address))
+    return place.address
 
 
 class Processes(EndingHooks):
@@ -260,28 +336,72 @@ class Processes(EndingHooks):
         if self._connection.forks(processes, nodes, _IS_INTERACTIVE and not external):
             self._launcher = None if external else ForkLauncher(self, processes)
         elif processes * nodes > 1 and not external:
-            self._launcher = Launcher(environment, processes, nodes)
+            self._launcher = Launcher(environment, processes, nodes, self.check_start)
+
+    @property
+    def _nodes(self) -> int:
+        """How many nodes the run has, also before the ranks are numbered."""
+        elastic = env.torch_elastic()
+        return self.num_nodes if elastic is None else elastic.nodes
 
     @property
     def on_one_machine(self) -> bool:
         """Whether all processes of the run are on this node."""
-        elastic = env.torch_elastic()
-        if elastic is not None:
-            return elastic.nodes == 1
-        return self.num_nodes == 1
+        return self._nodes == 1
 
-    def find_peers(self, config: ConnectionConfig, settings: Any, from_host: bool) -> None:
+    def check_start(self) -> None:
+        """Raise if this process was started with numbers or names that cannot be right.
+
+        Raises:
+            ConfigError: they cannot; the other nodes are told so, where they can be reached.
+        """
+        environment, nodes, processes = self.cluster_environment, self._nodes, self.num_processes
+        assert environment is not None
+        problems = start_problems(environment, nodes, processes, self._connection.bind)
+        if problems:
+            error = ConfigError(problems)
+            tell_others(environment, nodes, processes, error)
+            raise error
+
+    @contextmanager
+    def told_to_others(self) -> Iterator[None]:
+        """Within the block a `ConfigError` of this process ends the other nodes as well."""
+        try:
+            yield
+        except ConfigError as error:
+            if self._nodes > 1 and not dist.is_initialized():
+                self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: ConfigError) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        elastic = env.torch_elastic()
+        if environment.global_rank() or (elastic is not None and elastic.agent_store):
+            tell_others(environment, self._nodes, self.num_processes, error)
+            return
+        known = (interfaces.EVERY, *interfaces.interface_names())
+        bind = self._connection.bind if self._connection.bind in known else None
+        right = ConnectionConfig(bind=bind)  # the mistake may be one of these options
+        with suppress(ConfigError, ConnectError, OSError, RuntimeError):  # one error is enough
+            store = _open_store(right, environment, single_machine=False)
+            dismiss(store, environment.world_size(), error.problems, REACH_S)
+
+    def find_peers(
+        self, config: ConnectionConfig, options: Mapping[str, str], from_host: bool
+    ) -> None:
         """Find the other ranks; see `connect`."""
         assert self.cluster_environment is not None
         watch = watch_parent()
-        if self.on_one_machine or config.bind not in (None, interfaces.EVERY):
-            name, explicit = config.bind or interfaces.loopback(), config.bind is not None
-            self._interface_before = env.use_interface(name, explicit=explicit)
+        interface = self._interface(config)
+        if interface is not None:
+            explicit = config.bind is not None
+            self._interface_before = env.use_interface(interface, explicit=explicit)
         self.attempt = connect(
             config,
             self.cluster_environment,
             self.root_device,
-            settings,
+            {"num_nodes": str(self._nodes), "devices": str(self.num_processes), **options},
             single_machine=self.on_one_machine,
             from_host=from_host,
         )
@@ -289,6 +409,29 @@ class Processes(EndingHooks):
             watch.close()
         self.events.identify(run=self.attempt.run_id, attempt=self.attempt.number)
         self.begin_watch(self.attempt)
+
+    def _interface(self, config: ConnectionConfig) -> str | None:
+        """Network interface that gloo and NCCL are to listen on; None: what they choose."""
+        if config.bind not in (None, interfaces.EVERY):
+            return config.bind
+        if self.on_one_machine:
+            return None if config.bind is not None else interfaces.loopback()
+        if env.chosen_interface() is not None or interfaces.is_reached_by_name():
+            return None
+        assert self.cluster_environment is not None
+        address = self.cluster_environment.main_address
+        place = interfaces.leading_to(address)
+        if place is None:
+            raise ConfigError(unclear_interface(address))
+        logger.info(
+            "no other machine reaches this one by its name, %s: gloo and NCCL listen on %s (%s), "
+            "which leads to MASTER_ADDR=%s",
+            Peer.here().host,
+            place.interface,
+            place.address,
+            address,
+        )
+        return place.interface
 
     def node_names(self) -> list[str]:
         """Name of the node of every rank; collective where somebody else connected the ranks."""
@@ -325,9 +468,7 @@ class Processes(EndingHooks):
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers who this process is."""
-        elastic = env.torch_elastic()
-        if elastic is not None:  # nodes may join and leave; Trainer(num_nodes=) says how many can
-            self.num_nodes = elastic.nodes
+        self.num_nodes = self._nodes  # they may join and leave; Trainer(num_nodes=) says how many
         if self.cluster_environment is not None:
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)

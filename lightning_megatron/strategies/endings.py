@@ -10,6 +10,7 @@ the peers may be gone, or in another one.
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
@@ -42,11 +43,14 @@ class EndingHooks(ParallelStrategy):
 
     Attributes:
         board: where ranks post how they end; exists once the processes are connected.
+        held: whether a hang was found for which all ranks are about to be ended: then no rank is
+            to say of others why they died. Set by who looks for hangs.
     """
 
     events: EventLog
     stop_flag: StopFlag
     board: EndingBoard | None = None
+    held: Callable[[], bool] | None = None
     _watch: PeerWatch | None = None
 
     def begin_watch(self, attempt: Attempt) -> None:
@@ -68,10 +72,12 @@ class EndingHooks(ParallelStrategy):
                 strategy = run()
                 if strategy is None or world() is not dist.group.WORLD:
                     return None
+                if strategy.held is not None and strategy.held():
+                    return []
                 return board.deaths(strategy._codes())
 
             answer = board.answer if board.answers else None
-            self._watch = PeerWatch(causes, self.global_rank, answer)
+            self._watch = PeerWatch(causes, self.global_rank, answer=answer)
 
     def end_watch(self) -> None:
         """Leave in order."""

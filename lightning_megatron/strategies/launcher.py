@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
@@ -31,11 +32,27 @@ _FAILED = 1
 class Launcher(_SubprocessScriptLauncher):
     """Lightning's, with an observer that says what it does.
 
+    Args:
+        environment: of this process.
+        processes: of this machine.
+        nodes: of the run.
+        check: called before processes are started; it raises where they could not work.
+
     Attributes:
         watch: the observer; whoever ends the processes himself closes it.
     """
 
     watch: PeerWatch | None = None
+
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        processes: int,
+        nodes: int,
+        check: Callable[[], None],
+    ) -> None:
+        super().__init__(environment, processes, nodes)
+        self._check = check
 
     @override
     def launch(
@@ -49,6 +66,7 @@ class Launcher(_SubprocessScriptLauncher):
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )
         if not self.cluster_environment.creates_processes_externally:
+            self._check()
             env.announce_parent()
             self._call_children_scripts()
             if self.procs:

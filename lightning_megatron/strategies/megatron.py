@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.written_values import WrittenValues
@@ -71,8 +72,10 @@ from lightning_megatron.strategies.model_summary import (
 )
 from lightning_megatron.strategies.preflight import LayoutOptions, examine
 from lightning_megatron.strategies.random_state import RandomState
+from lightning_megatron.strategies.same_options import named_options
 from lightning_megatron.strategies.section_hooks import SectionHooks
 from lightning_megatron.strategies.sharded_errors import explain
+from lightning_megatron.strategies.shared_places import check_shared
 from lightning_megatron.strategies.step_recovery import StepRecovery
 from lightning_megatron.strategies.step_state import StepState
 from lightning_megatron.strategies.steps import StepEngine
@@ -210,7 +213,28 @@ class MegatronStrategy(
         _set_num_threads_if_needed(self.num_processes)
         self.set_world_ranks()
         self.events.identify(rank=self.global_rank)
+        self.check_start()
         module = self._module()
+        with self.told_to_others():
+            self._examine(module)
+        host = self._sharding.offload_parameters
+        options = named_options(
+            module.trainer,
+            self.options,
+            sharding=self._sharding,
+            memory=self.memory,
+            checkpoint=self._checkpoint,
+        )
+        self.find_peers(self._connection, options, from_host=host)
+        self._topology = self._make_topology(module)
+        module._device_mesh = self.topology.mesh
+        if self.world_size > 1:
+            # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
+            # split of the data that ``setup`` draws is the same on all.
+            self.broadcast(HostRandomness.capture()).restore()
+
+    def _examine(self, module: LightningModule) -> None:
+        """Raise everything that is wrong with the run, as far as one process can tell."""
         findings = examine(
             module.trainer, module, self.options, self._sharding, self.memory, self.world_size
         )
@@ -224,14 +248,6 @@ class MegatronStrategy(
         self._defer_init = findings.real_because is None and layout_of(module) is None
         if findings.real_because is not None:
             _warn_of_real_weights(findings.real_because)
-        settings = (self.options, self._sharding, self.memory, self._checkpoint, env.global_seed())
-        self.find_peers(self._connection, settings, from_host=host)
-        self._topology = self._make_topology(module)
-        module._device_mesh = self.topology.mesh
-        if self.world_size > 1:
-            # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
-            # split of the data that ``setup`` draws is the same on all.
-            self.broadcast(HostRandomness.capture()).restore()
 
     def _make_topology(self, module: LightningModule) -> Topology:
         """A new topology, or the one that an earlier run put the module on."""
@@ -332,6 +348,8 @@ class MegatronStrategy(
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            if not (self.on_one_machine or trainer.fast_dev_run):  # type: ignore[attr-defined]
+                check_shared(trainer, Peers(self._host_world()))
             self.start_saver(self._checkpoint, self._connection.timeout_s)
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike

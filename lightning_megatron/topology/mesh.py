@@ -70,6 +70,27 @@ class Axis:
         object.__setattr__(self, "group", None)
 
 
+@dataclass(frozen=True)
+class Levels:
+    """Groups inside the nodes and across them, of a group that spans several."""
+
+    inside: dist.ProcessGroup
+    """The ranks of this node."""
+    across: dist.ProcessGroup
+    """The ranks of the same place on their nodes, one of each."""
+    table: tuple[tuple[int, ...], ...]
+    """Of every node the ranks of the group by place, numbered as the group numbers them."""
+    node: int
+    """The row of this rank: its number in ``across``."""
+    place: int
+    """The column of this rank: its number in ``inside``."""
+
+    @property
+    def places(self) -> range:
+        """The columns."""
+        return range(len(self.table[0]))
+
+
 _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
 
 
@@ -266,6 +287,39 @@ class Topology:
             alone = group is None or group.size() == 1
             self._parts[axes, parts] = None if alone else group
         return self._parts[axes, parts]
+
+    def levels(self, axes: str) -> Levels | None:
+        """Groups for exchanges in two levels along ``axes``; new ones at each call.
+
+        Every process must call this at the same point.
+
+        Args:
+            axes: a mesh or derived axis.
+
+        Returns:
+            None where the ranks share a node, or are not spread evenly over several.
+        """
+        groups = [tuple(sorted(ranks)) for ranks in groups_along(axes, self.degrees)]
+        found = {ranks: self.nodes.two_levels(ranks) for ranks in groups}
+        if not any(found.values()):
+            return None
+        made: list[dist.ProcessGroup | None] = []
+        for level in ("inside", "across"):
+            lists: list[tuple[int, ...]] = []
+            for ranks, levels in found.items():
+                lists += [(r,) for r in ranks] if levels is None else getattr(levels, level)
+            made.append(split_world(lists, self._timeout))
+        inside, across = made
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
+        levels = found[ranks]
+        for group in made:
+            if group is not None:
+                self.keep(group)
+        if levels is None or inside is None or across is None:
+            return None
+        table = tuple(tuple(map(ranks.index, members)) for members in levels.inside)
+        node = next(i for i, members in enumerate(levels.inside) if self.rank in members)
+        return Levels(inside, across, table, node, levels.inside[node].index(self.rank))
 
     def keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """Take a group that was made for this layout into the care of `close`."""

@@ -173,13 +173,32 @@ def test_all_ranks_end_with_a_code_of_their_own(pool: WorkerPool, tmp_path: Path
     assert report["culprits"][0]["rank"] == 1
 
 
-def test_only_the_node_of_the_culprit_reports_it(pool: WorkerPool, tmp_path: Path) -> None:
+def test_all_nodes_report_what_one_has_found(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(4, train_on_two_nodes, str(tmp_path), 2) == [6] * 4
-    (path,) = (tmp_path / "hangs").glob("*.json")
-    assert path.name == "attempt_0-node_of_rank_2-step_4.json"
-    (report,) = reports(tmp_path)
-    assert [c["rank"] for c in report["culprits"]] == [2]
-    assert [r["rank"] for r in report["ranks"]] == [2, 3]
+    paths = sorted((tmp_path / "hangs").glob("*.json"))
+    assert [path.name for path in paths] == [
+        f"attempt_0-node_of_rank_{rank}-step_4.json" for rank in (0, 2)
+    ]
+    for path, ranks in zip(paths, ([0, 1, 2], [2, 3]), strict=True):
+        report = json.loads(path.read_text())
+        assert [c["rank"] for c in report["culprits"]] == [2]
+        assert sorted(r["rank"] for r in report["ranks"]) == ranks
+        assert "hanging.py" in path.with_suffix(".txt").read_text() or ranks[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "node_limit", "seconds"),
+    [
+        ("auto", "auto", 120),
+        ({"data": 3}, "auto", 120),
+        (15, "auto", 15),
+        (1.5, "auto", 10),
+        (900, "auto", 120),
+        (15, 60, 60),
+    ],
+)
+def test_how_long_a_node_may_be_silent(limit: Any, node_limit: Any, seconds: float) -> None:
+    assert HangDetector(limit=limit, node_limit=node_limit)._node_limit == seconds
 
 
 def test_pages_go_elsewhere_when_shared_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +216,9 @@ def test_pages_go_elsewhere_when_shared_memory_is_full(monkeypatch: pytest.Monke
         ({"limit": {"foreward": 3.0}}, "there is no section 'foreward'"),
         ({"action": "stop"}, "nearest valid: 'abort'"),
         ({"check_s": 0}, "nearest valid: check_s=0.5"),
+        ({"node_limit": "never"}, "nearest valid: node_limit='auto'"),
+        ({"node_limit": -3}, "nearest valid: node_limit='auto'"),
+        ({"node_limit": 2}, "nearest valid: node_limit=5"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:

@@ -104,6 +104,8 @@ def over_the_tree() -> list[Any]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     group = new_tree_group([0, 0, 1, 1, 1])
     assert dist.get_backend(group) == BACKEND
+    # What new_group asks where the default group is bound to a GPU.
+    assert not group._get_backend(torch.device("cuda:0")).supports_splitting
     assert {name.count(".") for name in group_ranks()} == {0, 2}  # torch's own, and the branches
     found: list[Any] = []
     objects: list[Any] = [None] * size

@@ -1,8 +1,10 @@
 """Every layout trains the same weights as a plain PyTorch loop in one process."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -203,3 +205,39 @@ def test_batches_of_every_shape(pool: WorkerPool, layout: str) -> None:
     for name, case in cases.items():
         curve = reference_curve("llama", case.data, case.accumulate)
         check([found[name] for found in by_rank], curve, f"{name}: ")
+
+
+def nodes_job(options: dict[str, Any], nodes: str, data: Data, accumulate: int) -> Outcome:
+    """Training where ranks take themselves to be on the node of their letter."""
+    with mock.patch("socket.gethostname", return_value=nodes[int(os.environ["RANK"])]):
+        return train_job(options, "gpt", data, accumulate=accumulate)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "accumulate"),
+    [
+        (Layout(dp=4), "aabb", 2),
+        (Layout(dp=4, zero=2, num_microbatches=2), "abab", 1),
+        (Layout(dp=4, zero=3), "aabb", 1),
+        (Layout(dp=4, zero=3), "abba", 1),
+        (Layout(dp=4), "aaab", 1),
+        *(
+            pytest.param(*case, 1, marks=pytest.mark.thorough)
+            for case in (
+                (Layout(dp=8), "aaaabbbb"),
+                (Layout(dp=8, zero=3), "aabbccdd"),
+                (Layout(pp=2, dp=4, num_microbatches=2), "aabbaabb"),
+                (Layout(dp=8, dp_replicate=2, zero=2), "aabbccdd"),
+                (Layout(tp=2, pp=2, dp=2, num_microbatches=2), "aaaabbbb"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_trains_the_same_over_several_nodes(
+    pool: WorkerPool, layout: Layout, nodes: str, accumulate: int
+) -> None:
+    data = Data()
+    options = layout.strategy_options()
+    outcomes = pool.run(layout.world_size, nodes_job, options, nodes, data, accumulate)
+    check(outcomes, reference_curve("gpt", data, accumulate))

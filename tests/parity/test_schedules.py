@@ -121,13 +121,15 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "in parts over tp, 1f1b": (4, {"schedule": "1f1b", **IN_PARTS}),
     "in parts over tp, interleaved": (4, {"schedule": "interleaved", **IN_PARTS}),
     "in parts over tp, zb-h1": (4, {"schedule": "zb-h1", "zero": 0, **IN_PARTS}),
-    "in parts over tp, zbv, zero 3": (8, {"schedule": "zbv", "zero": 3, **IN_PARTS}),
+    "in parts over tp, zbv": (4, {"schedule": "zbv", **IN_PARTS}),
+    "in parts over tp, v-half, zero 3": (8, {"schedule": "v-half", "zero": 3, **IN_PARTS}),
     "in parts over tp, dualpipev, recompute": (
         4,
         {"schedule": "dualpipev", "memory": MemoryConfig(recompute="full"), **IN_PARTS},
     ),
 }
 """Processes and options of what the rows leave out."""
+LONG = {"in parts over tp, v-half, zero 3", "in parts over tp, dualpipev, recompute"}
 
 
 def extra_job(options: dict[str, Any], checkpointed: bool) -> Outcome:
@@ -135,7 +137,10 @@ def extra_job(options: dict[str, Any], checkpointed: bool) -> Outcome:
     return train_job({**shared, **options}, "deep", DATA, checkpointed=checkpointed)
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name in LONG)) for name in EXTRAS],
+)
 def test_other_layouts(pool: WorkerPool, name: str) -> None:
     world, options = EXTRAS[name]
     checkpointed = name.startswith("the user's")
