@@ -3,8 +3,8 @@
 Four processes train a small transformer on two machines made of namespaces (`tests.machines`), two
 on each. Per node and step, in MiB, the mean of both nodes:
 
-* *formula*: what a ring, or a message, has to send; ``W`` are the bytes of the weights, ``A`` those
-  of the activations of a batch between two stages;
+* *formula*: what the collectives, or messages, have to send; ``W`` are the bytes of the weights,
+  ``A`` those of the activations of a batch between two stages;
 * *metric*: ``comm/inter_node_mib`` of `CommunicationMonitor`, all axes, times the ranks of a node;
 * *interface*: what ``eth0`` has sent, headers and acknowledgements included.
 
@@ -57,12 +57,16 @@ class Variant:
 
 
 VARIANTS = {
-    "zero 0, flat": Variant({"zero": 0}, "ring all-reduce, 2 W 3/4", lambda w: 1.5 * w),
+    "zero 0, flat": Variant({"zero": 0}, "all-reduce by a ring, 2 W 3/4", lambda w: 1.5 * w),
     "zero 1, flat": Variant(
-        {"zero": 1}, "ring reduce-scatter and all-gather, 2 W 3/4", lambda w: 1.5 * w
+        {"zero": 1},
+        "reduce-scatter and gather in two levels, W/2 each (by a ring 3/4 W each)",
+        lambda w: w,
     ),
     "zero 3, flat": Variant(
-        {"zero": 3}, "ring reduce-scatter, two all-gathers, 3 W 3/4", lambda w: 2.25 * w
+        {"zero": 3},
+        "reduce-scatter in two levels, W/2, and two all-gathers by a ring, 3/4 W each",
+        lambda w: 2 * w,
     ),
     "zero 1, HSDP": Variant(
         {"zero": 1, "sharding": ShardingConfig(dp_replicate=2)},

@@ -115,11 +115,6 @@ def use_interface(name: str, *, explicit: bool) -> dict[str, str | None]:
     return before
 
 
-def interface() -> str | None:
-    """Network interface that gloo was told to listen on, if it was."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or None
-
-
 def restore(variables: dict[str, str | None]) -> None:
     """Give variables the values that they had; None: they had none."""
     for variable, value in variables.items():

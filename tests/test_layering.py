@@ -92,12 +92,14 @@ LAYERS = {
 
 PURE = (
     "resilience/announce",
+    "resilience/hang_evidence",
     "resilience/hang_report",
     "resilience/heartbeat",
     "resilience/json_lines",
     "resilience/limits",
     "resilience/node_board",
     "resilience/node_monitor",
+    "resilience/node_watch",
     "resilience/recorder",
     "resilience/sections",
     "resilience/stacks",

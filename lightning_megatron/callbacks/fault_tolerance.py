@@ -18,6 +18,18 @@ or one that is set up otherwise, ``FaultTolerance(numbers=NumberGuard(nonfinite=
 What it cannot do from inside the processes is to start them again: that is torchrun's part
 (``--max-restarts``) or the cluster's; with ``fit(ckpt_path="auto")`` and a checkpoint every so
 often a restarted run goes on from the newest one that is whole.
+
+Machines that vanish: ``torchrun --nnodes 1:2 --max-restarts 3`` goes on with those that are left,
+where the checkpoints are on a disk that they share. The machine that ``--rdzv-endpoint`` names is
+the exception, as torchrun's own store is there, without which no agent can restart anything. A
+store on a machine that takes no part in the training (a login node) outlives each of them::
+
+    python -c "import time; from torch.distributed import TCPStore; store = TCPStore('0.0.0.0',
+        29400, is_master=True, wait_for_workers=False); time.sleep(1e9)"       # on that machine
+    torchrun --rdzv-backend c10d --rdzv-endpoint THAT_MACHINE:29400 --rdzv-id A_NEW_ONE ...
+
+It listens on all interfaces and asks nobody who he is, as torchrun's own does. After a failure
+torchrun waits half a minute for further machines; ``--rdzv-conf last_call_timeout=5`` waits less.
 """
 
 import os

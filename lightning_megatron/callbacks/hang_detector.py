@@ -35,6 +35,7 @@ from lightning_megatron.resilience.json_lines import PATIENCE_S
 from lightning_megatron.resilience.limits import Limit, Limits
 from lightning_megatron.resilience.node_board import Node
 from lightning_megatron.resilience.node_monitor import MonitorConfig
+from lightning_megatron.resilience.node_watch import NodeWatchConfig
 from lightning_megatron.resilience.sections import SECTIONS
 from lightning_megatron.resilience.verdict import SILENT
 from lightning_megatron.resilience.watchdog import Watchdog, start_monitor, this_member
@@ -147,12 +148,7 @@ class HangDetector(pl.Callback):
                 name=f"attempt_{attempt}" if whole else f"attempt_{attempt}-node_of_rank_{rank}",
                 action=self._action,
                 check_s=self._check_s,
-                nodes=() if whole else meeting.nodes,
-                node=meeting.node,
-                node_limit=self._node_limit,
-                address=meeting.address,
-                token=meeting.token,
-                listening=None if meeting.listening is None else meeting.listening.fileno(),
+                watch=None if whole else meeting.watch(self._node_limit),
             )
             start_monitor(directory, config)
         if meeting.listening is not None:
@@ -261,6 +257,17 @@ class _Meeting:
     listening: socket.socket | None
     """At that address, on rank 0."""
 
+    def watch(self, limit: float) -> NodeWatchConfig:
+        """The same for the monitor; ``limit`` in seconds."""
+        return NodeWatchConfig(
+            nodes=self.nodes,
+            node=self.node,
+            limit=limit,
+            address=self.address,
+            token=self.token,
+            listening=None if self.listening is None else self.listening.fileno(),
+        )
+
 
 def _node_limit(given: object, limit: Limit) -> float:
     if given == "auto":
@@ -281,20 +288,29 @@ def _node_limit(given: object, limit: Limit) -> float:
 
 def _listen(strategy: Any) -> tuple[socket.socket, tuple[str, int]]:
     """A socket at which the other nodes reach this one, and its address."""
-    meeting = strategy.cluster_environment.main_address
-    name = interfaces.loopback() if strategy.on_one_machine else env.interface()
     try:
-        address = interfaces.address_of(name) if name else interfaces.address_towards(meeting)
-        if not address:
-            raise OSError(f"MASTER_ADDR={meeting} is reached by loopback")
-        listening = interfaces.listen(address)
+        listening = interfaces.listen(_address(strategy))
     except OSError as error:
         raise ConfigError(
-            f"HangDetector: no address of rank 0's machine is one for the other nodes ({error}); "
+            f"HangDetector: rank 0's machine has no address where the others reach it ({error}); "
             "nearest valid: ConnectionConfig(bind=) with the interface that leads to them"
         ) from error
-    host, port = listening.getsockname()
+    host, port, *_ = listening.getsockname()
     return listening, (host, port)
+
+
+def _address(strategy: Any) -> str:
+    """Where this machine listens for the others, as gloo does."""
+    if strategy.on_one_machine:
+        return interfaces.address_of(interfaces.loopback())
+    name = (env.chosen_interface() or "").partition(",")[0]
+    if name:
+        return interfaces.address_of(name)
+    meeting = strategy.cluster_environment.main_address
+    place = interfaces.leading_to(meeting)
+    if place is None:
+        raise OSError(f"several interfaces may lead to MASTER_ADDR={meeting}")
+    return place.address
 
 
 def _in_memory() -> Path | None:

@@ -36,7 +36,7 @@ def write_error(error: Exception, directory: AnyPath, needed: int) -> Checkpoint
         if file is not None and not file.is_relative_to(os.fspath(directory)):
             what = f"{file}: {what}"
         if cause.errno == errno.ENOENT:  # rank 0 has made the directory
-            what = f"{what}; is the directory shared by all machines?"
+            what = f"{what}; it was deleted meanwhile, or not all machines share it"
     elif free is not None and free < needed:
         what = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
     else:

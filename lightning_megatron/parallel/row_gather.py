@@ -162,7 +162,7 @@ class RowGather:
                 work = dist.broadcast(part, source, group=self._group, async_op=True)
                 self._meter.started(work)
                 bucket.works.append(work)
-        self._meter.exchange(bucket.parts[mine].nbytes * (self._group.size() - 1), self._group)
+        self._meter.broadcasts(bucket.parts[mine].nbytes * (self._group.size() - 1), self._group)
 
     def _start_padded(self, bucket: _Bucket, device: torch.device) -> None:
         sizes = [part_size(rows.parameter, rows.ranks) for rows in bucket.members]

@@ -175,6 +175,8 @@ class Links:
         """Start a step; the other ranks must do so with the same schedule."""
         self._traffic = traffic
         self._arrived.clear()
+        if self.parts is not None:
+            self.parts.begin()
         self._due = {}
         for sender, actions in traffic.incoming.items():
             self._due[sender] = iter(actions)

@@ -89,6 +89,10 @@ class ScatterGather:
         self._differing: list[Tensor] = []
         self.sent_in_parts = 0
 
+    def begin(self) -> None:
+        """Forget what is known of a step that did not end."""
+        self._differing.clear()
+
     def take_apart(self, key: Hashable, tree: Tree) -> Tree:
         """This rank's message in place of ``tree``; collective over tp for the first of a key.
 

@@ -137,7 +137,7 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         rows += [f"  last collective: {last}" for last in entry["collectives"]]
     if report["waiting"]:
         rows.append(f"waiting for it: ranks {_numbers(report['waiting'])}{_where(report)}")
-    return rows
+    return [*rows, report["note"]] if "note" in report else rows
 
 
 def _summary_of_silence(report: Mapping[str, Any]) -> list[str]:

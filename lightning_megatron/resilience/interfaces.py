@@ -127,7 +127,7 @@ def listen(address: str) -> socket.socket:
     Raises:
         OSError: it has no such address.
     """
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening = socket.socket(_family(address), socket.SOCK_STREAM)
     try:
         listening.bind((address, 0))
         listening.listen(1024)
@@ -164,11 +164,12 @@ def is_reached_by_name() -> bool:
     return bool(own) and not is_loopback(own[0])
 
 
-def leading_to(host: str) -> Place | None:
+def leading_to(host: str, otherwise: str | None = None) -> Place | None:
     """Where this machine listens for others that meet at ``host``.
 
     Args:
         host: MASTER_ADDR, which may be this machine.
+        otherwise: interface to take where ``host`` tells none.
 
     Returns:
         None if this machine has several interfaces, and neither ``host`` nor the default route
@@ -179,6 +180,8 @@ def leading_to(host: str) -> Place | None:
     for place in places():
         if place.address in found and not is_loopback(place.address):
             return place
+    if otherwise is not None and otherwise in interface_names():
+        return Place(otherwise, address_of(otherwise))
     outside = [p for p in places() if not is_loopback(p.address) and _is_running(p.interface)]
     if not outside:
         return Place(loopback(), "127.0.0.1")

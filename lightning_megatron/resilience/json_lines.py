@@ -77,6 +77,8 @@ class _Guest:
         self.node: int | None = None
         self.since = time.monotonic()
         self.incoming, self.outgoing = bytearray(), bytearray()
+        self.is_full = False
+        """Whether more is to be sent when the connection takes it."""
 
 
 class LineServer:
@@ -104,6 +106,7 @@ class LineServer:
         self._selector = selectors.DefaultSelector()
         self._wakes, self._awakens = socket.socketpair()
         self._guests: set[_Guest] = set()
+        self._pushed: set[_Guest] = set()
         self.closed: set[int] = set()
         self._lock = threading.Lock()
         self._ends = False
@@ -125,6 +128,7 @@ class LineServer:
             for guest in self._guests:
                 if guest.node == node:
                     guest.outgoing += _line(message)
+                    self._pushed.add(guest)
         self._wake()
 
     def close(self) -> None:
@@ -138,30 +142,37 @@ class LineServer:
             self._awakens.send(b".")
 
     def _run(self) -> None:
+        swept = time.monotonic()
         while not self._ends:
-            for guest in list(self._guests):
-                self._look_after(guest)
             for key, events in self._selector.select(PERIOD_S):
                 if key.fileobj is self._listening:
                     self._accept()
                 elif key.fileobj is self._wakes:
                     self._wakes.recv(4096)
-                elif events & selectors.EVENT_READ and key.data in self._guests:
-                    self._read(key.data)
+                else:
+                    self._serve(key.data, events)
+            with self._lock:
+                pushed, self._pushed = self._pushed, set()
+            for guest in pushed:
+                self._write(guest)
+            if time.monotonic() - swept > PERIOD_S:
+                swept = time.monotonic()
+                self._sweep(swept)
         for guest in list(self._guests):
             self._write(guest)
             self._drop(guest)
         self._listening.close()
 
-    def _look_after(self, guest: _Guest) -> None:
-        """Send what waits to be sent, and drop who does not say who it is."""
-        if guest.node is None and time.monotonic() - guest.since > _HELLO_S:
-            self._drop(guest)
-            return
-        self._write(guest)
+    def _serve(self, guest: _Guest, events: int) -> None:
+        if events & selectors.EVENT_READ and guest in self._guests:
+            self._read(guest)
         if guest in self._guests:
-            more = selectors.EVENT_WRITE if guest.outgoing else 0
-            self._selector.modify(guest.connection, selectors.EVENT_READ | more, guest)
+            self._write(guest)
+
+    def _sweep(self, now: float) -> None:
+        """Drop who does not say who it is."""
+        for guest in [g for g in self._guests if g.node is None and now - g.since > _HELLO_S]:
+            self._drop(guest)
 
     def _accept(self) -> None:
         with suppress(OSError):  # gone again, or no file descriptor left
@@ -184,17 +195,25 @@ class LineServer:
         guest.connection.close()
 
     def _write(self, guest: _Guest) -> None:
+        """Send what the connection takes; the rest goes when it takes more."""
+        broken = False
         with self._lock:
+            if guest not in self._guests:
+                return
             try:
                 if guest.outgoing:
                     del guest.outgoing[: guest.connection.send(guest.outgoing)]
-                if len(guest.outgoing) <= _LONGEST:
-                    return
             except BlockingIOError:
-                return
-            except OSError:
                 pass
-        self._drop(guest)
+            except OSError:
+                broken = True
+            left = len(guest.outgoing)
+        if broken or left > _LONGEST:
+            self._drop(guest)
+        elif bool(left) != guest.is_full:
+            guest.is_full = bool(left)
+            more = selectors.EVENT_WRITE if guest.is_full else 0
+            self._selector.modify(guest.connection, selectors.EVENT_READ | more, guest)
 
     def _read(self, guest: _Guest) -> None:
         try:

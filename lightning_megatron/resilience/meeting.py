@@ -111,6 +111,18 @@ def report(store: Store, rank: int, problems: Sequence[str]) -> None:
     _report(PrefixStore(KEY, store), rank, problems=list(problems))
 
 
+def dismiss(store: Store, world_size: int, problems: Sequence[str], timeout_s: float) -> None:
+    """Tell those who come why rank 0 cannot take part, in place of `join`.
+
+    Args:
+        store: that rank 0 holds.
+        world_size: how many ranks take part.
+        problems: of rank 0.
+        timeout_s: how long to wait for ranks that neither come nor report problems of their own.
+    """
+    _Host(PrefixStore(KEY, store), world_size, {}, None, True).dismiss(problems, timeout_s)
+
+
 def _report(store: Store, rank: int, **what: Any) -> None:
     number = store.add("reports", 1)
     store.set(f"report/{number}", json.dumps({"rank": rank, "host": Peer.here().host, **what}))
@@ -236,6 +248,17 @@ class _Host:
         self._store.set(f"go/{self._number}", attempt.to_json())
         return attempt
 
+    def dismiss(self, problems: Sequence[str], timeout_s: float) -> None:
+        deadline, reports = time.monotonic() + timeout_s, self._new_reports()
+        while not self._are_all_there() and time.monotonic() < deadline:
+            if len(self._missing) <= len(reports):
+                break
+            time.sleep(_POLL_S)
+            reports += self._new_reports()
+        self._invite_reporters(reports)
+        here = {"host": self._presence.peer.host, "problems": problems}
+        self._tell({"problems": _placed(here)})
+
     def _are_all_there(self) -> bool:
         """Whether all have accepted; invites who has come since."""
         ranks = self._called()
@@ -295,11 +318,15 @@ class _Host:
             time.sleep(_POLL_S)
             reports += self._new_reports()
         problems = self._problems(reports)
-        for token in {one["token"] for one in reports if "token" in one} - self._present:
-            self._store.set(f"invitation/{token}", self._invitation)  # to hear the verdict
-            self._present.add(token)
+        self._invite_reporters(reports)
         self._tell({"problems": problems})
         raise ConfigError(problems)
+
+    def _invite_reporters(self, reports: Sequence[dict[str, Any]]) -> None:
+        """Let those hear the verdict whose place another process had before they were seen."""
+        for token in {one["token"] for one in reports if "token" in one} - self._present:
+            self._store.set(f"invitation/{token}", self._invitation)
+            self._present.add(token)
 
     def _is_left(self) -> str | None:
         """What is wrong if the others have gone on with another rank 0."""
@@ -320,7 +347,7 @@ class _Host:
         return found
 
     def _problems(self, reports: Sequence[dict[str, Any]]) -> list[str]:
-        problems = [problem for one in reports for problem in one.get("problems", ())]
+        problems = [problem for one in reports for problem in _placed(one)]
         alike: dict[str, list[dict[str, Any]]] = {}
         for one in reports:
             if "differing" in one:
@@ -435,6 +462,12 @@ class _Guest:
         if "problems" in verdict:
             raise ConfigError(verdict["problems"])
         raise MissingRanksError(verdict["text"], verdict["missing"])
+
+
+def _placed(reported: Mapping[str, Any]) -> list[str]:
+    """The problems of a process, with the name of its machine."""
+    host, problems = reported["host"], reported.get("problems", ())
+    return [text if host in text else f"{host}: {text}" for text in problems]
 
 
 # Sentences ----------------------------------------------------------------------------------------

@@ -317,9 +317,8 @@ class Posts:
         with self._lock:
             return tuple(view for node in nodes for view in self._views.get(node, ()))
 
-    @property
     def asleep(self) -> bool:
-        """See `Board`."""
+        """Whether all ranks are stopped by signals."""
         with self._lock:
             views = [v for node in self._views.values() for v in node]
             here = [v for v in views if not v.beat.left and not v.gone]
@@ -356,16 +355,11 @@ class BoardHolder:
         self.news, self._go = threading.Event(), threading.Event()
         self._hold, self.posts = hold, Posts(nodes)
         self._rows = [pack(view) for view in views]
-        self._left = False
+        self._left, self.asleep = False, False
         self._unaware: frozenset[int] = frozenset()
         self._verdicts = self._wishes = 0
         self._evidence: dict[int, Message] = {}
         self._server = LineServer(listening, token, len(nodes), self._receive)
-
-    @property
-    def asleep(self) -> bool:
-        """See `Board`."""
-        return self.posts.asleep
 
     def post(self, views: Sequence[View], seconds: float) -> None:
         """See `Board`."""
@@ -373,6 +367,7 @@ class BoardHolder:
         self._left = all(v.beat.left or v.gone for v in views)
         self.posts.grow_older(seconds)
         self.posts.put(0, self._rows, left=self._left)
+        self.asleep = self.posts.asleep()
 
     def lost(self, limit: float) -> Lost | None:
         """See `Board`."""

@@ -10,72 +10,46 @@ it by, and ends with the last of its ranks.
 A stall is the time in which the monitor itself has watched a rank make no progress. After a machine
 was suspended, nobody seems to have hung.
 
-The monitors of several nodes know of each other by a board (`node_board`): one that hears nothing
-of another node any more blames that node, and what one has found all of them report and act upon.
+The monitors of several nodes know of each other (`node_watch`): one that hears nothing of another
+node any more blames that node, and what one has found all of them report and act upon.
 """
 
 import json
 import os
-import queue
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron.resilience import stacks
 from lightning_megatron.resilience.announce import announce
-from lightning_megatron.resilience.hang_report import (
-    describe,
-    describe_silence,
-    summary,
-    title,
-    write_text,
-)
+from lightning_megatron.resilience.hang_evidence import Evidence, collect
+from lightning_megatron.resilience.hang_report import describe, summary, title, write_text
 from lightning_megatron.resilience.heartbeat import (
     EXIT,
     NOTHING,
     REPORTED,
-    TELL,
-    Beat,
     Member,
     Page,
     page_file,
     report_file,
-    stack_file,
-    trace_file,
     write_whole,
 )
-from lightning_megatron.resilience.node_board import Board, BoardGuest, BoardHolder, Lost, Node
-from lightning_megatron.resilience.recorder import Collective, Missing, first_missing, strayed
-from lightning_megatron.resilience.stacks import Frame, state_of
-from lightning_megatron.resilience.verdict import (
-    ABSENT,
-    ENTANGLED,
-    GONE,
-    Suspicion,
-    View,
-    confirm,
-    suspect,
-)
+from lightning_megatron.resilience.node_watch import NodeWatch, NodeWatchConfig
+from lightning_megatron.resilience.stacks import state_of
+from lightning_megatron.resilience.verdict import View, confirm, suspect
 
 CONFIG = "monitor.json"
-_ANSWER_S = 1.0
-"""How long a rank may take to show its stacks and collectives."""
 _TRIES = 4
 """How often ranks that seem able to answer are asked, before a verdict is given without them."""
-_SIGNAL_S = 0.3
-"""How long a signal may take to make it show its stacks."""
 _EXIT_GRACE_S = 2.0
 _RAISE_GRACE_S = 20.0
 _SILENCE = 4
 """Looks after which a rank that gave no sign of life counts as unable to."""
-_UNREACHED_S = 30.0
-"""How long a monitor tries to reach the board before it says that it cannot."""
 
 
 @dataclass(frozen=True)
@@ -89,31 +63,21 @@ class MonitorConfig:
     """First part of the names of reports."""
     action: str
     check_s: float
-    nodes: tuple[Node, ...] = ()
-    """All nodes of the run, where these are several; the first one holds the board."""
-    node: int = 0
-    """Which of them this is."""
-    node_limit: float = 120.0
-    """Seconds that a node may be silent."""
-    address: tuple[str, int] = ("", 0)
-    """Host and port of the board."""
-    token: str = ""
-    """Word by which the monitors know each other."""
-    listening: int | None = None
-    """File descriptor of the board's socket, in the monitor that holds it."""
+    watch: NodeWatchConfig | None = None
+    """Of the other nodes, where there are others."""
 
     @property
     def whole(self) -> bool:
         """Whether ``members`` are all ranks of the run."""
-        return len(self.nodes) < 2
+        return self.watch is None
 
     @staticmethod
     def read(directory: Path) -> "MonitorConfig":
         """The configuration in a directory."""
         found = json.loads((directory / CONFIG).read_text())
         found["members"] = tuple(Member(**member) for member in found["members"])
-        found["nodes"] = tuple(Node(n["host"], tuple(n["ranks"])) for n in found["nodes"])
-        found["address"] = tuple(found["address"])
+        if found["watch"] is not None:
+            found["watch"] = NodeWatchConfig.of(found["watch"])
         return MonitorConfig(**found)
 
     def write(self, directory: Path) -> None:
@@ -131,44 +95,6 @@ class _Watched:
     stall: float = 0.0
 
 
-@dataclass
-class _Evidence:
-    """What the ranks answered."""
-
-    collectives: dict[int, list[Collective]]
-    groups: dict[str, list[int]]
-    texts: dict[int, str]
-    frames: dict[int, list[Frame]]
-    mute: int = 0
-    """How many ranks gave no answer in time."""
-    astray: set[int] = field(default_factory=set)
-    """Ranks that are in a collective whose turn it was not."""
-
-    @property
-    def missing(self) -> Missing | None:
-        return first_missing(self.collectives, self.groups, self.astray)
-
-    def packed(self) -> dict[str, Any]:
-        """All but the texts, for JSON."""
-        return {
-            "collectives": {r: [asdict(c) for c in cs] for r, cs in self.collectives.items()},
-            "groups": self.groups,
-            "frames": {r: [asdict(f) for f in fs] for r, fs in self.frames.items()},
-            "mute": self.mute,
-            "astray": sorted(self.astray),
-        }
-
-    def add(self, packed: Mapping[str, Any]) -> None:
-        """Take in what another node has `packed`."""
-        for rank, entries in packed["collectives"].items():
-            self.collectives[int(rank)] = [Collective(**entry) for entry in entries]
-        for rank, entries in packed["frames"].items():
-            self.frames[int(rank)] = [Frame(**entry) for entry in entries]
-        self.groups.update(packed["groups"])
-        self.mute += int(packed["mute"])
-        self.astray.update(packed["astray"])
-
-
 class NodeMonitor:
     """Watches the ranks that a directory belongs to.
 
@@ -184,40 +110,32 @@ class NodeMonitor:
         self._orders = 0
         self._told: dict[int, tuple[int, int]] = {}
         """Progress of the culprits of the latest report."""
-        self._told_all: dict[int, tuple[int, int]] = {}
-        """The same, of those on any node."""
         self._pause_until = 0.0
         self._tries = 0
         self._passed, self._ends = 0.0, False
-        self._blamed: set[int] = set()
-        """Nodes whose silence was reported."""
-        self._begun, self._warned = time.monotonic(), False
-        self._board: Board | None = None
-        if not config.whole:
-            self._board = self._join()
+        self._watch: NodeWatch | None = None
+        if config.watch is not None:
+            patience, views = _SILENCE * config.check_s, self.look()
+            self._watch = NodeWatch(config.watch, config.check_s, patience, self, views)
 
     def run(self) -> None:
         """Watch until all ranks have left or ended."""
+        watch = self._watch
         while True:
-            self._pause()
+            if watch is None:
+                time.sleep(self._config.check_s)
+            else:
+                watch.pause()
             views = self.look()
-            if self._board is not None:
-                self._board.post(views, self._passed)
-            needed = self._board is not None and self._board.needed(self._config.node_limit)
-            if all(v.beat.left or v.gone for v in views) and not needed:
+            if watch is not None:
+                watch.post(views, self._passed)
+            if all(v.beat.left or v.gone for v in views) and not (watch and watch.needed):
                 break
             self.act_on(views)
-            if self._board is not None:
-                self._attend(self._board, views)
-        if self._board is not None:
-            self._board.leave()
-
-    def _pause(self) -> None:
-        if self._board is None:
-            time.sleep(self._config.check_s)
-        else:
-            self._board.news.wait(self._config.check_s)
-            self._board.news.clear()
+            if watch is not None:
+                watch.attend(views)
+        if watch is not None:
+            watch.leave()
 
     def look(self) -> list[View]:
         """How the ranks are."""
@@ -246,7 +164,7 @@ class NodeMonitor:
     @property
     def _asleep(self) -> bool | None:
         """Whether the ranks of all nodes are stopped; None where the own ones tell."""
-        return None if self._board is None else self._board.asleep
+        return None if self._watch is None else self._watch.asleep
 
     def act_on(self, views: Sequence[View]) -> None:
         """Report a hang, once, and do what is to be done."""
@@ -258,7 +176,7 @@ class NodeMonitor:
         suspicion = suspect(views, patience, whole=whole, asleep=self._asleep)
         if suspicion is None:
             return
-        evidence = self._collect(views)
+        evidence = self.collect(views)
         if evidence.mute and not suspicion.certain:
             # It took a while, after which it may be clear why they do not answer.
             views = self.look()
@@ -276,13 +194,13 @@ class NodeMonitor:
         # Not those that wait for them: they may stand where they are through the next hang.
         here = [r for r in found.ranks if r in by_rank] or [v.rank for v in views if v.late]
         self._told = {r: by_rank[r] for r in here}
-        nodes = max(len(self._config.nodes), 1)
+        nodes = 1 if self._config.watch is None else len(self._config.watch.nodes)
         report = describe(
             found, views, evidence.collectives, evidence.missing, evidence.frames, nodes
         )
-        self._conclude(report, views, evidence.texts)
+        self.conclude(report, views, evidence.texts)
 
-    def _conclude(
+    def conclude(
         self,
         report: Mapping[str, Any],
         views: Sequence[View],
@@ -307,10 +225,8 @@ class NodeMonitor:
         rows += [f"stacks of all ranks: {path}"] if path else []
         announce(title(report), [*rows, f"action: {self._config.action}"])
         report = {"path": path, **report}  # what counts is the file of the node that has found it
-        if self._board is not None and told:
-            self._board.await_others()
-        elif self._board is not None:
-            self._board.tell({**report, "ranks": []})
+        if self._watch is not None:
+            self._watch.agree(report, told=told)
         self._do(views, report)
 
     def hold(self) -> None:
@@ -319,150 +235,12 @@ class NodeMonitor:
             for watched in self._watched:
                 watched.page.hold()
 
-    # Other nodes ---------------------------------------------------------------------------------
-
-    def _join(self) -> Board:
-        config, views, hold = self._config, self.look(), self.hold
-        if config.listening is None:
-            address, token = config.address, config.token
-            return BoardGuest(address, token, config.node, config.nodes[0], hold, views)
-        listening = socket.socket(fileno=config.listening)
-        return BoardHolder(listening, config.token, config.nodes, hold, views)
-
-    def _attend(self, board: Board, views: Sequence[View]) -> None:
-        """Do what other nodes want, and see whether one of them is missing."""
-        while True:
-            try:
-                message = board.inbox.get_nowait()
-            except queue.Empty:
-                break
-            if "wish" in message:
-                board.bring(message["wish"], self._collect(views).packed())
-            else:
-                self._be_told(message["verdict"], views)
-        lost = board.lost(self._config.node_limit)
-        self._blamed.intersection_update(() if lost is None else lost.nodes)
-        if lost is not None and not self._blamed.issuperset(lost.nodes):
-            self._miss(lost, views)
-        if isinstance(board, BoardHolder):
-            self._judge(board, views)
-        elif isinstance(board, BoardGuest):
-            self._warn(board)
-
-    def _be_told(self, report: dict[str, Any], views: Sequence[View]) -> None:
-        evidence = self._collect(views)
-        blamed = Suspicion(tuple(c["rank"] for c in report["culprits"]), report["reason"], True)
-        own = describe(blamed, views, evidence.collectives, None, evidence.frames)["ranks"]
-        others = [c for c in report["culprits"] if c["rank"] not in {e["rank"] for e in own}]
-        self._conclude({**report, "ranks": [*own, *others]}, views, evidence.texts, told=True)
-
-    def _miss(self, lost: Lost, views: Sequence[View]) -> None:
-        """Blame nodes that are silent, if the ranks here have been waiting for them."""
-        here = [v for v in views if not v.beat.left and not v.gone]
-        waited = min((v.stall for v in here), default=0.0) > self._config.node_limit / 2
-        if not waited or (lost.refused and not all(v.late for v in here)):
-            return
-        self._blamed.update(lost.nodes)
-        evidence = self._collect(views)
-        report = describe_silence(
-            [str(self._config.nodes[node]) for node in lost.nodes],
-            lost.silence,
-            self._config.node_limit,
-            self._config.nodes[self._config.node].host,
-            views,
-            lost.views,
-            evidence.frames,
-        )
-        self._conclude(report, views, evidence.texts)
-
-    def _judge(self, board: BoardHolder, views: Sequence[View]) -> None:
-        """Blame a rank of any node where all wait, which no node can do by itself."""
-        everybody = board.posts.everybody()
-        if everybody is None or self._told or time.monotonic() < self._pause_until:
-            return
-        by_rank = {v.rank: v.beat.progress for v in everybody}
-        self._told_all = {r: p for r, p in self._told_all.items() if by_rank.get(r) == p}
-        if self._told_all:
-            return
-        patience = _SILENCE * self._config.check_s
-        suspicion = suspect(everybody, patience, asleep=board.asleep)
-        if suspicion is None or suspicion.reason not in (ABSENT, ENTANGLED, GONE):
-            return  # what remains, the node of that rank sees better
-        evidence = self._collect(views)
-        gathered = board.gather(evidence.packed) if suspicion.reason == ENTANGLED else {}
-        for node in sorted((gathered or {}).keys() - {0}):
-            assert gathered is not None
-            evidence.add(gathered[node])
-        found = confirm(suspicion, everybody, evidence.missing, evidence.frames)
-        if gathered is None or evidence.mute or found is None:
-            self._pause_until = time.monotonic() + 4 * self._config.check_s
-            return
-        here = [r for r in found.ranks if r in by_rank]
-        self._told_all = {r: by_rank[r] for r in here}
-        report = describe(
-            found,
-            everybody,
-            evidence.collectives,
-            evidence.missing,
-            evidence.frames,
-            len(self._config.nodes),
-        )
-        self._conclude(report, views, evidence.texts)
-
-    def _warn(self, board: BoardGuest) -> None:
-        """Say so where the board was never reached: a firewall, or a wrong interface."""
-        if board.ever_connected or self._warned:
-            return
-        if time.monotonic() - self._begun > _UNREACHED_S:
-            self._warned = True
-            host, port = self._config.address
-            node = self._config.nodes[self._config.node]
-            announce(
-                f"{node} does not reach the monitor of {self._config.nodes[0]}",
-                [
-                    f"nothing answers at {host}, port {port}: is there a firewall, or is it the "
-                    "wrong interface (ConnectionConfig.bind)?",
-                    "until it answers, nobody notices if one of the two machines vanishes",
-                ],
-            )
-
     # Evidence ------------------------------------------------------------------------------------
 
-    def _collect(self, views: Sequence[View]) -> _Evidence:
+    def collect(self, views: Sequence[View]) -> Evidence:
         """Have the ranks tell what they can, and look at the others by signal."""
         self._orders += 1
-        here = [v for v in views if not v.beat.left and not v.gone and not v.process.stopped]
-        sizes = {v.rank: stacks.size_of(stack_file(self._directory, v.rank)) for v in here}
-        for view in here:
-            self._page(view.rank).give(self._orders, TELL)
-        evidence = _Evidence({v.rank: _of_sample(v.beat) for v in views}, {}, {}, {})
-        deadline = time.monotonic() + _ANSWER_S
-        mute = [v for v in here if not self._read_trace(v, deadline, evidence)]
-        evidence.mute = len(mute)
-        for view in mute:
-            stacks.ask(view.member.pid)
-        deadline = max(deadline, time.monotonic() + _SIGNAL_S)
-        for view in here:
-            file = stack_file(self._directory, view.rank)
-            text = stacks.read_since(file, sizes[view.rank], deadline)
-            evidence.texts[view.rank] = text
-            evidence.frames[view.rank] = stacks.frames_of(text, view.member.thread)
-        return evidence
-
-    def _read_trace(self, view: View, deadline: float, evidence: _Evidence) -> bool:
-        """Take the rank's answer; whether there was one."""
-        file = trace_file(self._directory, view.rank, self._orders)
-        while not file.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if not file.exists():
-            return False
-        answer = json.loads(file.read_text())
-        file.unlink()
-        evidence.collectives[view.rank] = [Collective(**c) for c in answer["collectives"]]
-        evidence.groups.update(answer["groups"])
-        if strayed(answer["begun"]):
-            evidence.astray.add(view.rank)
-        return True
+        return collect(self._directory, self._orders, views, self._page)
 
     def _page(self, rank: int) -> Page:
         return next(w.page for w in self._watched if w.member.rank == rank)
@@ -530,13 +308,6 @@ class NodeMonitor:
         for view in views:
             if state_of(view.member.pid).started == view.member.started:
                 os.kill(view.member.pid, signal.SIGKILL)
-
-
-def _of_sample(beat: Beat) -> list[Collective]:
-    return [
-        Collective(group, begun, "collective", "", 0, begun == completed)
-        for group, (begun, completed) in beat.collectives.items()
-    ]
 
 
 def main() -> None:

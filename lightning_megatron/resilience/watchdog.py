@@ -172,9 +172,10 @@ def start_monitor(directory: Path, config: MonitorConfig) -> None:
         directory: with the ranks' pages.
         config: who the ranks are, and what follows a hang.
 
-    The process inherits ``config.listening``, the socket of the board, if it has one.
+    The process inherits ``config.watch.listening``, the socket of the board, if it has one.
     """
     config.write(directory)
+    socket_of_board = None if config.watch is None else config.watch.listening
     root = str(Path(__file__).resolve().parents[2])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); "
@@ -184,7 +185,7 @@ def start_monitor(directory: Path, config: MonitorConfig) -> None:
         [sys.executable, "-I", "-S", "-c", code, str(directory)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        pass_fds=() if config.listening is None else (config.listening,),
+        pass_fds=() if socket_of_board is None else (socket_of_board,),
         check=True,
     )
 

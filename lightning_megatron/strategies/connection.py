@@ -8,7 +8,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -33,12 +33,13 @@ from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.resilience import interfaces
 from lightning_megatron.resilience.attempt import Attempt, Peer, recall, remember
-from lightning_megatron.resilience.meeting import describe_differing, join
+from lightning_megatron.resilience.meeting import describe_differing, dismiss, join
 from lightning_megatron.resilience.meeting_place import host_store, reach_store
 from lightning_megatron.strategies.endings import EndingHooks
 from lightning_megatron.strategies.forking import ForkLauncher
 from lightning_megatron.strategies.launcher import Launcher, watch_parent
 from lightning_megatron.strategies.start_problems import (
+    REACH_S,
     start_problems,
     tell_others,
     unclear_interface,
@@ -221,14 +222,19 @@ def _form_group(
             f"the store at {environment.main_address}:{environment.main_port} has gone while the "
             f"ranks were connecting ({str(error).splitlines()[0]}): look at the output of rank 0"
         ) from None
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(attempt.prefix(), store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=config.timeout_s),
-        device_id=device if device.type != "cpu" else None,
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(attempt.prefix(), store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=config.timeout_s),
+            device_id=device if device.type != "cpu" else None,
+        )
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise ConnectError(_why_not_connected(rank, error)) from None
     if "nccl" in backend:  # torch warns about a group that still is there at exit
         atexit.register(_destroy_dist_connection)
     rank_zero_info(
@@ -238,6 +244,17 @@ def _form_group(
     if rank == 0:  # the others have read it just now
         remember(default_store(), attempt)
     return attempt
+
+
+def _why_not_connected(rank: int, error: RuntimeError) -> str:
+    interface = env.chosen_interface() or "the address of its name"
+    return (
+        f"the ranks have met at the store, but gloo cannot connect them with each other: rank "
+        f"{rank} on {Peer.here().host}, which listens on {interface}: {str(error).splitlines()[0]}."
+        " Either a firewall between the machines closes ports, which gloo chooses among those above"
+        " 1024, or they reach each other by another interface: ConnectionConfig(bind=...), or "
+        "GLOO_SOCKET_IFNAME"
+    )
 
 
 def _open_store(
@@ -258,9 +275,10 @@ def _open_store(
             f"MASTER_ADDR={address}: all {environment.world_size()} processes run on this machine, "
             "which has no such name or address; nearest valid: leave MASTER_ADDR unset"
         )
-    listen_on = _listening_address(config, address, single_machine)
-    if (local or single_machine) and listen_on is not None:
-        address = listen_on
+    listen_on = None
+    if local or single_machine:  # or somebody else listens
+        listen_on = _listening_address(config, address, single_machine)
+        address = listen_on or address
     if rank == 0:
         return host_store(address if local else "127.0.0.1", port, listen_on, timeout_s)
     if not local or single_machine or first_node or timeout_s <= _OWN_PATIENCE_S:
@@ -283,7 +301,7 @@ def _listening_address(config: ConnectionConfig, address: str, single_machine: b
         return None
     if config.bind is not None or single_machine:
         return interfaces.address_of(config.bind or interfaces.loopback())
-    place = interfaces.leading_to(address)
+    place = interfaces.leading_to(address, env.chosen_interface())
     if place is None:
         raise ConfigError(unclear_interface(address))
     return place.address
@@ -351,10 +369,23 @@ class Processes(EndingHooks):
         try:
             yield
         except ConfigError as error:
-            if not dist.is_initialized():
-                assert self.cluster_environment is not None
-                tell_others(self.cluster_environment, self._nodes, self.num_processes, error)
+            if self._nodes > 1 and not dist.is_initialized():
+                self._tell_others(error)
             raise
+
+    def _tell_others(self, error: ConfigError) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        elastic = env.torch_elastic()
+        if environment.global_rank() or (elastic is not None and elastic.agent_store):
+            tell_others(environment, self._nodes, self.num_processes, error)
+            return
+        known = (interfaces.EVERY, *interfaces.interface_names())
+        bind = self._connection.bind if self._connection.bind in known else None
+        right = ConnectionConfig(bind=bind)  # the mistake may be one of these options
+        with suppress(ConfigError, ConnectError, OSError, RuntimeError):  # one error is enough
+            store = _open_store(right, environment, single_machine=False)
+            dismiss(store, environment.world_size(), error.problems, REACH_S)
 
     def find_peers(
         self, config: ConnectionConfig, options: Mapping[str, str], from_host: bool

@@ -21,8 +21,8 @@ from lightning_megatron.resilience.attempt import Peer
 from lightning_megatron.resilience.meeting import report
 from lightning_megatron.resilience.meeting_place import reach_store
 
-_REACH_S = 5.0
-"""How long a process that cannot take part tries to tell the others so: rank 0 may come later."""
+REACH_S = 5.0
+"""How long a process that cannot take part tries to tell the others so: they may come later."""
 
 
 def start_problems(
@@ -114,7 +114,7 @@ def _address_problems(
             f"which has no such name or address; nearest valid: MASTER_ADDR={own} on every node, "
             f"or another NODE_RANK than 0 if {host} is not the first node"
         ]
-    if bind is None and interfaces.leading_to(address) is None:
+    if bind is None and interfaces.leading_to(address, env.chosen_interface()) is None:
         return [unclear_interface(address)]
     return []
 
@@ -136,8 +136,8 @@ def tell_others(
 ) -> None:
     """Report why this process cannot take part in a run of several machines, if that is possible.
 
-    It takes some seconds where nobody answers. Rank 0 has nobody to tell where it would hold the
-    store itself.
+    It takes some seconds where nobody answers. Nothing happens on a rank 0 that is to hold the
+    store itself: it has `meeting.dismiss`.
     """
     elastic = env.torch_elastic()
     held = elastic is not None and elastic.agent_store
@@ -147,7 +147,7 @@ def tell_others(
     if not held and _is_first(environment, processes) and interfaces.is_local(address):
         return
     try:
-        store = reach_store(address, port, _REACH_S, "rank 0")
+        store = reach_store(address, port, REACH_S, "rank 0")
         report(store, env.rank(), problems.problems)
     except (ConnectError, RuntimeError):
         return  # what is wrong is said here in any case

@@ -6,7 +6,8 @@ rank, log what they compute there, and loggers, checkpoints and early stopping a
 the first hook at the end of an epoch, whatever has changed on the last stage since the time before
 goes to the other stages, which then hold the same: attributes and buffers of the module and of the
 modules beside the trunk, and with them the states of metrics. Attributes that the code of steps and
-that of hooks around a batch both mention go there after every step.
+that of hooks around a batch both mention go there after every step; those that only such hooks
+mention are filled by each rank for itself, and stay.
 
 A digest of each attribute finds what changed. Values of any class that can be pickled are carried;
 of others the items of a dict, or the attributes of an object. Modules, parameters, optimizers and
@@ -152,7 +153,9 @@ class StepState(Callback):
         self._filled = _names_of_steps(module)
         observers = (module, *callbacks)
         self._used = self._filled & _names_of_hooks(observers)
-        self._used_each_batch = self._filled & _names_of_hooks(observers, _AROUND_A_BATCH)
+        around_a_batch = _names_of_hooks(observers, _AROUND_A_BATCH)
+        self._used_each_batch = self._filled & around_a_batch
+        self._filled_by_hooks = around_a_batch - self._filled
         self._before: dict[_Key, bytes] = {}
         self._warned: set[str] = set()
         self._module, self._device, self._gives = module, device, pp.rank == source
@@ -244,7 +247,7 @@ class StepState(Callback):
         found: dict[_Key, Any] = {}
         for key, content, value in self._values():
             digest = value.digest()
-            if self._known.get(key) != digest:
+            if self._known.get(key) != digest and _root_of(key) not in self._filled_by_hooks:
                 self._known[key], found[key] = digest, content
         return found
 

@@ -71,7 +71,7 @@ class Meter:
 
     def __init__(self, nodes: Nodes | None = None) -> None:
         self._nodes = nodes if nodes is not None and nodes.count > 1 else None
-        self._shares: dict[str, tuple[float, float]] = {}
+        self._shares: dict[str, tuple[float, float, float]] = {}
         self.calls = self.bytes = self.inter_node_bytes = 0
         self.exposed_s = self.hidden_s = 0.0
         self.timed = False
@@ -97,20 +97,26 @@ class Meter:
         """A collective in which this rank sends the same to every other rank of a group."""
         self.count(sent, self._leaving(group)[1])
 
+    def broadcasts(self, sent: float, group: dist.ProcessGroup | None) -> None:
+        """A broadcast from every rank of a group, of which each sends on what others send."""
+        self.count(sent, self._leaving(group)[2])
+
     def message(self, sent: float, peer: int) -> None:
         """A message to one global rank."""
         nodes = self._nodes
         self.count(sent, float(nodes is not None and nodes[peer] != nodes[dist.get_rank()]))
 
-    def _leaving(self, group: dist.ProcessGroup | None) -> tuple[float, float]:
-        """Share of what a ring, and an exchange, sends to other nodes."""
+    def _leaving(self, group: dist.ProcessGroup | None) -> tuple[float, float, float]:
+        """Share of what a ring, an exchange and broadcasts send to other nodes."""
         nodes = self._nodes
         if nodes is None or group is None:
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         key = group.group_name  # to hold the group would keep its threads
         if key not in self._shares:
             ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
-            self._shares[key] = nodes.by_ring(ranks, rank), nodes.by_exchange(ranks, rank)
+            ways = nodes.by_ring, nodes.by_exchange, nodes.by_broadcasts
+            ring, exchange, broadcasts = (way(ranks, rank) for way in ways)
+            self._shares[key] = ring, exchange, broadcasts
         return self._shares[key]
 
     def started(self, work: dist.Work | None) -> None:

@@ -11,6 +11,9 @@ much of what a rank sends leaves its node depends on the way that a collective t
 * an *exchange* sends each other rank a part of its own: of ``L`` ranks on each of ``N`` nodes a
   rank sends ``(N L - L) / (N L - 1)`` of its bytes to other nodes. Each node sends
   ``n L (N-1)/N`` for a reduce-scatter, more than a ring if ``L > 1``;
+* a *broadcast* from each rank, as gloo does it, follows a tree: each rank sends as much as in an
+  exchange, but trees that know nothing of nodes go to and fro between them: 5 of the 6 messages
+  that the ranks of each of two nodes of two send leave it;
 * an exchange in *two levels* (`TwoLevels`) goes inside the nodes first, and then between ranks of
   the same place on their nodes: each node sends ``n (N-1)/N``, the least that is possible. The sum
   of a node leaves it once, whatever the number of its ranks.
@@ -70,6 +73,23 @@ class Nodes:
         """
         others = [other for other in ranks if other != rank]
         return sum(self._of[other] != self._of[rank] for other in others) / max(len(others), 1)
+
+    def by_broadcasts(self, ranks: Sequence[int], rank: int) -> float:
+        """Share of what ``rank`` sends where each of ``ranks`` broadcasts as much by gloo's tree.
+
+        >>> nodes = Nodes(["a", "a", "b", "b"])
+        >>> [nodes.by_broadcasts(range(4), rank) * 3 for rank in range(4)]
+        [2.0, 3.0, 2.0, 3.0]
+        """
+        size, mine, crossing = len(ranks), list(ranks).index(rank), 0
+        for root in range(size):
+            step, place = 1, (mine - root) % size
+            while step < size:
+                if place < step and place + step < size:
+                    other = ranks[(mine + step) % size]
+                    crossing += self._of[other] != self._of[rank]
+                step *= 2
+        return crossing / max(size - 1, 1)
 
     def two_levels(self, ranks: Sequence[int]) -> TwoLevels | None:
         """Levels of a group.

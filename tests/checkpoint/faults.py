@@ -108,7 +108,11 @@ FAULTS = {
     "read-only": (read_only, "[Errno 30] Read-only file system"),
     "too large": (too_large, "[Errno 27] File too large"),
     "forbidden": (forbidden, "[Errno 13] Permission denied"),
-    "deleted": (deleted, "[Errno 2] No such file or directory"),
+    "deleted": (
+        deleted,
+        "[Errno 2] No such file or directory; it was deleted meanwhile, or not all machines share "
+        "it",
+    ),
 }
 
 

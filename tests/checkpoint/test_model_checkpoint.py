@@ -26,15 +26,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class OfThisRank(dict[int, tuple[float, dict[str, Tensor]]]):
-    """Loss and weights by step, which the last stage of a pipeline does not give to others."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError
-
-
 class Net(Small):
-    """Logs its loss, which goes up and down, and notes its weights."""
+    """Logs its loss, which goes up and down, and notes the weights of each rank."""
 
     def __init__(self, breaks_at: int = -1) -> None:
         super().__init__(lr=1.0)
@@ -47,7 +40,7 @@ class Net(Small):
             ]
         )
         self.breaks_at = breaks_at
-        self.seen = OfThisRank()
+        self.seen: dict[int, tuple[float, dict[str, Tensor]]] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)

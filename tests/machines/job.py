@@ -22,7 +22,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_megatron import HangDetector, MegatronStrategy, RestartPolicy
-from tests.strategies.small import GLOBAL_BATCH, Small, samples, weights
+from tests.strategies.small import Small, samples, weights
+
+BATCH = 12
+"""Of all ranks together; one, two, three or four of them share it."""
 
 
 def hold_lock() -> None:
@@ -34,7 +37,7 @@ FAULTS = {
     "sleep": lambda: time.sleep(600),
     "lock": hold_lock,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "skip": lambda: dist.barrier(),
+    "skip": lambda: dist.barrier(),  # type: ignore[no-untyped-call]
 }
 
 
@@ -47,7 +50,7 @@ class Shared(Small):
 
     def train_dataloader(self) -> Any:
         strategy: Any = self.trainer.strategy
-        return DataLoader(samples(), strategy.batch_share(GLOBAL_BATCH), shuffle=True)
+        return DataLoader(samples(3 * BATCH), strategy.batch_share(BATCH), shuffle=True)
 
     def val_dataloader(self) -> Any:
         return DataLoader(samples(8), 2)
@@ -105,7 +108,7 @@ def main() -> None:
         max_steps=options.get("steps", 1000),
         max_epochs=-1,
         limit_val_batches=1 if options.get("slow") else 0,
-        val_check_interval=4,
+        val_check_interval=3,
         logger=False,
         enable_checkpointing=bool(every),
         enable_progress_bar=False,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.machines.machine import Machines, Run
+from tests.machines.machine import Machine, Machines, Run
 
 PORT = 29511
 
@@ -27,8 +27,15 @@ def lightning(machines: Machines, **options: Any) -> list[Run]:
     ]
 
 
+STORE = (
+    "import time; from torch.distributed import TCPStore; "
+    "store = TCPStore('0.0.0.0', 29400, is_master=True, wait_for_workers=False); time.sleep(1e9)"
+)
+"""A program that holds torchrun's store on a machine of its own, as in `FaultTolerance`."""
+
+
 def torchrun(
-    machines: Machines, nodes: str, endpoint: str, *more: str, **options: Any
+    machines: list[Machine], nodes: str, endpoint: str, *more: str, **options: Any
 ) -> list[Run]:
     """torchrun with a rendezvous at ``endpoint``, on each machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d"]

@@ -4,7 +4,8 @@ The JSON is ``{"folder": ..., "nodes": ..., "cases": [...]}``. A case has a ``na
 ``env``, variables; ``layout``, options of the strategy; ``trainer``, options of the Trainer;
 ``connection``; ``dirpath``, where checkpoints go; ``by_hand``, where the script saves one itself.
 The processes of a case are forked from this one, which has everything imported, at the same time on
-all machines. A JSON line tells how each ended: case, exit code, seconds, and output.
+all machines. A JSON line tells how each ended: case, exit code, seconds, and output. With ``train``
+in place of the node, and one case as JSON, the process itself trains, as a worker of torchrun.
 """
 
 import json
@@ -100,6 +101,9 @@ def await_others(folder: Path, nodes: int, node: int, name: str) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "train":  # under torchrun
+        train(json.loads(sys.argv[2]), int(os.environ["GROUP_RANK"]))
+        return
     node, given = int(sys.argv[1]), json.loads(sys.argv[2])
     folder = Path(given["folder"])
     for number, case in enumerate(given["cases"]):

@@ -73,14 +73,14 @@ def told(run: Any) -> list[str]:
     return [line for line in output.splitlines() if line.startswith('{"case"')]
 
 
-def check_trained(ended: Ended) -> None:
+def check_trained(ended: Ended, network: str = "10.77.0.") -> None:
     """Both did, and were reached on the network between them and nowhere else."""
     assert ended.codes == [0, 0], ended
     for number, text in enumerate(ended.texts):
         assert "trained to step 2" in text
         [line] = [line for line in text.splitlines() if line.startswith("listens")]
         addresses = {address for address, _ in json.loads(line.partition(" ")[2])}
-        assert f"10.77.0.{number + 1}" in addresses
+        assert f"{network}{number + 1}" in addresses
         assert not [a for a in addresses if ipaddress.ip_address(a).is_unspecified], addresses
 
 
@@ -135,6 +135,15 @@ def test_more_mistakes(tmp_path: Path) -> None:
                 "env": meet(0, 1, port=29504),
                 "connection": [{}, {"bind": "eth99"}],
             },
+            closed={
+                "env": [{**one, "GLOO_SOCKET_IFNAME": "lo"} for one in meet(0, 1, port=29505)],
+                "connection": {"timeout_s": 10},
+            },
+            first_node={
+                "env": meet(0, 1, port=29506),
+                "connection": [{"bind": "eth98"}, {}],
+            },
+            same_mistake={"env": meet(0, 1, port=29507), "layout": {"zero": 7}},
             slurm={"env": by_slurm},
             slurm_nodes={"env": by_slurm, "trainer": {"num_nodes": 1}},
             slurm_tasks={"env": by_slurm, "trainer": {"devices": 2}},
@@ -147,6 +156,9 @@ def test_more_mistakes(tmp_path: Path) -> None:
     ended["missing"].said("MASTER_ADDR and MASTER_PORT not set on node")
     ended["nodes"].said("num_nodes=3 on rank 1 (node1), num_nodes=2 on rank 0 (node0)")
     ended["interface"].said("connection.bind='eth99': this machine has")
+    ended["first_node"].said("connection.bind='eth98': this machine has")
+    assert ended["same_mistake"].said("zero=7").seconds < 30
+    ended["closed"].said("gloo cannot connect them with each other: rank ")
     check_trained(ended["slurm"])
     ended["slurm_nodes"].said("SLURM_NNODES=2, Trainer(num_nodes=1)")
     ended["slurm_tasks"].said("SLURM_NTASKS=2, Trainer(num_nodes=2, devices=2)")
@@ -161,7 +173,7 @@ def test_a_checkpoint_saved_by_hand_where_machines_share_nothing(tmp_path: Path)
             machines, by_hand={"env": meet(0, 1), "by_hand": str(private / "own.ckpt")}
         ).values()
     for text in ended.texts:
-        assert "No such file or directory; is the directory shared by all machines?" in text
+        assert "it was deleted meanwhile, or not all machines share it" in text
 
 
 @pytest.mark.thorough
@@ -184,3 +196,30 @@ def test_a_node_rank_twice(tmp_path: Path, node_ranks: tuple[int, ...]) -> None:
         [ended] = start(machines, twice={"env": env, "trainer": {"num_nodes": 3}}).values()
     sentence = "two processes have come as rank 1" if node_ranks[1] else "another NODE_RANK than 0"
     ended.said(sentence)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("hosts", ["debian", "none"])
+def test_torchrun(tmp_path: Path, hosts: Any) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    command += [f"--master-addr={FIRST}", "--master-port=29500"]
+    program = ["-m", "tests.machines.starting", "train", "{}"]
+    with Machines(2, tmp_path, hosts=hosts) as machines:
+        runs = [
+            machine.start([*command, f"--node-rank={machine.index}", *program])
+            for machine in machines
+        ]
+        ended = [run.wait(LIMIT_S) for run in runs]
+    codes, texts = zip(*ended, strict=True)
+    check_trained(Ended(list(codes), list(texts), 0.0))
+
+
+@pytest.mark.thorough
+def test_machines_without_ipv4(tmp_path: Path) -> None:
+    with Machines(2, tmp_path, hosts="none") as machines:
+        for machine in machines:
+            own = f"fd77::{machine.index + 1}/64"
+            machine.run(["ip", "addr", "flush", "dev", "eth0"])
+            machine.run(["ip", "-6", "addr", "add", own, "dev", "eth0", "nodad"])
+        ended = start(machines, trains={"env": meet(0, 1, address="fd77::1")})["trains"]
+    check_trained(ended, "fd77::")

@@ -7,14 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron import PipelineConfig, PipelineSequential
 from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.splits import own_part
 from lightning_megatron.pipeline.links import Links, Traffic
 from lightning_megatron.pipeline.scatter_gather import ScatterGather, scatters_to
 from lightning_megatron.pipeline.schedule import Kind, make_schedule
-from lightning_megatron.testing import WorkerPool
+from lightning_megatron.testing import WorkerError, WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from tests.strategies.small import WIDTH, Small, loader, make_trainer, weights
 
 
 def trees() -> dict[str, Any]:
@@ -188,3 +192,39 @@ def test_messages_go_in_parts_on_every_channel(pool: WorkerPool, kind: str, name
     assert [sum(counts) for counts in zip(*found, strict=True)] == [
         2 * 2 * 4 * boundaries * step for step in (1, 2)
     ]
+
+
+class Column(ColumnParallelLinear):
+    """Passes on its own part as if it were a plain tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return own_part(super().forward(x))
+
+
+class OwnParts(Small):
+    """Between two stages each tp rank has another tensor; zeros at first if ``std`` is 0."""
+
+    def __init__(self, std: float) -> None:
+        super().__init__()
+        layers = [Column(WIDTH, 8, init_std=std), RowParallelLinear(8, WIDTH, init_std=0.5)]
+        self.net = PipelineSequential(layers=layers)
+
+
+def own_parts_job(std: float, choice: bool) -> dict[str, Tensor]:
+    config = PipelineConfig(scatter_gather=choice)
+    layout = {"tp": 2, "pp": 2, "num_microbatches": 2, "pipeline": config}
+    module = OwnParts(std)
+    make_trainer(layout, 4).fit(module, loader())
+    return weights(module)
+
+
+def test_a_network_that_passes_on_parts_trains_as_it_does_without(pool: WorkerPool) -> None:
+    expected = pool.run(4, own_parts_job, 0.5, False)
+    for found, weights_of_rank in zip(pool.run(4, own_parts_job, 0.5, True), expected, strict=True):
+        assert all(torch.equal(found[name], w) for name, w in weights_of_rank.items())
+
+
+def test_parts_that_were_equal_at_first_are_an_error(pool: WorkerPool) -> None:
+    pool.run(4, own_parts_job, 0.0, False)
+    with pytest.raises(WorkerError, match="equal on all tp ranks in the first"):
+        pool.run(4, own_parts_job, 0.0, True, grace=0.2)

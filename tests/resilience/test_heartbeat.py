@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.resilience.heartbeat import Page, page_file
+from lightning_megatron.resilience.heartbeat import EXIT, Page, page_file
 
 
 @pytest.mark.parametrize("older", [0, 40, 5000])
@@ -17,3 +17,12 @@ def test_the_newest_groups_are_told_however_many_there_were(tmp_path: Path, olde
     assert told.keys() <= groups.keys()
     assert (told == groups) == (older < 5000)
     page.close()
+
+
+def test_a_rank_is_held_until_it_is_ended(tmp_path: Path) -> None:
+    seen, told = Page(page_file(tmp_path, 0)), Page(page_file(tmp_path, 0))
+    assert not seen.held
+    told.hold()
+    told.give(3, EXIT)
+    assert seen.held
+    assert seen.order == (3, EXIT)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_megatron.errors import ConfigError, MissingRanksError
 from lightning_megatron.resilience import meeting
 from lightning_megatron.resilience.attempt import Attempt, Peer, recall, remember
-from lightning_megatron.resilience.meeting import _digest, join, report
+from lightning_megatron.resilience.meeting import _digest, dismiss, join, report
 
 PATIENCE_S = 60.0
 
@@ -156,7 +156,20 @@ def test_a_rank_that_cannot_take_part_ends_all(store: Any) -> None:
     with ThreadPoolExecutor(3) as threads:
         futures = [threads.submit(join, store, rank, 3, PATIENCE_S) for rank in range(2)]
         report(store, 17, ["NODE_RANK=17 is wrong"])
-        assert fail(futures, "NODE_RANK", ConfigError) == {"NODE_RANK=17 is wrong"}
+        said = {f"{Peer.here().host}: NODE_RANK=17 is wrong"}
+        assert fail(futures, "NODE_RANK", ConfigError) == said
+
+
+def test_a_rank_0_that_cannot_take_part_ends_all(store: Any) -> None:
+    """One waits, another has other options, and the third has a problem of its own."""
+    with ThreadPoolExecutor(3) as threads:
+        futures = [
+            threads.submit(join, store, rank, 4, PATIENCE_S, options=options, fresh=True)
+            for rank, options in ((1, {}), (2, {"tp": "2"}))
+        ]
+        report(store, 3, ["tp=3 is wrong"])
+        dismiss(store, 4, ["tp=0 is wrong"], PATIENCE_S)
+        assert fail(futures, "tp=0 is wrong", ConfigError) == {f"{Peer.here().host}: tp=0 is wrong"}
 
 
 def test_a_report_of_an_earlier_attempt_is_not_read(store: Any) -> None:

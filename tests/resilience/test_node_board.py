@@ -117,11 +117,11 @@ def test_a_run_is_asleep_when_all_its_ranks_are() -> None:
     posts = Posts(NODES[:2])
     posts.put(0, [pack(view(0, process=STOPPED))], left=False)
     posts.put(1, [pack(view(2))], left=False)
-    assert not posts.asleep
-    assert suspect([view(0, process=STOPPED)], 2.0, whole=False, asleep=posts.asleep)
+    assert not posts.asleep()
+    assert suspect([view(0, process=STOPPED)], 2.0, whole=False, asleep=posts.asleep())
     posts.put(1, [pack(view(2, process=STOPPED))], left=False)
-    assert posts.asleep
-    assert not suspect([view(0, process=STOPPED)], 2.0, whole=False, asleep=posts.asleep)
+    assert posts.asleep()
+    assert not suspect([view(0, process=STOPPED)], 2.0, whole=False, asleep=posts.asleep())
 
 
 def test_a_verdict_is_held_by_all_before_anybody_acts(boards: Boards) -> None:

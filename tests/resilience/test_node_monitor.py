@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from lightning_megatron.resilience import node_monitor
+from lightning_megatron.resilience.hang_evidence import Evidence
 from lightning_megatron.resilience.heartbeat import NOTHING, Page, page_file
-from lightning_megatron.resilience.node_monitor import MonitorConfig, NodeMonitor, _Evidence
+from lightning_megatron.resilience.node_monitor import MonitorConfig, NodeMonitor
 from lightning_megatron.resilience.recorder import Collective
 from lightning_megatron.resilience.verdict import View
 from tests.resilience.test_verdict import view
@@ -23,7 +24,7 @@ NEW = Collective("0", 5, "all_reduce", "", 2, False)
 class Told(NodeMonitor):
     """Gets its answers from a list; notes who is blamed."""
 
-    def __init__(self, directory: Path, answers: list[_Evidence]) -> None:
+    def __init__(self, directory: Path, answers: list[Evidence]) -> None:
         members = tuple(v.member for v in VIEWS)
         config = MonitorConfig(members, str(directory), "hang", "report", 0.5)
         super().__init__(directory, config)
@@ -32,7 +33,7 @@ class Told(NodeMonitor):
     def look(self) -> list[View]:
         return VIEWS
 
-    def _collect(self, views: Any) -> _Evidence:
+    def collect(self, views: Any) -> Evidence:
         return self.answers.pop(0)
 
     def _do(self, views: Any, report: Any) -> None:
@@ -63,8 +64,8 @@ def test_ranks_that_cannot_be_told_get_no_order(
     assert "No space left on device" in capfd.readouterr().err
 
 
-def evidence(of_0: Collective, of_1: Collective, mute: int) -> _Evidence:
-    return _Evidence({0: [of_0], 1: [of_1]}, GROUPS, {}, {}, mute)
+def evidence(of_0: Collective, of_1: Collective, mute: int) -> Evidence:
+    return Evidence({0: [of_0], 1: [of_1]}, GROUPS, {}, {}, mute)
 
 
 @pytest.mark.parametrize("asked", [1, 3])

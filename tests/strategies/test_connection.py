@@ -64,6 +64,34 @@ def test_ranks_know_their_attempt_and_listen_on_loopback(pool: WorkerPool) -> No
         assert all(address.startswith("127.") for address in one["listens"])
 
 
+def fit_on_every_interface() -> int:
+    connection = ConnectionConfig(bind=interfaces.EVERY)
+    trainer = make_trainer({"zero": 1, "connection": connection}, 2, max_steps=1)
+    trainer.fit(Small(), loader(dp=2))
+    return trainer.global_step
+
+
+def test_gloo_takes_what_it_chooses_where_all_interfaces_are_allowed(pool: WorkerPool) -> None:
+    assert pool.run(2, fit_on_every_interface) == [1, 1]
+
+
+def fit_twice_with_other_options() -> str:
+    trainer = make_trainer({"zero": 1}, 2, max_steps=1)
+    trainer.fit(Small(), loader(dp=2))
+    zero = 1 + int(os.environ["RANK"])
+    again = make_trainer({"zero": zero}, 2, max_steps=1)
+    with pytest.raises(ConfigError) as error:
+        again.fit(Small(), loader(dp=2))
+    return str(error.value)
+
+
+def test_options_of_a_second_trainer_are_compared_as_well(pool: WorkerPool) -> None:
+    """Where the ranks have met before, and the group is there."""
+    [text] = set(pool.run(2, fit_twice_with_other_options))
+    assert "different options: zero=2 on rank 1 (" in text
+    assert ", zero=1 on rank 0 (" in text
+
+
 def start_without_the_last_rank(seconds: float, folder: Path) -> str:
     """The two others begin at the same time, or one would name the other as well."""
     (folder / os.environ["RANK"]).touch()
