@@ -129,11 +129,11 @@ class NodeMonitor:
             views = self.look()
             if watch is not None:
                 watch.post(views, self._passed)
-            if all(v.beat.left or v.gone for v in views) and not (watch and watch.needed):
-                break
             self.act_on(views)
             if watch is not None:
                 watch.attend(views)
+            if all(v.beat.left or v.gone for v in views) and not (watch and watch.needed):
+                break
         if watch is not None:
             watch.leave()
 
