@@ -126,10 +126,10 @@ def under_torchrun(fault: str, fate: Fate, conf: str, elsewhere: bool) -> Row:
         before = max(step for world, step, _ in steps(stays) if world == 2)
         new, lost = first_new(stays, at, before)
         rank = 1 if elsewhere else 0
-        where = "store elsewhere, " if elsewhere else ""
+        launch = "torchrun" if conf == DEFAULT else "torchrun, last_call_timeout=5"
         return row(
             fault,
-            f"torchrun, {where}{conf}",
+            launch + (", store elsewhere" if elsewhere else ""),
             **{"noticed": noticed(Path(name), rank, at), "new step": new},
             lost=lost,
             restarts=1,

@@ -9,7 +9,7 @@ This file runs in a process without torch, see `node_monitor`.
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ _ANSWER_S = 1.0
 """How long a rank may take to show its stacks and collectives."""
 _SIGNAL_S = 0.3
 """How long a signal may take to make it show its stacks."""
+_OF_RANK = " of rank "
 
 
 @dataclass
@@ -55,13 +56,35 @@ class Evidence:
 
     def add(self, packed: Mapping[str, Any]) -> None:
         """Take in what another node has `packed`."""
-        for rank, entries in packed["collectives"].items():
-            self.collectives[int(rank)] = [Collective(**entry) for entry in entries]
+        collectives = {
+            int(rank): [Collective(**entry) for entry in entries]
+            for rank, entries in packed["collectives"].items()
+        }
+        self.take(collectives, packed["groups"])
         for rank, entries in packed["frames"].items():
             self.frames[int(rank)] = [Frame(**entry) for entry in entries]
-        self.groups.update(packed["groups"])
         self.mute += int(packed["mute"])
         self.astray.update(packed["astray"])
+
+    def take(
+        self, collectives: Mapping[int, list[Collective]], groups: Mapping[str, list[int]]
+    ) -> None:
+        """Take in what some ranks know of collectives and groups.
+
+        torch gives groups the same name that different ranks make at the same point. Those that
+        are not of the group that has the name already get another one here.
+        """
+        names = {}
+        for name, ranks in groups.items():
+            short = name.partition(_OF_RANK)[0]
+            both = (short, f"{short}{_OF_RANK}{ranks[0]}")
+            known = [known for known in both if self.groups.get(known) == ranks]
+            names[name] = known[0] if known else both[short in self.groups]
+            self.groups[names[name]] = ranks
+        for rank, entries in collectives.items():
+            self.collectives[rank] = [
+                replace(entry, group=names.get(entry.group, entry.group)) for entry in entries
+            ]
 
 
 def collect(
@@ -105,8 +128,8 @@ def _read_trace(
         return False
     answer = json.loads(file.read_text())
     file.unlink()
-    evidence.collectives[view.rank] = [Collective(**c) for c in answer["collectives"]]
-    evidence.groups.update(answer["groups"])
+    found = {view.rank: [Collective(**c) for c in answer["collectives"]]}
+    evidence.take(found, answer["groups"])
     if strayed(answer["begun"]):
         evidence.astray.add(view.rank)
     return True

@@ -181,13 +181,17 @@ def test_what_takes_long_and_ends_apart_raises_no_alarm(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_suspended_run_is_no_hang(tmp_path: Path) -> None:
-    """All ranks of all nodes are stopped, but their monitors are not."""
+@pytest.mark.parametrize("what", ["ranks", "machines"])
+def test_a_suspended_run_is_no_hang(tmp_path: Path, what: str) -> None:
+    """All ranks of all nodes are stopped, with their monitors or without."""
     with Machines(2, tmp_path) as machines:
         runs = begin(machines, 6, detector={"limit": 5, "node_limit": 5})
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for run in runs:
-                run.signal(number)
+                if what == "ranks":
+                    run.signal(number)
+                else:
+                    run.machine.signal_all(number)
             time.sleep(12)
         go_on(machines, runs, 30)
         assert not (tmp_path / "hangs").exists()

@@ -1,6 +1,7 @@
 """What the monitor of a node makes of ranks that do not answer."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,18 @@ def test_a_verdict_is_given_without_who_never_answers(tmp_path: Path) -> None:
         assert monitor.blamed == [], number
         monitor.act_on(views)
     assert monitor.blamed == [(0,)]
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_groups_of_one_name_on_different_ranks_are_told_apart(first: int) -> None:
+    """Ranks 0 and 2 are a group, 1 and 3 another, and torch calls both ``2``."""
+    behind, ahead = Collective("2", 7, "x", "", 1, False), Collective("2", 8, "x", "", 2, False)
+    here, there = Evidence({}, {}, {}, {}), Evidence({}, {}, {}, {})
+    here.take({0: [behind]}, {"2": [0, 2]})
+    here.take({1: [ahead]}, {"2": [1, 3]})
+    for rank in (first, 5 - first):
+        there.take({rank: [ahead]}, {"2": [rank - 2, rank]})
+    here.add(json.loads(json.dumps(there.packed())))
+    assert here.groups == {"2": [0, 2], "2 of rank 1": [1, 3]}
+    assert here.missing is not None
+    assert (here.missing.ranks, here.missing.begun_by) == ((0,), (2,))
