@@ -132,12 +132,31 @@ def check_room(directory: Path, needed: int) -> None:
         )
 
 
-def roomiest(directories: Sequence[Path], needed: int) -> Path:
-    """Return the first of some directories that has room for so many bytes, else the emptiest."""
-    for path in directories:
-        if free_bytes(path) >= needed * _RESERVE:
-            return path
-    return max(directories, key=free_bytes)
+def roomiest(directories: Sequence[Path], needed: int, key: str) -> Path:
+    """Return the first of some directories that has room for so many bytes, else the emptiest.
+
+    Args:
+        directories: what `bases` returned.
+        needed: bytes.
+        key: of runs whose files will give way.
+    """
+
+    def room(base: Path) -> int:
+        return free_bytes(base) + sum(map(_size, runs_of(key, [base])))
+
+    for base in directories:
+        if room(base) >= needed * _RESERVE:
+            return base
+    return max(directories, key=room)
+
+
+def _size(run: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(run):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
 
 
 def runs_of(key: str, directories: Sequence[Path]) -> Iterator[Path]:

@@ -211,12 +211,12 @@ class LocalRun:
     def _directory(self, needed: int) -> Path:
         """Return the directory of this run on this node; made when there is something for it."""
         if self._run is None:
-            base = roomiest(self._bases, needed * (self._config.keep + 1))
+            base = roomiest(self._bases, needed * (self._config.keep + 1), self._key)
             self._run = self._made(base / self._name)
         return self._run
 
     def _other_run(self, name: str, needed: int) -> Path:
-        return self._made(roomiest(self._bases, needed) / name)
+        return self._made(roomiest(self._bases, needed, self._key) / name)
 
     def _made(self, run: Path) -> Path:
         run.mkdir(mode=0o700, exist_ok=True)

@@ -101,8 +101,7 @@ class LocalSave:
         loads = peers.run(what, lambda: self.plan.size, lambda sizes: sizes)
         needed = self._needed(loads, peers.rank)
         leads = self._nodes.is_leader(peers.rank)
-        # The same on all ranks of the node, as it follows from the same figures.
-        made: list[Staging] = []
+        made: list[Staging] = []  # on the rank that leads its node
         published = False
 
         def create() -> str | None:

@@ -295,7 +295,7 @@ class CheckpointHooks:
 
     def _start_local(self, config: CheckpointConfig, timeout_s: float) -> None:
         options, trainer = config.local_options, self._trainer()
-        if options is None:
+        if options is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if self._local_group is None:
             self._local_group = self._new_host_group(timeout_s)

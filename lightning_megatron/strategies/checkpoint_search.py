@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 from lightning_megatron.errors import ConfigError
 
 AUTO = "auto"
-"""Value of ``ckpt_path`` for the newest valid checkpoint."""
+"""Value of ``ckpt_path`` for the newest valid checkpoint, shared or local."""
 
 
 class NoCheckpoint(dict[str, Any]):

@@ -131,7 +131,15 @@ def test_room(tmp_path: Path) -> None:
         CheckpointError, match=r"no room for a local checkpoint: 1,152,921,504,606,846,976 bytes"
     ):
         check_room(tmp_path, 1 << 60)
-    assert roomiest([tmp_path, Path("/")], 1000) == tmp_path
+    full, empty = tmp_path / "full", tmp_path / "empty"
+    (full / "0-1").mkdir(parents=True)
+    empty.mkdir()
+    with (full / "0-1" / "old").open("wb") as file:
+        file.truncate(1 << 42)
+    free = local_directory.free_bytes(full)
+    assert roomiest([empty, full], free // 2, "0") == empty
+    assert roomiest([empty, full], 2 * free, "0") == full  # what gives way counts as room
+    assert roomiest([empty, full], 2 * free, "1") in (empty, full)
     shm = Path("/dev/shm")
     if local_directory._is_in_memory(shm):
         assert min(local_directory._memory_left()) >= local_directory.free_bytes(shm) > 0

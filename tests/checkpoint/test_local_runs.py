@@ -51,6 +51,7 @@ def test_a_lost_node(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> None
     assert not list(disk(tmp_path, 0).iterdir())
 
 
+@pytest.mark.thorough
 def test_nodes_that_change_places(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> None:
     pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4, replicas=0)
     rest = pool.run(4, train, tmp_path, [1, 0, 1, 0], TP, seed=8)
