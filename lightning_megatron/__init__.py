@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.hf_export import export_hugging_face
     from lightning_megatron.checkpoint.hf_import import import_hugging_face
     from lightning_megatron.checkpoint.lightning_import import import_lightning
+    from lightning_megatron.checkpoint.local_config import LocalCheckpointConfig
     from lightning_megatron.checkpoint.transformer import load_transformer
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
@@ -90,6 +91,7 @@ _HOMES = {
     "TextDataModule": "data.text",
     "Muon": "optim.muon",
     "LinearCrossEntropy": "layers.linear_loss",
+    "LocalCheckpointConfig": "checkpoint.local_config",
     "LanguageModel": "module",
     "LoggerGuard": "callbacks.logger_guard",
     "MegatronStrategy": "strategies.megatron",
@@ -149,6 +151,7 @@ __all__ = [
     "Muon",
     "LinearCrossEntropy",
     "LanguageModel",
+    "LocalCheckpointConfig",
     "LoggerGuard",
     "MegatronStrategy",
     "MemoryConfig",

@@ -175,3 +175,8 @@ def become_rank(local_rank: int) -> None:
 def error_file() -> str | None:
     """Where torchrun reads how a worker of it failed."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
+
+
+def expanded(path: str) -> str:
+    """Return a path in which variables of this process' environment have their values."""
+    return os.path.expandvars(path)

@@ -17,7 +17,8 @@ or one that is set up otherwise, ``FaultTolerance(numbers=NumberGuard(nonfinite=
 
 What it cannot do from inside the processes is to start them again: that is torchrun's part
 (``--max-restarts``) or the cluster's; with ``fit(ckpt_path="auto")`` and a checkpoint every so
-often a restarted run goes on from the newest one that is whole.
+often a restarted run goes on from the newest one that is whole. What a lost machine costs is the
+steps since then: few with ``CheckpointConfig(local=True)``, which machines keep for each other.
 
 Machines that vanish: ``torchrun --nnodes 1:2 --max-restarts 3`` goes on with those that are left,
 where the checkpoints are on a disk that they share. The machine that ``--rdzv-endpoint`` names is

@@ -41,7 +41,7 @@ from lightning_megatron.checkpoint.prepared import (
     writing,
 )
 from lightning_megatron.checkpoint.retention import Rotation, rotate
-from lightning_megatron.checkpoint.save_job import Job, SaveOutcome
+from lightning_megatron.checkpoint.save_job import Job, Save, SaveOutcome
 from lightning_megatron.checkpoint.shards import WritePlan, Written, write_shards
 from lightning_megatron.checkpoint.shared_memory import SharedMemory
 from lightning_megatron.checkpoint.state import Chunk
@@ -60,6 +60,8 @@ class Saver:
         peers: the ranks that save.
         background: the same ranks over a gloo group of its own; None to save while training waits.
         report: called with what came of every save, in the thread that wrote it.
+        noun: what a user calls what is saved.
+        placed: makes of what was prepared what is written somewhere else (local_run.py).
     """
 
     def __init__(
@@ -68,8 +70,11 @@ class Saver:
         peers: Peers,
         background: Peers | None = None,
         report: Callable[[SaveOutcome], None] | None = None,
+        *,
+        noun: str = "checkpoint",
+        placed: Callable[[PreparedSave], Save] = lambda prepared: prepared,
     ) -> None:
-        self._report = report
+        self._report, self._noun, self._placed = report, noun, placed
         self._config, self._peers, self._background = config, peers, background
         self._preparation = Preparation(peers)
         memory = SharedMemory() if background is not None and config.process == "process" else None
@@ -124,8 +129,10 @@ class Saver:
         chunks, step = all_chunks(model, optimizers), state.get("global_step")
         if self._increments is not None:
             self._increments.expect(list(chunks))
-        prepared = self._preparation.prepare(
-            path, model, state, optimizers, layout, unchanged=self._is_copied(chunks)
+        prepared = self._placed(
+            self._preparation.prepare(
+                path, model, state, optimizers, layout, unchanged=self._is_copied(chunks)
+            )
         )
         if self._background is None:
             shards = self._shortened(chunks, writing(chunks))
@@ -158,6 +165,11 @@ class Saver:
             self._settle(self._unsettled.popleft())
         if self._verdict is not None and self._step >= self._verdict[0]:
             self._pass_verdict()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight on this rank."""
+        return any(not job.done.is_set() for job in self._unsettled)
 
     def before_update(self) -> None:
         """Let no update overtake the copies from a device; call between backward and update."""
@@ -211,7 +223,8 @@ class Saver:
         """Wait for what is in flight and end the thread; not collective, raises nothing."""
         self.drain(timeout_s=timeout_s, quietly=True)
         if self._failures and not self._complete and self._peers.is_first:
-            logger.error("nothing was saved in this run: every save has failed")
+            what = "nothing" if self._noun == "checkpoint" else f"no {self._noun}"
+            logger.error("%s was saved in this run: every save has failed", what)
         if self._thread is not None:
             self._jobs.put(None)
             if not self._open:
@@ -231,7 +244,7 @@ class Saver:
                 job.stop.set()
         self.drain()
 
-    def _copied(self, chunks: Mapping[str, Chunk], prepared: PreparedSave) -> ShardWriting:
+    def _copied(self, chunks: Mapping[str, Chunk], prepared: Save) -> ShardWriting:
         if not prepared.unchanged:
             try:
                 self._copy.take(chunks, prepared.plan.names)
@@ -298,7 +311,7 @@ class Saver:
                 job.error,
                 _count(self._failures, "save"),
                 "" if limit is None else f", training ends at {limit}",
-                _count(self._complete, "checkpoint"),
+                _count(self._complete, self._noun),
             )
 
     def _pass_verdict(self) -> None:

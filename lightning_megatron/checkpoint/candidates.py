@@ -34,7 +34,7 @@ def candidates(places: Places) -> list[AnyPath]:
     paths = [path for place in places.trees for path in _below(place, deep=True)]
     paths += [path for place in places.folders for path in _below(place, deep=False)]
     found = {path.resolve() for path in paths if is_candidate(path)}
-    return sorted(found, key=_age, reverse=True)
+    return sorted(found, key=age, reverse=True)
 
 
 def renamed(places: Places) -> list[AnyPath]:
@@ -70,7 +70,7 @@ def is_candidate(path: AnyPath) -> bool:
     return ours and not (place / _FOREIGN).exists()
 
 
-def _age(path: AnyPath) -> tuple[float, str]:
+def age(path: AnyPath) -> tuple[float, str]:
     """When it was written: by its own word, which copying does not change, if it has one."""
     place = locate(path)
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from lightning_megatron.checkpoint.local_config import LocalCheckpointConfig
 from lightning_megatron.problems import at_least, lists_of_names, switches, whole_numbers
 
 PARTS = ("optimizer", "lr_schedulers", "loops", "callbacks")
@@ -35,6 +36,10 @@ class CheckpointConfig:
     """Share files of unchanged tensors (a frozen trunk) with the checkpoint before, by hard links.
     Off by default, as a bit that flips on the disk is then in every checkpoint that has the file.
     Where links are impossible checkpoints are written in full, which is said once."""
+    local: bool | LocalCheckpointConfig = False
+    """Between shared checkpoints make some on the machines themselves, in memory or on a disk of
+    their own, each with a copy on another machine. ``ckpt_path="auto"`` goes on from the newest of
+    both kinds. True takes the defaults of `LocalCheckpointConfig`."""
     keep: int | None = None
     """Keep this many of the checkpoints that each ModelCheckpoint makes in turn, the newest, and
     what a ModelCheckpoint holds as best or last; None leaves deleting to the callbacks. For one
@@ -45,6 +50,13 @@ class CheckpointConfig:
     Weights that are left out stay what the module has; their optimizer state begins anew."""
     drain_timeout_s: float = 600.0
     """Seconds that a run which ends with an exception waits for the save in flight."""
+
+    @property
+    def local_options(self) -> LocalCheckpointConfig | None:
+        """Options of local checkpoints; None where there are to be none."""
+        if isinstance(self.local, LocalCheckpointConfig):
+            return self.local
+        return LocalCheckpointConfig() if self.local else None
 
     def problems(self) -> list[str]:
         """Faults of the options."""
@@ -71,6 +83,14 @@ class CheckpointConfig:
         faults += at_least(0.0, drain_timeout_s=self.drain_timeout_s)
         faults += switches(incremental=self.incremental)
         problems += [f"checkpoint.{fault}" for fault in faults]
+        local: object = self.local
+        if isinstance(local, LocalCheckpointConfig):
+            problems += local.problems()
+        elif not isinstance(local, bool):
+            problems.append(
+                f"checkpoint.local={self.local!r}: must be True, False or a LocalCheckpointConfig; "
+                "nearest valid: local=True"
+            )
         if self.keep is not None and whole_numbers(2, keep=self.keep):
             problems.append(
                 f"checkpoint.keep={self.keep!r}: must be at least 2, as the newest may turn out "

@@ -75,7 +75,7 @@ def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> 
                 offsets = torch.Size(chunk.offsets)
                 chunks[name].append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
                 place = StorageInfo(chunk.file, chunk.begin, chunk.length)
-                places[MetadataIndex(name, offsets, len(chunks[name]) - 1)] = place
+                places[MetadataIndex(name, offsets)] = place
     entries: dict[str, Any] = {
         name: TensorStorageMetadata(
             properties=TensorProperties(dtype=torch_dtype(name, entry.dtype)),

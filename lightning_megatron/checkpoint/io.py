@@ -165,6 +165,7 @@ def load_directory(
         return loading.report
 
     reader.peers.run(reader.what, plan, lambda reports: _judge(reports, reader, module, strict))
+    reader.bring(loading.wanted, loading.stored)
     reader.peers.run(reader.what, loading.read, lambda _: None)
     loading.apply()
     layout.bring_together()
@@ -214,8 +215,8 @@ class _Loading:
         self._found = ModuleState(module, self._chunks, names, versions)
         self._names = names if layout.names is None else layout.names
         self._overrides = type(module).load_state_dict is not nn.Module.load_state_dict
-        self._wanted: dict[str, Chunk] = {}
-        self._stored: dict[str, str] = {}
+        self.wanted: dict[str, Chunk] = {}
+        self.stored: dict[str, str] = {}
         self._values: list[tuple[Chunk, Tensor]] = []
         self._restores: list[OptimizerRestore] = []
         self._optimizer_problems: list[str] = []
@@ -248,7 +249,7 @@ class _Loading:
         self._note()
 
     def _note(self) -> None:
-        found, self._wanted, self._stored, self._values = self._found, {}, {}, []
+        found, self.wanted, self.stored, self._values = self._found, {}, {}, []
         for owner, part in found.parts.items():
             self._values.append((self._chunks[owner], part))
         for owner, value in found.taken.items():
@@ -258,8 +259,8 @@ class _Loading:
             if isinstance(value, LazyTensor):
                 changed = value.changed()
                 if changed is None:
-                    self._wanted[f"{MODEL_PREFIX}.{owner}"] = chunk
-                    self._stored[f"{MODEL_PREFIX}.{owner}"] = f"{MODEL_PREFIX}.{value.source}"
+                    self.wanted[f"{MODEL_PREFIX}.{owner}"] = chunk
+                    self.stored[f"{MODEL_PREFIX}.{owner}"] = f"{MODEL_PREFIX}.{value.source}"
                     continue
                 value = changed
             self._values.append((chunk, cut(value, chunk)))
@@ -310,8 +311,8 @@ class _Loading:
                 continue
             self._anew += restore.anew
             self._restores.append(restore)
-            self._wanted |= restore.chunks
-            self._stored |= {name: name for name in restore.chunks}
+            self.wanted |= restore.chunks
+            self.stored |= {name: name for name in restore.chunks}
 
     def _stored_names(self) -> dict[str, str]:
         """Names in the files of the parameters whose optimizer state is to be theirs."""
@@ -324,7 +325,7 @@ class _Loading:
 
     def read(self) -> None:
         """Read all tensors of this rank."""
-        self._reader.read(self._wanted, self._stored)
+        self._reader.read(self.wanted, self.stored)
 
     def _read_model(self) -> None:
         self.read()

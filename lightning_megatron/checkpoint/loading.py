@@ -58,13 +58,7 @@ def read_chunks(
         DamagedCheckpointError: a file does not hold what the index says.
         CheckpointError: a file cannot be read.
     """
-    by_part: dict[int, list[_Wanted]] = defaultdict(list)
-    for name, chunk in chunks.items():
-        if not chunk.tensor.numel():
-            continue
-        for number, rectangle in index.overlapping(stored[name], (chunk.offsets, chunk.sizes)):
-            wanted = _Wanted(stored=stored[name], rectangle=rectangle, target=chunk)
-            by_part[number].append(wanted)
+    by_part = _by_part(index, chunks, stored)
     try:
         for number in sorted(by_part):
             _read_part(directory, index, list(_placed(index, number, by_part.pop(number))))
@@ -72,6 +66,29 @@ def read_chunks(
         raise DamagedCheckpointError(f"reading {directory}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"reading {directory}: {error}") from error
+
+
+def files_of(index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]) -> set[str]:
+    """Return the files that `read_chunks` opens; arguments and errors as there."""
+    return {
+        one.place.file
+        for number, wanted in _by_part(index, chunks, stored).items()
+        for one in _placed(index, number, wanted)
+    }
+
+
+def _by_part(
+    index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+) -> dict[int, list[_Wanted]]:
+    """Find the stored rectangles that overlap ours, by the part that they are in."""
+    by_part: dict[int, list[_Wanted]] = defaultdict(list)
+    for name, chunk in chunks.items():
+        if not chunk.tensor.numel():
+            continue
+        for number, rectangle in index.overlapping(stored[name], (chunk.offsets, chunk.sizes)):
+            wanted = _Wanted(stored=stored[name], rectangle=rectangle, target=chunk)
+            by_part[number].append(wanted)
+    return by_part
 
 
 def _placed(index: ShardIndex, number: int, wanted: Sequence[_Wanted]) -> Iterator[_Placed]:

@@ -119,6 +119,8 @@ class Manifest:
     """Epoch of the training loop."""
     written: float | None = None
     """When, in seconds since 1970."""
+    taken: float | None = None
+    """When the state was as it is in the checkpoint, in seconds since 1970; None in older ones."""
     layout: Mapping[str, int] = field(default_factory=dict)
     """Degrees under which it was written; for information, any other can read it."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -345,9 +347,9 @@ def _check_mappings(manifest: Manifest) -> None:
     for number in (manifest.step, manifest.epoch):
         if number is not None and not is_count(number):
             raise TypeError(f"{number!r} is not a count")
-    written = manifest.written
-    if written is not None and not (type(written) is float and 0 <= written < _LATEST):
-        raise TypeError(f"{written!r} is not a time")
+    for moment in (manifest.written, manifest.taken):
+        if moment is not None and not (type(moment) is float and 0 <= moment < _LATEST):
+            raise TypeError(f"{moment!r} is not a time")
 
 
 def _check_parts(manifest: Manifest) -> None:

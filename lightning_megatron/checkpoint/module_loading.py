@@ -38,6 +38,14 @@ def cut(whole: Tensor, chunk: Chunk) -> Tensor:
     return whole
 
 
+def edits_loaded(module: nn.Module) -> bool:
+    """Whether a module looks at the values of a state_dict before they are its own."""
+    return type(module).load_state_dict is not nn.Module.load_state_dict or any(
+        loads_itself(child) or not all(map(is_fsdps, child._load_state_dict_pre_hooks.values()))
+        for child in module.modules()
+    )
+
+
 class ModuleState:
     """The entries that the modules in a module take from a state_dict.
 

@@ -6,17 +6,24 @@ damaged is renamed ``<name>.corrupt`` (never deleted), which takes it out of eve
 the one before it is tried. All ranks do this together and agree. What cannot be *read*, for want of
 permission or by a failing disk, is no damage: going back would throw work away, so it is an error.
 So is a file in the place of a directory.
+
+Local checkpoints (local_run.py) stand in the same order, by when their state was taken. They
+are passed over where they are damaged or where a part of them is on no node that is left.
 """
 
 import logging
 import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.candidates import Places, candidates, renamed
+from lightning_megatron.checkpoint.candidates import Places, age, candidates, renamed
 from lightning_megatron.checkpoint.commit import locate, set_aside
 from lightning_megatron.checkpoint.index import summary
+from lightning_megatron.checkpoint.local_restore import LocalCandidate, LocalStock
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.reader import CheckpointReader
@@ -27,7 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 def open_newest(
-    places: Places, *, with_optimizers: bool = False, group: dist.ProcessGroup | None = None
+    places: Places,
+    *,
+    with_optimizers: bool = False,
+    group: dist.ProcessGroup | None = None,
+    stock: LocalStock | None = None,
 ) -> CheckpointReader | None:
     """Open the newest valid checkpoint; collective.
 
@@ -35,6 +46,7 @@ def open_newest(
         places: where to look; the first rank's count.
         with_optimizers: pass over checkpoints that hold weights alone.
         group: the ranks that read; all when None.
+        stock: what the nodes have of local checkpoints, if there may be some.
 
     Returns:
         None when there has never been a checkpoint.
@@ -46,12 +58,21 @@ def open_newest(
     found, corrupt = peers.run(
         "looking for checkpoints", lambda: None, lambda _: _search(places, with_optimizers)
     )
+    local = [] if stock is None else stock.find()
     reasons: list[str] = []
-    for path in found:
+    for one in _merged(found, local):
+        if isinstance(one, LocalCandidate):
+            assert stock is not None
+            try:
+                return stock.open(one)
+            except CheckpointError as error:  # what it should have spared is lost, and no more
+                if peers.is_first:
+                    logger.warning("Going back further: %s", error)
+            continue
         try:
-            return CheckpointReader(path, group=group)
+            return CheckpointReader(one.path, group=group)
         except DamagedCheckpointError as error:
-            reasons.append(_put_aside(path, error, peers))
+            reasons.append(_put_aside(one.path, error, peers))
     reasons += [f"{path}: found damaged before" for path in corrupt]
     if not reasons:
         return None
@@ -120,7 +141,29 @@ def _put_aside(path: AnyPath, error: DamagedCheckpointError, peers: Peers) -> st
     return f"{now}: {reason}"
 
 
-def _search(places: Places, with_optimizers: bool) -> tuple[list[AnyPath], list[AnyPath]]:
+@dataclass(frozen=True)
+class _Shared:
+    """A shared checkpoint, complete or torn."""
+
+    path: AnyPath
+    taken: float
+    """When the state was taken, or else when it was written."""
+
+
+def _merged(
+    shared: Sequence[_Shared], local: Sequence[LocalCandidate]
+) -> list[_Shared | LocalCandidate]:
+    """Put both in one order, the newest first, in which each keeps its own."""
+    merged: list[_Shared | LocalCandidate] = []
+    ours = list(local)
+    for one in shared:
+        while ours and ours[0].taken >= one.taken:
+            merged.append(ours.pop(0))
+        merged.append(one)
+    return [*merged, *ours]
+
+
+def _search(places: Places, with_optimizers: bool) -> tuple[list[_Shared], list[AnyPath]]:
     """Return the candidates, and what earlier searches have renamed."""
     for place in (*places.trees, *places.folders):
         if isinstance(place, Path) and place.exists() and not place.is_dir():
@@ -135,7 +178,14 @@ def _search(places: Places, with_optimizers: bool) -> tuple[list[AnyPath], list[
             "Passing over checkpoints of weights alone: %s",
             summary([str(path) for path in weights]),
         )
-    return [path for path in found if path not in weights], renamed(places)
+    return [_Shared(p, _taken(p)) for p in found if p not in weights], renamed(places)
+
+
+def _taken(path: AnyPath) -> float:
+    with suppress(CheckpointError):  # opening it will tell
+        if (taken := read_manifest(locate(path)).taken) is not None:
+            return taken
+    return age(path)[0]
 
 
 def _has_weights_alone(path: AnyPath) -> bool:

@@ -197,6 +197,28 @@ class PreparedSave:
 
     def finish(self, staging: Staging | RemoteStaging, reports: Sequence[PartReport]) -> Manifest:
         """Write state, index and root manifest, and publish; on the first rank."""
+        manifest, small = self.assemble(reports, staging.prefix)
+        staging.write_all(small)
+        visible = sizes(staging.directory)
+        lost = {n for n, entry in manifest.files.items() if visible.get(n) != entry.size}
+        if lost:
+            raise CheckpointError(
+                "files written by other ranks are not visible to the first: "
+                f"{summary(sorted(lost))}; checkpoints need a directory that all ranks share"
+            )
+        staging.write(MANIFEST_FILE, encoded(MANIFEST_FILE, manifest.to_json()))
+        staging.publish()
+        return manifest
+
+    def assemble(
+        self, reports: Sequence[PartReport], prefix: str = ""
+    ) -> tuple[Manifest, dict[str, bytes]]:
+        """Return the root manifest, and the files beside it that nobody has written; on the first.
+
+        Args:
+            reports: of all ranks.
+            prefix: of the names of files.
+        """
         assert self.document is not None
         assert self.plan.tensors is not None
         contents = self.document.files()
@@ -209,21 +231,12 @@ class PreparedSave:
                 "`lightning-megatron ckpt index` makes it",
                 *(self.target, self.plan.count, METADATA_FILE),
             )
-        named = {staging.prefix + role: content for role, content in contents.items()}
+        named = {prefix + role: content for role, content in contents.items()}
         files = {name: entry_of(content) for name, content in named.items()}
         for report in reports:
+            files |= report.files
             if report.name is not None and report.content is not None:
                 named[report.name] = report.content
-        staging.write_all(named)
-        for report in reports:
-            files |= report.files
-        visible = sizes(staging.directory)
-        lost = {name for name, entry in files.items() if visible.get(name) != entry.size}
-        if lost:
-            raise CheckpointError(
-                "files written by other ranks are not visible to the first: "
-                f"{summary(sorted(lost))}; checkpoints need a directory that all ranks share"
-            )
         manifest = replace(
             self.summary,
             written=time.time(),
@@ -234,9 +247,7 @@ class PreparedSave:
             tensors=self.plan.tensors,
             aliases=dict(self.document.aliases),
         )
-        staging.write(MANIFEST_FILE, encoded(MANIFEST_FILE, manifest.to_json()))
-        staging.publish()
-        return manifest
+        return manifest, named
 
 
 class Preparation:
@@ -295,6 +306,7 @@ class Preparation:
             summary=Manifest(
                 step=_integer(state.get("global_step")),
                 epoch=_integer(state.get("epoch")),
+                taken=time.time(),
                 layout=dict(layout or {}),
                 optimizers=len(optimizers),
             ),

@@ -20,7 +20,7 @@ from lightning_megatron.checkpoint.loading import read_chunks
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.state import Chunk
-from lightning_megatron.checkpoint.storage import storage_path
+from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.verify import check_contents, check_files
 
 logger = logging.getLogger(__name__)
@@ -66,17 +66,24 @@ class CheckpointReader:
     ) -> None:
         began = time.perf_counter()
         self.peers = Peers(group, alone=alone)
+        self.directory = self._locate(path)
+        self.what = f"loading {self.directory}"
+        self._verify()
+        self.peers.run(self.what, self._read, _refuse)
+        self.verify_s = time.perf_counter() - began
+
+    def _locate(self, path: str | os.PathLike[str]) -> AnyPath:
         # One rank looks where it is: the others could meet a directory in the midst of a rename.
-        self.directory = self.peers.run(
+        return self.peers.run(
             f"loading {os.fspath(path)}",
             lambda: None,
             lambda _: locate(storage_path(path)),
         )
-        self.what = f"loading {self.directory}"
+
+    def _verify(self) -> None:
+        """Read the manifest, and compare the files with it."""
         self.peers.run(self.what, self._open, lambda _: check_files(self.directory, self.manifest))
         check_contents(self.what, self.directory, self.manifest, self.peers)
-        self.peers.run(self.what, self._read, _refuse)
-        self.verify_s = time.perf_counter() - began
 
     def _open(self) -> None:
         self.manifest = read_manifest(self.directory)
@@ -118,6 +125,18 @@ class CheckpointReader:
             if self.entry(f"{MODEL_PREFIX}.{canonical}") is not None:
                 return canonical
         return None
+
+    def bring(
+        self, chunks: Mapping[str, Chunk] | None, stored: Mapping[str, str] | None = None
+    ) -> None:
+        """See to it that this rank can `read` some chunks; collective.
+
+        Nothing is to be done where all ranks see all files.
+
+        Args:
+            chunks: those of this rank; None for whatever is stored.
+            stored: as for `read`.
+        """
 
     def read(self, chunks: Mapping[str, Chunk], stored: Mapping[str, str] | None = None) -> None:
         """Fill chunks in place; not collective.

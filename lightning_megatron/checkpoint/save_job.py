@@ -1,12 +1,37 @@
 """One save, from the call that asks for it to what came of it."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from lightning_megatron.checkpoint.prepared import PreparedSave, ShardWriting
+from lightning_megatron.checkpoint.manifest import Manifest
+from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.prepared import ShardWriting
 from lightning_megatron.checkpoint.retention import Rotation
+from lightning_megatron.checkpoint.shards import WritePlan
 from lightning_megatron.checkpoint.storage import AnyPath
+
+
+class Save(Protocol):
+    """A checkpoint of which only the tensors are missing: a `PreparedSave`, or a `LocalSave`."""
+
+    @property
+    def target(self) -> AnyPath:
+        """The directory to make."""
+
+    @property
+    def plan(self) -> WritePlan:
+        """Who writes which rectangle."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all ranks said that their tensors are those of the save before."""
+
+    def write(
+        self, shards: ShardWriting, peers: Peers, stop: Callable[[], bool]
+    ) -> Manifest | None:
+        """Write and publish; collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +58,7 @@ class SaveOutcome:
 class Job:
     """A save under way."""
 
-    prepared: PreparedSave
+    prepared: Save
     shards: ShardWriting
     begun: float
     """When it was asked for, by `time.perf_counter`."""

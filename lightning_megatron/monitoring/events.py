@@ -16,11 +16,11 @@ step    optimizer steps done
 kind    what happened; the other fields depend on it
 ======= ==========================================================================================
 
-Kinds: ``start verified resumed step window save validation fault hang slow_rank rollback skip
-preempted alert formula end``, and ``renamed`` (the run turned out to go on from another, ``was``).
-Writing never raises: what cannot be written is counted, and said once. Neither the environment nor
-hyper-parameters are written, and texts pass through `redact`. Numbers that JSON does not know are
-words ("NaN").
+Kinds: ``start verified resumed step window save local_save validation fault hang slow_rank
+rollback skip preempted alert formula end``, and ``renamed`` (the run turned out to go on from
+another, ``was``). Writing never raises: what cannot be written is counted, and said once. Neither
+the environment nor hyper-parameters are written, and texts pass through `redact`. Numbers that JSON
+does not know are words ("NaN").
 """
 
 import json

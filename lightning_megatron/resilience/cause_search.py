@@ -8,7 +8,7 @@ from lightning_megatron.resilience.ending_board import Ending, EndingBoard
 
 SEARCH_S = 2.0
 """How long to look for a cause; longer than any machine takes to answer."""
-VERDICT_S = 1.5
+VERDICT_S = 3.0
 """How much longer, where one rank finds out who is silent, the others wait for it."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.8
 """Between two looks: at first, and at last."""

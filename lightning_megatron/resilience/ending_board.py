@@ -43,6 +43,8 @@ ANSWER_S = 1.0
 """How often one rank of each machine looks whether somebody searches."""
 _KEY = "lightning_megatron/end"
 _STORE_PATIENCE_S = 1.0
+_SILENT_PATIENCE_S = 3.0
+"""How long to wait for what the store answers: once, and where many machines are silent."""
 _LISTED = 64
 """Causes that can be read; all ranks may fail at the same time."""
 _SHOWN = 8
@@ -231,7 +233,7 @@ class EndingBoard:
         """Whether no other rank has told the user yet; true where that cannot be known."""
         return self._ask(lambda: self._store.add(self._name("told"), 1)) in (1, None)
 
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    def _ask(self, call: Callable[[], Any], patience_s: float = _STORE_PATIENCE_S) -> Any:
         """What ``call`` gets of the store; None if that takes too long, or if the store is gone."""
         if self._held_by_rank_0 and 0 in self.local and not is_alive(self.local[0]):
             self._gone = True
@@ -247,7 +249,7 @@ class EndingBoard:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(_STORE_PATIENCE_S)
+        thread.join(patience_s)
         return result[0] if result else None
 
     def dead(self, codes: Mapping[int, int] | None = None) -> dict[int, Ending]:
@@ -290,11 +292,11 @@ class EndingBoard:
             error: what this rank was told, in which gloo names the address of the peer. It decides
                 where several machines are silent.
         """
-        if self._gone:
+        found = self._ask(self._silent, _SILENT_PATIENCE_S)
+        if found is None:
             return self._lost_with_rank_0()
-        found = self._ask(self._silent)
         if not found:
-            return self._lost_with_rank_0() if self._gone else []
+            return []
         named = set(_ADDRESS.findall(error))
         silent = [one for one in found if one[1] in named] or found
         ranks = [rank for machine, _ in silent for rank in self.machines[machine]]
@@ -346,7 +348,8 @@ class EndingBoard:
         if not self._held_by_rank_0 or 0 in self.local or self.rank == 0:
             return []
         peer = self.peers[0]
-        what = "has gone, and with it the store that would tell who was first"
+        how = "has gone" if self._gone else "does not answer"
+        what = f"{how}, and with it the store that would tell who was first"
         return [Ending(rank=0, how="gone", what=what, at=time.time(), host=peer.host, pid=peer.pid)]
 
 

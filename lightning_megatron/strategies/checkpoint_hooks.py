@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -44,6 +44,8 @@ from lightning_megatron.checkpoint.io import (
     save_directory,
     stored_state,
 )
+from lightning_megatron.checkpoint.local_restore import LocalReader
+from lightning_megatron.checkpoint.module_loading import edits_loaded
 from lightning_megatron.checkpoint.optimizer import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.peers import Peers
 from lightning_megatron.checkpoint.reader import CheckpointReader
@@ -64,12 +66,14 @@ from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.resilience.attempt import Attempt
+from lightning_megatron.strategies.agreement import Agreement
 from lightning_megatron.strategies.averaging import leave_schedulers_to_averages
 from lightning_megatron.strategies.checkpoint_rotation import rotations
 from lightning_megatron.strategies.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
 from lightning_megatron.strategies.connection import ConnectionConfig
 from lightning_megatron.strategies.data_position import DataPosition
 from lightning_megatron.strategies.joint_ending import all_ranks_end
+from lightning_megatron.strategies.local_checkpoints import LocalCheckpoints
 from lightning_megatron.strategies.random_state import RandomState
 from lightning_megatron.strategies.steps import StepEngine
 from lightning_megatron.topology.degrees import AXES
@@ -79,6 +83,9 @@ logger = logging.getLogger(__name__)
 
 KEY = "lightning_megatron"
 """Of our entry in Lightning's checkpoint dictionary."""
+
+_LEAVE_S = 5.0
+"""Seconds that a run which ends with an error waits for a local checkpoint in flight."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,16 @@ class _Opened:
     with_optimizers: bool
     excluded: tuple[str, ...]
     """Patterns of names that are not loaded."""
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a checkpoint is made of; arguments of `Saver.save` and `save_directory`."""
+
+    model: Mapping[str, Any]
+    state: Mapping[str, Any]
+    optimizers: Sequence[OptimizerSnapshot]
+    layout: Mapping[str, int]
 
 
 class CheckpointHooks:
@@ -118,6 +135,10 @@ class CheckpointHooks:
     _checkpoint_group: dist.ProcessGroup | None = None
     _background_group: dist.ProcessGroup | None = None
     _saver: Saver | None = None
+    agreement: Agreement
+    _local_group: dist.ProcessGroup | None = None
+    _local: LocalCheckpoints | None = None
+    """Has local checkpoints made; None where there are none."""
     _described: tuple[ParallelModule, dict[str, Chunk]] | None = None
     """The parameters, from when the module is described until the checkpoint is saved."""
     _links_checkpoints = False
@@ -198,8 +219,26 @@ class CheckpointHooks:
             rank_zero_warn(
                 "storage_options is ignored: credentials belong into fsspec's configuration"
             )
-        self._described = None
         self._refuse_to_save_alone(filepath)
+        trainer = self._trainer()
+        content = self._content(checkpoint)
+        if self._saver is None:
+            save_directory(filepath, **vars(content), group=self._host_world())
+            return
+        ends = trainer.received_sigterm or trainer.state.status != TrainerStatus.RUNNING
+        at_once = self._links_checkpoints or ends
+        rotated = rotations(trainer)
+        self._saver.save(filepath, **vars(content), rotations=rotated, wait=at_once)
+
+    def save_local(self) -> None:
+        """Begin to make a local checkpoint of the present; collective over all processes."""
+        assert self._local is not None
+        checkpoint = self._trainer()._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self._local.run.save(**vars(self._content(checkpoint)))
+
+    def _content(self, checkpoint: dict[str, Any]) -> "_Content":
+        """Complete what Lightning has collected; collective."""
+        self._described = None
         checkpoint, model = self._take_state(checkpoint)
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
         topology, trainer = self.parallel.topology, self._trainer()
@@ -209,23 +248,7 @@ class CheckpointHooks:
         random = self._random_state.save(at, model, by_token, self._host_world())
         checkpoint[KEY] = {"data": data, "random": random, "run": self.attempt.run_id}
         layout = {axis: getattr(topology.degrees, axis) for axis in AXES}
-        if self._saver is None:
-            group = self._host_world()
-            save_directory(
-                filepath, model, checkpoint, optimizers=optimizers, layout=layout, group=group
-            )
-            return
-        ends = trainer.received_sigterm or trainer.state.status != TrainerStatus.RUNNING
-        at_once = self._links_checkpoints or ends
-        self._saver.save(
-            filepath,
-            model,
-            checkpoint,
-            optimizers=optimizers,
-            layout=layout,
-            rotations=rotations(trainer),
-            wait=at_once,
-        )
+        return _Content(model, checkpoint, optimizers, layout)
 
     def _take_state(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the checkpoint without the state of the module, and this as hooks have left it."""
@@ -257,7 +280,7 @@ class CheckpointHooks:
         self._warn_of_loggers()
         background = None
         if config.mode == "async":
-            if self._background_group is None and dist.get_world_size() > 1:
+            if self._background_group is None:
                 self._background_group = self._new_host_group(timeout_s)
             background = Peers(self._background_group)
         callbacks = self._trainer().checkpoint_callbacks
@@ -268,6 +291,24 @@ class CheckpointHooks:
                 "returns, so saves wait for the disk; save_last=True does not need that"
             )
         self._saver = Saver(config, Peers(self._host_world()), background, self._report)
+        self._start_local(config, timeout_s)
+
+    def _start_local(self, config: CheckpointConfig, timeout_s: float) -> None:
+        options, trainer = config.local_options, self._trainer()
+        if options is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if self._local_group is None:
+            self._local_group = self._new_host_group(timeout_s)
+        self._local = LocalCheckpoints(
+            options,
+            trainer,
+            Peers(self._host_world()),
+            Peers(self._local_group),
+            process=config.process,
+            slot=self.agreement.register("local checkpoint", by_rank=False),
+            save=self.save_local,
+            report=self._report_local,
+        )
 
     def _warn_of_loggers(self) -> None:
         for given in self._trainer().loggers:
@@ -301,22 +342,35 @@ class CheckpointHooks:
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close(timeout_s=timeout_s)
+        local, self._local = self._local, None
+        if local is not None:
+            # After an error it is not worth waiting for what the next one would have replaced.
+            local.run.close(timeout_s=None if timeout_s is None else min(timeout_s, _LEAVE_S))
+            local.detach(self._trainer())
 
     def check_saves(self) -> None:
         """Report saves that have ended; raises where training is to end for it."""
         self.end_view()  # of a state_dict that was not saved
         if self._saver is not None:
             self._saver.check()
+        if self._local is not None:
+            self._local.run.check()
 
     def before_update(self) -> None:
         """Let no update overtake the copies from a device."""
         if self._saver is not None:
             self._saver.before_update()
+        if self._local is not None:
+            self._local.run.before_update()
 
     def on_train_end(self) -> None:
         """Finish the last save; callbacks have had their turn."""
         if self._saver is not None:
             self._saver.drain()
+        if self._local is not None:
+            self._local.run.drain()
+            if not self._trainer().received_sigterm:  # the next attempt may want them
+                self._local.run.clean()
         self.parallel.data.come_to_rest()  # under manual optimization what ran last is gathered
 
     def load_checkpoint(
@@ -344,6 +398,8 @@ class CheckpointHooks:
             )
         if self._saver is not None:
             self._saver.drain()
+        if self._local is not None:
+            self._local.run.drain()
         self.parallel.data.come_to_rest()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         group = self._host_world()
@@ -352,12 +408,14 @@ class CheckpointHooks:
             module.trainer,
             with_optimizers=fitting and bool(self.optimizers),
             group=group,
+            stock=None if self._local is None else self._local.run.stock,
         )
         if reader is None:
             return NoCheckpoint()
         if fitting:
-            path, size = str(reader.directory), reader.manifest.size
-            self.events.write("verified", path=path, seconds=reader.verify_s, bytes=size)
+            self._tell_of(reader)
+        if self._looks_at_loaded():
+            reader.bring(None)
         starts = fitting and reader.is_pretrained
         stored = stored_state(reader)
         kept = [StoredOptimizer(i) for i in range(len(reader.optimizers))]
@@ -382,12 +440,34 @@ class CheckpointHooks:
             self._go_on(module.trainer, reader, checkpoint)
         return checkpoint
 
+    def _tell_of(self, reader: CheckpointReader) -> None:
+        local, path, size = isinstance(reader, LocalReader), reader.directory, reader.manifest.size
+        seconds = reader.verify_s
+        self.events.write("verified", path=str(path), seconds=seconds, bytes=size, local=local)
+        if local:
+            rank_zero_info(
+                f"Going on from the local checkpoint of step {reader.manifest.step} ({path}), "
+                f"newer than what shared directories have; verified in {seconds:.2f} s"
+            )
+
+    def _looks_at_loaded(self) -> bool:
+        """Whether values are looked at on the way into the module, on any rank; collective."""
+        module = self.lightning_module
+        assert module is not None
+        callbacks: list[Callback] = self._trainer().callbacks  # type: ignore[attr-defined]
+        looks = (
+            is_overridden("on_load_checkpoint", module)
+            or any(type(c).on_load_checkpoint is not Callback.on_load_checkpoint for c in callbacks)
+            or edits_loaded(module)
+        )
+        return any(Peers(self._host_world()).collect(looks))
+
     def _go_on(
         self, trainer: Trainer, reader: CheckpointReader, checkpoint: dict[str, Any]
     ) -> None:
         """Train from where a checkpoint was saved."""
         leave_schedulers_to_averages(trainer, checkpoint.get("callbacks", {}))
-        if self._saver is not None:
+        if self._saver is not None and not isinstance(reader, LocalReader):
             self._saver.go_on_from(reader.directory, reader.manifest)
         saved = checkpoint.get(KEY, {})
         self._belong_to_run(saved.get("run"))
@@ -480,6 +560,9 @@ class CheckpointHooks:
     def _report(self, outcome: SaveOutcome) -> None:
         self.events.write("save", **asdict(outcome))
 
+    def _report_local(self, outcome: SaveOutcome) -> None:
+        self.events.write("local_save", **asdict(outcome))
+
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
@@ -489,10 +572,10 @@ class CheckpointHooks:
 
     def leave_groups_to(self, topology: Topology) -> None:
         """Have the groups that were made to save destroyed with others."""
-        for group in (self._background_group, self._checkpoint_group):
+        for group in (self._background_group, self._checkpoint_group, self._local_group):
             if group is not None:
                 topology.keep(group)
-        self._background_group = self._checkpoint_group = None
+        self._background_group = self._checkpoint_group = self._local_group = None
 
     @property
     def host_group(self) -> dist.ProcessGroup | None:
@@ -507,7 +590,10 @@ class CheckpointHooks:
             self._checkpoint_group = self._new_host_group(self._connection.timeout_s)
         return self._checkpoint_group
 
-    def _new_host_group(self, timeout_s: float) -> dist.ProcessGroup:
+    def _new_host_group(self, timeout_s: float) -> dist.ProcessGroup | None:
+        """Another tree of all processes, for a thread of its own; None for a single process."""
         size = dist.get_world_size()
+        if size == 1:
+            return None
         machines = [peer.machine for peer in self.attempt.peers] or [""] * size
         return new_tree_group(machines, timedelta(seconds=timeout_s))

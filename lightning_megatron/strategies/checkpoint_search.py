@@ -16,13 +16,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron.checkpoint.candidates import Places
+from lightning_megatron.checkpoint.local_restore import LocalStock
 from lightning_megatron.checkpoint.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.reader import CheckpointReader
 from lightning_megatron.checkpoint.storage import AnyPath, storage_path
 from lightning_megatron.errors import ConfigError
 
 AUTO = "auto"
-"""Value of ``ckpt_path`` for the newest valid checkpoint."""
+"""Value of ``ckpt_path`` for the newest valid checkpoint, shared or local."""
 
 
 class NoCheckpoint(dict[str, Any]):
@@ -45,6 +46,7 @@ def find_checkpoint(
     *,
     with_optimizers: bool,
     group: dist.ProcessGroup | None,
+    stock: LocalStock | None = None,
 ) -> CheckpointReader | None:
     """Open the checkpoint that a run starts from; collective.
 
@@ -53,6 +55,7 @@ def find_checkpoint(
         trainer: says where checkpoints are.
         with_optimizers: whether the run needs the state of the optimizers.
         group: the ranks that read; all when None.
+        stock: what the nodes have of local checkpoints, which ``"auto"`` takes into account.
 
     Returns:
         None if it is ``"auto"`` and training starts from the beginning.
@@ -64,7 +67,7 @@ def find_checkpoint(
     fitting = trainer.state.fn == TrainerFn.FITTING
     if os.fspath(path) == AUTO:
         places = checkpoint_places(trainer)
-        reader = open_newest(places, with_optimizers=with_optimizers, group=group)
+        reader = open_newest(places, with_optimizers=with_optimizers, group=group, stock=stock)
         looked = ", ".join(map(str, dict.fromkeys((*places.trees, *places.folders))))
         if reader is None and not fitting:
             raise ConfigError(

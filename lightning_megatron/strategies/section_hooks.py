@@ -167,6 +167,11 @@ class SectionHooks(ParallelStrategy):
         if before is not None:
             self.sections.enter(before)
 
+    def save_local(self) -> None:
+        """Begin to make a local checkpoint, see `CheckpointHooks`."""
+        with self.sections.section(names.CHECKPOINT):
+            super().save_local()  # type: ignore[misc]
+
     @override
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None

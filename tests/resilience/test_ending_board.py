@@ -1,6 +1,7 @@
 """Many ranks look for a cause at once; they are threads with one store."""
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -158,9 +159,27 @@ def test_a_store_that_went_with_rank_0_names_it(store: TCPStore) -> None:
             raise RuntimeError("Broken pipe")
 
     board = EndingBoard(Gone(), 1, peers, held_by_rank_0=True)
-    [cause], first = find_cause(board, "")[0], True
+    [cause], first = find_cause(board, "")
     assert str(cause).startswith("rank 0 (node0, process 7) has gone, and with it the store")
     assert first
+
+
+def test_a_store_that_does_not_answer_names_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_megatron.resilience.ending_board._SILENT_PATIENCE_S", 0.05)
+    peers = tuple(Peer(host=f"node{i}", pid=7, machine=str(i)) for i in range(2))
+    late = threading.Event()
+
+    class Slow:
+        def add(self, key: str, number: int) -> int:
+            return 1
+
+        def check(self, keys: list[str]) -> bool:
+            return late.wait(60)
+
+    board = EndingBoard(Slow(), 1, peers, held_by_rank_0=True)
+    [cause] = board.accuse_the_silent()
+    late.set()
+    assert str(cause).startswith("rank 0 (node0, process 7) does not answer, and with it the store")
 
 
 @pytest.mark.parametrize("missing", [(), (7,), (0, 1, 2), (5, 200), tuple(range(256))])
