@@ -156,7 +156,7 @@ def test_a_link_that_comes_back_costs_a_pause(
         machines[1].cut(silently=silently)
         time.sleep(down_s)
         machines[1].mend()
-        go_on(machines, runs, 3 * down_s)
+        go_on(machines, runs, 3 * down_s + 30)
         assert not (tmp_path / "hangs").exists()
 
 
