@@ -24,7 +24,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
@@ -92,6 +91,15 @@ class Turns(pl.Callback):
         if trainer.global_step >= self.crash:
             raise KeyError
 
+    @override
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step % INTERVAL == INTERVAL // 2:
+            directory = Path(trainer.default_root_dir)
+            trainer.save_checkpoint(directory / f"{trainer.global_step}.ckpt")
+            previous = directory / f"{trainer.global_step - INTERVAL}.ckpt"
+            if previous.exists():
+                trainer.strategy.remove_checkpoint(previous)
+
 
 def run(root: Path, layers: int, crash: int, *, local: bool = True) -> tuple[Turns, float]:
     """Train until the crash, from the newest checkpoint on; what was noted, and the restore."""
@@ -103,17 +111,16 @@ def run(root: Path, layers: int, crash: int, *, local: bool = True) -> tuple[Tur
         shutil.rmtree(root / f"node{NODES[rank]}", ignore_errors=True)
     strategy = Timed(zero=1, checkpoint=config)
     turns = Turns(crash)
-    shared = ModelCheckpoint(
-        os.environ["SHARED_DISK"], "{step}", every_n_train_steps=INTERVAL // 2, save_top_k=1
-    )
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=WORLD,
         strategy=strategy,
         max_epochs=-1,
         max_steps=10**6,
-        callbacks=[turns, shared],
+        callbacks=[turns],
+        default_root_dir=os.environ["SHARED_DISK"],
         logger=False,
+        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
@@ -140,7 +147,7 @@ def job(rounds: int, steps: int, layers: int, memory: Path, disk: Path) -> dict[
         os.environ["SHARED_DISK"] = str(disk / f"{layers}-{turn}")
         turns, _ = run(root, layers, steps)
         for kind, name in (("save", "shared"), ("local_save", "local")):
-            own = [e for e in turns.found[kind] if kind == "local_save" or e["step"] % INTERVAL]
+            own = turns.found[kind]
             for event in own[1:]:
                 found[f"{name} stall"].append(event["stall"])
                 found[f"{name} duration"].append(event["seconds"])
