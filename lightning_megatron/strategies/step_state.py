@@ -150,16 +150,20 @@ class StepState(Callback):
         host_group: dist.ProcessGroup | None = None,
         callbacks: Iterable[object] = (),
     ) -> None:
-        self._filled = _names_of_steps(module)
-        observers = (module, *callbacks)
-        self._used = self._filled & _names_of_hooks(observers)
-        around_a_batch = _names_of_hooks(observers, _AROUND_A_BATCH)
-        self._used_each_batch = self._filled & around_a_batch
-        self._filled_by_hooks = around_a_batch - self._filled
         self._before: dict[_Key, bytes] = {}
         self._warned: set[str] = set()
         self._module, self._device, self._gives = module, device, pp.rank == source
         self._broadcast = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
+        filled = _names_of_steps(module)
+        observers = (module, *callbacks)
+        around_a_batch = _names_of_hooks(observers, _AROUND_A_BATCH)
+        found = (
+            filled & _names_of_hooks(observers),
+            filled & around_a_batch,
+            around_a_batch - filled,
+        )
+        # The last stage decides for all: code may not be the same in every process.
+        self._used, self._used_each_batch, self._filled_by_hooks = self._broadcast(found)
         self._known: dict[_Key, bytes] = {}
         self._hooks_ran = True
 

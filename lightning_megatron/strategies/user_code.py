@@ -14,9 +14,11 @@ _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_megatron.", "torch.
 def own_functions(observer: object) -> Iterator[tuple[str, FunctionType]]:
     """Functions of an object, of its class and of the bases of that, that no library has written.
 
-    Hooks may be set on the object, as ``LambdaCallback`` does.
+    Hooks may be set on the object, as ``LambdaCallback`` does. What anybody has added to a class of
+    a library, such as ``nn.Module``, is nobody's code for this object, and not on every rank.
     """
-    for holder in (vars(observer), *map(vars, type(observer).__mro__)):
+    classes = (c for c in type(observer).__mro__ if not f"{c.__module__}.".startswith(_LIBRARIES))
+    for holder in (vars(observer), *map(vars, classes)):
         for name, value in holder.items():
             function = getattr(value, "__func__", getattr(value, "fget", value))
             if isinstance(function, FunctionType) and not _is_of_library(function):
