@@ -316,6 +316,7 @@ class _Host:
         until = time.monotonic() + _COLLECT_S
         while time.monotonic() < until:
             time.sleep(_POLL_S)
+            self._are_all_there()  # who comes now shall hear of it, too
             reports += self._new_reports()
         problems = self._problems(reports)
         self._invite_reporters(reports)

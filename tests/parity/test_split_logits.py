@@ -91,7 +91,9 @@ class NextLetter(FromMemory):
         self.log("accuracy", (logits.argmax(-1) == following).double().mean())
         chance = logits.softmax(-1).gather(-1, following[..., None])
         self.log("chance", chance.mean())
-        self.log("entropy", torch.distributions.Categorical(logits=logits).entropy().mean())
+        # By default it looks at values only in processes that have compiled nothing yet.
+        letter = torch.distributions.Categorical(logits=logits, validate_args=True)
+        self.log("entropy", letter.entropy().mean())
         plain = F.cross_entropy(logits.view(-1, VOCAB), following.flatten())
         return {"loss": loss + 0.5 * plain + 0.01 * logits.square().mean(), "logits": logits}
 

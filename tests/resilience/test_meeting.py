@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_megatron.errors import ConfigError, MissingRanksError
 from lightning_megatron.resilience import meeting
-from lightning_megatron.resilience.attempt import Attempt, Peer, recall, remember
+from lightning_megatron.resilience.attempt import KEY, Attempt, Peer, recall, remember
 from lightning_megatron.resilience.meeting import _digest, dismiss, join, report
 
 PATIENCE_S = 60.0
@@ -38,6 +38,11 @@ def everybody(store: Any, world: int, run_id: str | None = None) -> list[Attempt
             threads.submit(join, store, rank, world, PATIENCE_S, run_id) for rank in range(world)
         ]
         return [future.result() for future in futures]
+
+
+def await_hello(store: Any, rank: int, world: int) -> None:
+    """Return when a rank has come."""
+    dist.PrefixStore(KEY, store).wait([meeting._hello(rank, world)])
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +160,7 @@ def test_numbers_of_ranks_that_differ_are_named(store: Any) -> None:
 def test_a_rank_that_cannot_take_part_ends_all(store: Any) -> None:
     with ThreadPoolExecutor(3) as threads:
         futures = [threads.submit(join, store, rank, 3, PATIENCE_S) for rank in range(2)]
+        await_hello(store, 1, 3)
         report(store, 17, ["NODE_RANK=17 is wrong"])
         said = {f"{Peer.here().host}: NODE_RANK=17 is wrong"}
         assert fail(futures, "NODE_RANK", ConfigError) == said
