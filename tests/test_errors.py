@@ -103,7 +103,14 @@ def test_rank_0_speaks(tmp_path: Path) -> None:
 def test_torchrun(tmp_path: Path) -> None:
     """One rank's text stands before torchrun's own summary."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    action = 'error = ConfigError("x=1: wrong")\nerror.told_by_rank_0 = True\nraise error'
+    # torchrun ends the other rank with the first, however far that has come.
+    both = (
+        "import os, pathlib, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "(folder / f'here_{os.environ[\"RANK\"]}').touch()\n"
+        "while len(list(folder.glob('here_*'))) < 2: time.sleep(0.01)\n"
+    )
+    action = f'{both}error = ConfigError("x=1: wrong")\nerror.told_by_rank_0 = True\nraise error'
     process = start(action, tmp_path, *torchrun)
     printed, said = process.communicate(timeout=120)
     assert printed == 2 * "x=0: caught\n"
