@@ -40,8 +40,8 @@ from benchmarks.harness import (
 from benchmarks.recomputation import CONFIGS, LiveBytes, step_of, stepper
 from lightning_megatron import MegatronStrategy, MemoryConfig
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.parallel.knapsack import BlockCosts, Way, needed
-from lightning_megatron.parallel.recompute import recompute_each
+from lightning_megatron.parallel.activations.checkpointing import recompute_each
+from lightning_megatron.parallel.activations.knapsack import BlockCosts, Way, needed
 from lightning_megatron.testing import WorkerPool
 
 LENGTH = 128

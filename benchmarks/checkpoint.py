@@ -31,7 +31,7 @@ from benchmarks.data_parallel import ShardedByUser
 from benchmarks.harness import Model, Tokens, arguments, report
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.config import CheckpointConfig
-from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
 

@@ -26,17 +26,24 @@ from typing import Any
 import torch
 
 from benchmarks.harness import parser, report
-from lightning_megatron.checkpoint.digest import entry_of
-from lightning_megatron.checkpoint.index import ShardIndex
-from lightning_megatron.checkpoint.manifest import (
+from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
+from lightning_megatron.checkpoint.directory.digest import entry_of
+from lightning_megatron.checkpoint.directory.index import ShardIndex
+from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
     Manifest,
     PartEntry,
     TensorEntry,
     read_manifest,
 )
-from lightning_megatron.checkpoint.part import ChunkEntry, FileEntry, Part, part_file
-from lightning_megatron.checkpoint.planning import (
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    ChunkEntry,
+    FileEntry,
+    Part,
+    part_file,
+)
+from lightning_megatron.checkpoint.directory.sealed_text import encoded
+from lightning_megatron.checkpoint.save.write_assignment import (
     OFFERS_EACH,
     Offer,
     _offer,
@@ -44,8 +51,6 @@ from lightning_megatron.checkpoint.planning import (
     _unpacked,
     assign,
 )
-from lightning_megatron.checkpoint.runs import Rectangle
-from lightning_megatron.checkpoint.sealed_text import encoded
 
 TP = 8
 _SHAPES = ((8192, 8192), (11008, 4096))

@@ -37,10 +37,10 @@ from lightning_megatron import (
     PipelineSequential,
 )
 from lightning_megatron._torch import watch_waits
+from lightning_megatron.fault_tolerance.hangs.heartbeat import Page
+from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork
 from lightning_megatron.monitoring.events import read_events
-from lightning_megatron.resilience.heartbeat import Page
-from lightning_megatron.resilience.sections import SectionClock
-from lightning_megatron.resilience.slow_rank import OwnWork
+from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.testing import WorkerPool
 
 LIMIT_S, HANG_S, STEP_S, WIDTH = 1.0, 3.0, 0.02, 16

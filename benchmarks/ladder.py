@@ -52,7 +52,7 @@ from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy
 from lightning_megatron.hardware import peak_flops
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import count_parameters, training_flops_per_token
-from lightning_megatron.parallel.memory import MemoryConfig, Mode
+from lightning_megatron.parallel.activations.config import MemoryConfig, Mode
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in float32."""

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from benchmarks.harness import arguments, report
 from lightning_megatron import CheckpointConfig, LocalCheckpointConfig, MegatronStrategy
-from lightning_megatron.checkpoint.local_inventory import read_inventory
+from lightning_megatron.checkpoint.local.inventory import read_inventory
 from lightning_megatron.testing import WorkerPool
 
 WORLD, INTERVAL, WIDTH = 4, 12, 1024

@@ -16,12 +16,12 @@ import time
 from typing import Any
 
 from benchmarks.harness import parser, report
-from lightning_megatron.resilience import interfaces
-from lightning_megatron.resilience.heartbeat import Beat, Member
-from lightning_megatron.resilience.json_lines import PERIOD_S
-from lightning_megatron.resilience.node_board import BoardHolder, Node, pack
-from lightning_megatron.resilience.stacks import ProcessState
-from lightning_megatron.resilience.verdict import View, suspect
+from lightning_megatron.fault_tolerance.hangs.diagnosis import View, suspect
+from lightning_megatron.fault_tolerance.hangs.heartbeat import Beat, Member
+from lightning_megatron.fault_tolerance.hangs.json_lines import PERIOD_S
+from lightning_megatron.fault_tolerance.hangs.node_board import BoardHolder, Node, pack
+from lightning_megatron.fault_tolerance.hangs.stack_dump import ProcessState
+from lightning_megatron.launch import interfaces
 
 RANKS, LOOK_S, WATCHED_S, TOKEN = 8, 0.5, 10.0, "word"
 

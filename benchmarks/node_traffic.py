@@ -31,8 +31,8 @@ from typing_extensions import override
 from benchmarks.harness import Model, Tokens, parser, report
 from lightning_megatron import CommunicationMonitor, MegatronStrategy
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.parallel.data import ShardingConfig
 from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.parallel.zero import ShardingConfig
 
 NODES, PER_NODE = 2, 2
 CONFIG = TransformerConfig(hidden_size=256, num_layers=4, num_heads=8)

@@ -32,12 +32,12 @@ from torch.distributed.pipelining import schedules as peers
 
 from benchmarks.harness import arguments, interleave, report, slowest
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.pipeline.links import Links
 from lightning_megatron.pipeline.runner import Pipeline
-from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule
-from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.schedules.schedule import SCHEDULES, make_schedule
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology

@@ -419,7 +419,7 @@ def undisturbed(options: dict[str, Any]) -> list[Any]:
 
 def cost(rank: int, ranks: int, port: int, rounds: int) -> dict[str, float]:
     """Microseconds of a settlement and of Lightning's broadcast, in turns."""
-    from lightning_megatron.strategies.agreement import Agreement
+    from lightning_megatron.strategy.votes import Agreement
 
     if ranks > 1:
         address = f"tcp://127.0.0.1:{port}"

@@ -43,9 +43,9 @@ from benchmarks.harness import (
 from lightning_megatron import MegatronStrategy, MemoryConfig
 from lightning_megatron._torch import TorchDispatchMode, tree_flatten
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.parallel.blocks import transform_blocks
-from lightning_megatron.parallel.memory import blocks_to_recompute
-from lightning_megatron.parallel.wrapping import outermost
+from lightning_megatron.parallel.activations.config import blocks_to_recompute
+from lightning_megatron.parallel.block_transforms import transform_blocks
+from lightning_megatron.parallel.forward_wrapper import outermost
 from lightning_megatron.testing import WorkerPool
 
 LENGTH = 512

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from benchmarks.harness import parser, report
 from lightning_megatron._torch import HashStore, PrefixStore, Store, connect_gloo
 from lightning_megatron.comm.tree import branches
-from lightning_megatron.resilience.attempt import Peer
-from lightning_megatron.resilience.cause_search import find_cause
-from lightning_megatron.resilience.ending_board import EndingBoard
-from lightning_megatron.resilience.meeting import join
-from lightning_megatron.resilience.meeting_place import host_store, reach_store
-from lightning_megatron.strategies.agreement import Agreement
+from lightning_megatron.fault_tolerance.failures.board import EndingBoard
+from lightning_megatron.fault_tolerance.failures.search import find_cause
+from lightning_megatron.launch.attempt import Peer
+from lightning_megatron.launch.rendezvous import join
+from lightning_megatron.launch.rendezvous_store import host_store, reach_store
+from lightning_megatron.strategy.votes import Agreement
 from lightning_megatron.testing import WorkerPool
 
 PER_MACHINE = 8

@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
-from lightning_megatron.cli.rehearsal import Rehearsal, read_rehearsal, run_command, table
-from lightning_megatron.testing.faults import Fault
-from lightning_megatron.testing.timetable import random_faults
+from lightning_megatron.testing.chaos.faults import Fault
+from lightning_megatron.testing.chaos.runner import Rehearsal, read_rehearsal, run_command, table
+from lightning_megatron.testing.chaos.timetable import random_faults
 
 RANKS = 4
 KINDS = (

@@ -9,123 +9,123 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.callbacks.alerts import Alerts
-    from lightning_megatron.callbacks.chaos import ChaosMonkey
-    from lightning_megatron.callbacks.checkpoints import CheckpointMonitor
-    from lightning_megatron.callbacks.communication import CommunicationMonitor
-    from lightning_megatron.callbacks.console import ConsoleLine
-    from lightning_megatron.callbacks.event_log import EventLogWriter
-    from lightning_megatron.callbacks.fault_tolerance import FaultTolerance
-    from lightning_megatron.callbacks.gradients import GradientMonitor
-    from lightning_megatron.callbacks.hang_detector import HangDetector
-    from lightning_megatron.callbacks.logger_guard import LoggerGuard
-    from lightning_megatron.callbacks.loss_monitor import LossMonitor
-    from lightning_megatron.callbacks.memory import MemoryMonitor
-    from lightning_megatron.callbacks.monitor import Monitor
-    from lightning_megatron.callbacks.noise_scale import GradientNoiseScale
-    from lightning_megatron.callbacks.number_guard import NumberGuard
-    from lightning_megatron.callbacks.parameter_norm import ParameterNorm
-    from lightning_megatron.callbacks.pipeline_monitor import PipelineMonitor
-    from lightning_megatron.callbacks.preemption import Preemption
-    from lightning_megatron.callbacks.profiler_window import ProfilerWindow
-    from lightning_megatron.callbacks.prometheus import PrometheusEndpoint
-    from lightning_megatron.callbacks.replica_check import ReplicaCheck
-    from lightning_megatron.callbacks.restart_policy import RestartPolicy
-    from lightning_megatron.callbacks.slow_rank import SlowRankDetector
-    from lightning_megatron.callbacks.throughput import ThroughputMonitor
-    from lightning_megatron.callbacks.worker_guard import WorkerGuard
     from lightning_megatron.checkpoint.config import CheckpointConfig
-    from lightning_megatron.checkpoint.export import (
+    from lightning_megatron.checkpoint.gather import gather
+    from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
+    from lightning_megatron.checkpoint.offline.export import (
         convert_to_lightning,
         export_safetensors,
         load_from_checkpoint,
     )
-    from lightning_megatron.checkpoint.gather import gather
-    from lightning_megatron.checkpoint.hf_export import export_hugging_face
-    from lightning_megatron.checkpoint.hf_import import import_hugging_face
-    from lightning_megatron.checkpoint.lightning_import import import_lightning
-    from lightning_megatron.checkpoint.local_config import LocalCheckpointConfig
-    from lightning_megatron.checkpoint.transformer import load_transformer
+    from lightning_megatron.checkpoint.offline.huggingface.export_model import export_hugging_face
+    from lightning_megatron.checkpoint.offline.huggingface.import_model import import_hugging_face
+    from lightning_megatron.checkpoint.offline.huggingface.transformer import load_transformer
+    from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
     from lightning_megatron.errors import ConfigError
+    from lightning_megatron.fault_tolerance.hangs.detector import HangDetector
+    from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard
+    from lightning_megatron.fault_tolerance.numbers.responses import RollbackConfig
+    from lightning_megatron.fault_tolerance.numbers.spikes import SpikeConfig
+    from lightning_megatron.fault_tolerance.preemption.callback import Preemption
+    from lightning_megatron.fault_tolerance.replicas.check import ReplicaCheck
+    from lightning_megatron.fault_tolerance.restarts.policy import RestartPolicy
+    from lightning_megatron.fault_tolerance.slow_ranks.detector import SlowRankDetector
+    from lightning_megatron.fault_tolerance.suite import FaultTolerance
+    from lightning_megatron.fault_tolerance.workers.guard import WorkerGuard
     from lightning_megatron.layers.linear_loss import LinearCrossEntropy
+    from lightning_megatron.layers.sequential import PipelineSequential
     from lightning_megatron.models.config import TransformerConfig
     from lightning_megatron.models.generate import generate
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.monitoring.alert_rules import Rule
+    from lightning_megatron.monitoring.alerts import Alerts
+    from lightning_megatron.monitoring.checkpoint_monitor import CheckpointMonitor
+    from lightning_megatron.monitoring.communication import CommunicationMonitor
+    from lightning_megatron.monitoring.console import ConsoleLine
+    from lightning_megatron.monitoring.event_log import EventLogWriter
+    from lightning_megatron.monitoring.gradients import GradientMonitor
+    from lightning_megatron.monitoring.logger_guard import LoggerGuard
+    from lightning_megatron.monitoring.loss_monitor import LossMonitor
+    from lightning_megatron.monitoring.memory import MemoryMonitor
+    from lightning_megatron.monitoring.monitor import Monitor
+    from lightning_megatron.monitoring.noise_scale import GradientNoiseScale
+    from lightning_megatron.monitoring.parameter_norm import ParameterNorm
+    from lightning_megatron.monitoring.pipeline_monitor import PipelineMonitor
+    from lightning_megatron.monitoring.profiler_window import ProfilerWindow
+    from lightning_megatron.monitoring.prometheus import PrometheusEndpoint
+    from lightning_megatron.monitoring.throughput import ThroughputMonitor
     from lightning_megatron.optim.muon import Muon
-    from lightning_megatron.parallel.data import ShardingConfig
-    from lightning_megatron.parallel.memory import MemoryConfig
+    from lightning_megatron.parallel.activations.config import MemoryConfig
     from lightning_megatron.parallel.plan import PipelineConfig
-    from lightning_megatron.pipeline.sequential import PipelineSequential
+    from lightning_megatron.parallel.zero import ShardingConfig
     from lightning_megatron.precision.bf16 import Bf16MixedPrecision, Bf16TruePrecision
     from lightning_megatron.precision.fp8 import Fp8Precision
     from lightning_megatron.precision.fp16 import Fp16Precision
-    from lightning_megatron.resilience.responses import RollbackConfig
-    from lightning_megatron.resilience.spikes import SpikeConfig
-    from lightning_megatron.strategies.connection import ConnectionConfig
-    from lightning_megatron.strategies.megatron import MegatronStrategy
+    from lightning_megatron.strategy.megatron import MegatronStrategy
+    from lightning_megatron.strategy.processes.connection import ConnectionConfig
+    from lightning_megatron.testing.chaos.monkey import ChaosMonkey
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Alerts": "callbacks.alerts",
+    "Alerts": "monitoring.alerts",
     "Bf16MixedPrecision": "precision.bf16",
     "Bf16TruePrecision": "precision.bf16",
-    "ChaosMonkey": "callbacks.chaos",
+    "ChaosMonkey": "testing.chaos.monkey",
     "CheckpointConfig": "checkpoint.config",
-    "CheckpointMonitor": "callbacks.checkpoints",
-    "CommunicationMonitor": "callbacks.communication",
+    "CheckpointMonitor": "monitoring.checkpoint_monitor",
+    "CommunicationMonitor": "monitoring.communication",
     "ConfigError": "errors",
-    "ConnectionConfig": "strategies.connection",
-    "ConsoleLine": "callbacks.console",
-    "EventLogWriter": "callbacks.event_log",
-    "FaultTolerance": "callbacks.fault_tolerance",
+    "ConnectionConfig": "strategy.processes.connection",
+    "ConsoleLine": "monitoring.console",
+    "EventLogWriter": "monitoring.event_log",
+    "FaultTolerance": "fault_tolerance.suite",
     "Fp16Precision": "precision.fp16",
     "Fp8Precision": "precision.fp8",
-    "GradientMonitor": "callbacks.gradients",
-    "GradientNoiseScale": "callbacks.noise_scale",
-    "HangDetector": "callbacks.hang_detector",
+    "GradientMonitor": "monitoring.gradients",
+    "GradientNoiseScale": "monitoring.noise_scale",
+    "HangDetector": "fault_tolerance.hangs.detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
     "Muon": "optim.muon",
     "LinearCrossEntropy": "layers.linear_loss",
-    "LocalCheckpointConfig": "checkpoint.local_config",
+    "LocalCheckpointConfig": "checkpoint.local.config",
     "LanguageModel": "module",
-    "LoggerGuard": "callbacks.logger_guard",
-    "MegatronStrategy": "strategies.megatron",
-    "MemoryConfig": "parallel.memory",
-    "LossMonitor": "callbacks.loss_monitor",
-    "MemoryMonitor": "callbacks.memory",
-    "Monitor": "callbacks.monitor",
-    "NumberGuard": "callbacks.number_guard",
-    "ParameterNorm": "callbacks.parameter_norm",
+    "LoggerGuard": "monitoring.logger_guard",
+    "MegatronStrategy": "strategy.megatron",
+    "MemoryConfig": "parallel.activations.config",
+    "LossMonitor": "monitoring.loss_monitor",
+    "MemoryMonitor": "monitoring.memory",
+    "Monitor": "monitoring.monitor",
+    "NumberGuard": "fault_tolerance.numbers.guard",
+    "ParameterNorm": "monitoring.parameter_norm",
     "PipelineConfig": "parallel.plan",
-    "PipelineMonitor": "callbacks.pipeline_monitor",
-    "PipelineSequential": "pipeline.sequential",
-    "Preemption": "callbacks.preemption",
-    "ProfilerWindow": "callbacks.profiler_window",
-    "PrometheusEndpoint": "callbacks.prometheus",
-    "RestartPolicy": "callbacks.restart_policy",
-    "ReplicaCheck": "callbacks.replica_check",
+    "PipelineMonitor": "monitoring.pipeline_monitor",
+    "PipelineSequential": "layers.sequential",
+    "Preemption": "fault_tolerance.preemption.callback",
+    "ProfilerWindow": "monitoring.profiler_window",
+    "PrometheusEndpoint": "monitoring.prometheus",
+    "RestartPolicy": "fault_tolerance.restarts.policy",
+    "ReplicaCheck": "fault_tolerance.replicas.check",
     "ResumableSampler": "data.sampler",
-    "RollbackConfig": "resilience.responses",
+    "RollbackConfig": "fault_tolerance.numbers.responses",
     "Rule": "monitoring.alert_rules",
-    "ShardingConfig": "parallel.data",
+    "ShardingConfig": "parallel.zero",
     "gather": "checkpoint.gather",
-    "SlowRankDetector": "callbacks.slow_rank",
-    "SpikeConfig": "resilience.spikes",
-    "ThroughputMonitor": "callbacks.throughput",
-    "WorkerGuard": "callbacks.worker_guard",
-    "convert_to_lightning": "checkpoint.export",
-    "export_hugging_face": "checkpoint.hf_export",
-    "export_safetensors": "checkpoint.export",
+    "SlowRankDetector": "fault_tolerance.slow_ranks.detector",
+    "SpikeConfig": "fault_tolerance.numbers.spikes",
+    "ThroughputMonitor": "monitoring.throughput",
+    "WorkerGuard": "fault_tolerance.workers.guard",
+    "convert_to_lightning": "checkpoint.offline.export",
+    "export_hugging_face": "checkpoint.offline.huggingface.export_model",
+    "export_safetensors": "checkpoint.offline.export",
     "generate": "models.generate",
-    "import_hugging_face": "checkpoint.hf_import",
-    "import_lightning": "checkpoint.lightning_import",
-    "load_from_checkpoint": "checkpoint.export",
-    "load_transformer": "checkpoint.transformer",
+    "import_hugging_face": "checkpoint.offline.huggingface.import_model",
+    "import_lightning": "checkpoint.offline.lightning_import",
+    "load_from_checkpoint": "checkpoint.offline.export",
+    "load_transformer": "checkpoint.offline.huggingface.transformer",
 }
 
 __all__ = [
@@ -196,7 +196,7 @@ def __dir__() -> list[str]:
 
 def _megatron(**options: Any) -> "MegatronStrategy":
     """Build the strategy for ``Trainer(strategy="megatron")``."""
-    from lightning_megatron.strategies.megatron import MegatronStrategy
+    from lightning_megatron.strategy.megatron import MegatronStrategy
 
     return MegatronStrategy(**options)
 

@@ -15,23 +15,23 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.export import load_from_checkpoint
-from lightning_megatron.checkpoint.manifest import is_checkpoint
-from lightning_megatron.checkpoint.transformer import stored_config
+from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
+from lightning_megatron.checkpoint.offline.export import load_from_checkpoint
+from lightning_megatron.checkpoint.offline.huggingface.transformer import stored_config
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
-from lightning_megatron.optim.choice import (
+from lightning_megatron.optim.build import (
     OptimizerName,
     ScheduleName,
     choice_problems,
     make_optimizer,
     make_schedule,
 )
-from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.problems import at_least, holds, switches, whole_numbers
 
 
@@ -57,7 +57,7 @@ class LanguageModel(pl.LightningModule):
         chunked_loss: compute head and loss together, 1024 tokens at a time, so that the logits of a
             batch are never in memory (`layers.linear_loss`).
         optimizer: ``adamw``, ``muon`` or ``lion``, also with state in few bits (``adamw-bfloat16``,
-            ``adamw-int8``, ...), or ``adafactor`` (`optim.choice`).
+            ``adamw-int8``, ...), or ``adafactor`` (`optim.build`).
         schedule: what follows the warmup: ``cosine``, ``stable-decay`` (a plateau, and a fall in
             the last fifth), ``inverse-sqrt`` or ``constant``.
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.checkpoint.state import Chunk
+from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.parallel.apply import ParallelModule
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]

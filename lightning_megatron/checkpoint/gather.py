@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.assembly import Rectangle, assemble, describe
-from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.state import Chunk, model_chunks
+from lightning_megatron.checkpoint.chunks import Chunk, model_chunks
+from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.parallel.apply import layout_of
 

@@ -31,9 +31,7 @@ from lightning_megatron._torch import (
     tree_map,
 )
 from lightning_megatron.checkpoint.assembly import assemble, describe
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, Shelf
-from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.state import (
+from lightning_megatron.checkpoint.chunks import (
     StateMapping,
     clean_name,
     own_chunks,
@@ -42,11 +40,13 @@ from lightning_megatron.checkpoint.state import (
     versions_of,
     whole,
 )
+from lightning_megatron.checkpoint.load.lazy_tensor import LazyTensor, Shelf
+from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.restore import is_whole
-from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
+from lightning_megatron.parallel.unparallelize import is_whole
 
 
 @dataclass(frozen=True, kw_only=True)

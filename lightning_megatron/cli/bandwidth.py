@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron import env
-from lightning_megatron.resilience.interfaces import loopback
+from lightning_megatron.launch.interfaces import loopback
 
 LARGE_BYTES = 16 << 20
 _TIMEOUT_S = 60

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_megatron.cli.rehearsal import read_rehearsal, run_command, table
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.testing.faults import KINDS, Fault, parse_faults
-from lightning_megatron.testing.timetable import random_faults
+from lightning_megatron.testing.chaos.faults import KINDS, Fault, parse_faults
+from lightning_megatron.testing.chaos.runner import read_rehearsal, run_command, table
+from lightning_megatron.testing.chaos.timetable import random_faults
 
 _KINDS = "kill segfault abort exception slow:steps=5"
 _DURATION_S = 600.0

@@ -11,9 +11,9 @@ from typing import Any
 from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.document import read_document
-from lightning_megatron.checkpoint.export import plain_hyper_parameters
-from lightning_megatron.checkpoint.manifest import is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.offline.export import plain_hyper_parameters
+from lightning_megatron.checkpoint.trainer_state.document import read_document
 
 
 class CheckpointCLI(LightningCLI):

@@ -15,16 +15,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.candidates import Places, candidates, is_candidate, renamed
-from lightning_megatron.checkpoint.commit import CORRUPT, locate
-from lightning_megatron.checkpoint.manifest import (
+from lightning_megatron.checkpoint.directory.candidates import (
+    Places,
+    candidates,
+    is_candidate,
+    renamed,
+)
+from lightning_megatron.checkpoint.directory.commit import CORRUPT, locate
+from lightning_megatron.checkpoint.directory.manifest import (
     METADATA_FILE,
     Manifest,
     is_checkpoint,
     local_path,
     read_manifest,
 )
-from lightning_megatron.checkpoint.storage import AnyPath, sizes, storage_path
+from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 
@@ -194,9 +199,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _index(options: argparse.Namespace) -> int:
     # Late: the other commands need not wait for torch.
-    from lightning_megatron.checkpoint.commit import write_durably
-    from lightning_megatron.checkpoint.dcp_index import pickled_index
-    from lightning_megatron.checkpoint.reader import CheckpointReader
+    from lightning_megatron.checkpoint.directory.commit import write_durably
+    from lightning_megatron.checkpoint.directory.dcp_metadata import pickled_index
+    from lightning_megatron.checkpoint.load.reader import CheckpointReader
 
     reader = CheckpointReader(local_path(options.path), alone=True)
     directory, manifest, index = reader.directory, reader.manifest, reader.index
@@ -216,8 +221,8 @@ def _index(options: argparse.Namespace) -> int:
 
 def _verdict(path: AnyPath) -> dict[str, Any]:
     # Late: the other commands need not wait for torch.
-    from lightning_megatron.checkpoint.reader import CheckpointReader
-    from lightning_megatron.checkpoint.verify import foreign_files, is_shared
+    from lightning_megatron.checkpoint.directory.verify import foreign_files, is_shared
+    from lightning_megatron.checkpoint.load.reader import CheckpointReader
 
     verdict: dict[str, Any] = {"path": str(path), "exit": 0, "fault": None}
     begin = time.perf_counter()

@@ -135,7 +135,10 @@ def _refuse_idle_options(options: argparse.Namespace) -> None:
 
 def _to_file(options: argparse.Namespace) -> Path:
     # Late here and below: --help need not wait for torch.
-    from lightning_megatron.checkpoint.export import convert_to_lightning, export_safetensors
+    from lightning_megatron.checkpoint.offline.export import (
+        convert_to_lightning,
+        export_safetensors,
+    )
 
     file: Path = options.target
     writers = {".safetensors": export_safetensors, ".ckpt": convert_to_lightning}
@@ -152,7 +155,7 @@ def _to_file(options: argparse.Namespace) -> Path:
 def _to_hugging_face(options: argparse.Namespace) -> Path:
     import torch
 
-    from lightning_megatron.checkpoint.hf_export import export_hugging_face
+    from lightning_megatron.checkpoint.offline.huggingface.export_model import export_hugging_face
 
     export_hugging_face(
         options.source,
@@ -169,7 +172,7 @@ def _to_hugging_face(options: argparse.Namespace) -> Path:
 def _from_hugging_face(options: argparse.Namespace) -> Path:
     import torch
 
-    from lightning_megatron.checkpoint.hf_import import import_hugging_face
+    from lightning_megatron.checkpoint.offline.huggingface.import_model import import_hugging_face
 
     import_hugging_face(
         options.source,
@@ -184,7 +187,7 @@ def _from_hugging_face(options: argparse.Namespace) -> Path:
 def _from_lightning(options: argparse.Namespace) -> Path:
     import torch
 
-    from lightning_megatron.checkpoint.lightning_import import import_lightning
+    from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
 
     import_lightning(
         options.source,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lightning_megatron.cli import examination
-from lightning_megatron.cli.examination import Finding
+from lightning_megatron.cli import doctor_checks as examination
+from lightning_megatron.cli.doctor_checks import Finding
 
 _CODES = {"ok": 0, "warning": 1, "bad": 2}
 _SIGNS = {"ok": "ok     ", "warning": "WARNING", "bad": "BAD    "}

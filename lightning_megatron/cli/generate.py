@@ -61,7 +61,7 @@ def _continued(options: argparse.Namespace) -> str:
     # Late: --help need not wait for torch.
     import torch
 
-    from lightning_megatron.checkpoint.transformer import load_transformer
+    from lightning_megatron.checkpoint.offline.huggingface.transformer import load_transformer
     from lightning_megatron.models.generate import generate as continue_tokens
 
     model = load_transformer(options.checkpoint, device=options.device)

@@ -1,83 +1,101 @@
-"""What the command says when training is done: where things are, and how to go on elsewhere."""
+"""`lightning-megatron report`: a run as one HTML page, from the events that it left behind."""
 
-import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The traces of a finished run."""
-
-    log_dir: str | None
-    """Folder of the logger."""
-    checkpoint: str | None
-    """The newest checkpoint."""
-    step: int
-    """Optimizer steps done."""
-    tp: int | None
-    """Degree of tensor parallelism; None under another strategy."""
-    pp: int | None
-    """Degree of pipeline parallelism; None under another strategy."""
-    max_pp: int = 1
-    """The longest pipeline that the model allows."""
+from lightning_megatron.checkpoint.directory.commit import CORRUPT, locate
+from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
+from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
+from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from lightning_megatron.monitoring.report.page import page, verdict
+from lightning_megatron.monitoring.report.run_history import Story, read_story
 
 
-def other_layout(outcome: Outcome) -> dict[str, str]:
-    """Return strategy options of another layout with as many model-parallel ranks, if there is one.
-
-    All in the pipeline where the model has enough layers, else all in tensor parallelism.
-    """
-    if outcome.tp is None or outcome.pp is None:
-        return {}
-    ranks = outcome.tp * outcome.pp
-    for tp, pp in ((1, ranks), (ranks, 1)):
-        if (tp, pp) != (outcome.tp, outcome.pp) and pp <= outcome.max_pp:
-            return {"--trainer.strategy.tp": str(tp), "--trainer.strategy.pp": str(pp)}
-    return {}
-
-
-def with_options(args: Sequence[str], options: Mapping[str, str]) -> list[str]:
-    """Return a command line in which `options` replace what `args` says about them."""
-    kept: list[str] = []
-    skip = False
-    for arg in args:
-        name, _, value = arg.partition("=")
-        if skip:
-            skip = False
-        elif name in options:
-            skip = not value
-        else:
-            kept.append(arg)
-    return kept + [part for pair in options.items() for part in pair]
-
-
-def resume_command(args: Sequence[str], outcome: Outcome) -> str | None:
-    """Return the command that trains on from the checkpoint, as long again, in another layout."""
-    if outcome.checkpoint is None:
-        return None
-    options = {
-        **other_layout(outcome),
-        "--trainer.max_steps": str(2 * outcome.step),
-        "--ckpt_path": outcome.checkpoint,
-    }
-    return shlex.join(["lightning-megatron", *with_options(args, options)])
-
-
-def report(args: Sequence[str], outcome: Outcome) -> str:
-    """Return the text to print after `fit`.
+def report(args: Sequence[str]) -> int:
+    """Run the subcommand.
 
     Args:
-        args: the command line of the run, without the program's name.
-        outcome: what the run left behind.
+        args: the command line after `report`.
+
+    Returns:
+        The exit code: 0; 2 if there is no run, or the page cannot be written.
     """
-    lines = [f"Trained to step {outcome.step}."]
-    if outcome.log_dir:
-        lines.append(f"  log         {outcome.log_dir}")
-    if outcome.checkpoint:
-        lines.append(f"  checkpoint  {outcome.checkpoint}")
-    command = resume_command(args, outcome)
-    if command:
-        where = "under another layout" if other_layout(outcome) else "from here"
-        lines += ["", f"Go on {where}:", f"  {command}"]
-    return "\n".join(lines)
+    options = _parser().parse_args(list(args))
+    out = options.output or options.run_dir / "report.html"
+    try:
+        story = read_story(options.run_dir, options.run)
+        story.states = _states(story, options.verify)
+        out.write_text(page(story), "utf-8")
+    except (ConfigError, OSError) as error:
+        print(f"lightning-megatron: {error}", file=sys.stderr)
+        return 2
+    print(verdict(story))
+    print(f"  report      {out}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron report",
+        description="Make an HTML page of what a run has left behind, however it ended.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="where its events/ are")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: RUN_DIR/report.html"
+    )
+    parser.add_argument("--run", metavar="ID", help="which run; default: the newest")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the checkpoints with their hashes"
+    )
+    return parser
+
+
+def _states(story: Story, verify: bool) -> dict[str, str]:
+    paths = {str(save["path"]) for save in story.saves if save.get("ok")}
+    return {path: _state(path, story.run_dir, verify) for path in sorted(paths)}
+
+
+def _state(path: str, run_dir: str, verify: bool) -> str:
+    """What became of a checkpoint: a word of `monitoring.report.tables.STATES`."""
+    try:
+        place = _place(path, run_dir)
+        if place is None:
+            return "gone"
+        if not is_checkpoint(place):
+            return "torn"
+        manifest = read_manifest(place)
+        for name, entry in manifest.files.items():
+            if (place / name).stat().st_size != entry.size:
+                return "damaged"
+        return _verified(place) if verify else "complete"
+    except DamagedCheckpointError:
+        return "damaged"
+    except CheckpointError:
+        return "torn"
+    except (OSError, ConfigError):
+        return "unknown"
+
+
+def _place(path: str, run_dir: str) -> AnyPath | None:
+    """Where it is; the directory of the run may have moved."""
+    given = storage_path(path) if "://" in path else Path(path)
+    places: list[AnyPath] = [given]
+    if isinstance(given, Path):
+        places += [Path(run_dir) / given, Path(run_dir) / given.name]
+    for place in places:
+        found = locate(place)
+        if found.is_dir():
+            return found
+        if any(place.parent.glob(f"{place.name}{CORRUPT}*")):
+            raise DamagedCheckpointError(f"{place}: was found damaged and renamed")
+    return None
+
+
+def _verified(place: AnyPath) -> str:
+    # Late: without --verify nobody waits for torch.
+    from lightning_megatron.checkpoint.load.reader import CheckpointReader
+
+    reader = CheckpointReader(place, alone=True)
+    return "verified" if reader.manifest.is_sealed else "complete"

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.pipeline.choose import StageCosts, choose_schedule
-from lightning_megatron.pipeline.draw import draw_timeline, write_trace
-from lightning_megatron.pipeline.schedule import (
+from lightning_megatron.schedules.draw import draw_timeline, write_trace
+from lightning_megatron.schedules.schedule import (
     AUTO,
     SCHEDULES,
     Kind,
@@ -24,7 +23,8 @@ from lightning_megatron.pipeline.schedule import (
     load_schedule,
     make_schedule,
 )
-from lightning_megatron.pipeline.simulate import Timeline, render, simulate
+from lightning_megatron.schedules.search import StageCosts, choose_schedule
+from lightning_megatron.schedules.simulate import Timeline, render, simulate
 
 _TIMES = ("forward", "backward_input", "backward_weight", "send")
 _LETTERS = {

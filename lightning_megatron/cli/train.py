@@ -17,23 +17,24 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
-# With "as", classes that are imported so that the parser knows their short names.
-from lightning_megatron.callbacks.chaos import ChaosMonkey as ChaosMonkey
-from lightning_megatron.callbacks.fault_tolerance import FaultTolerance as FaultTolerance
-from lightning_megatron.callbacks.monitor import Monitor as Monitor
-from lightning_megatron.callbacks.profiler_window import ProfilerWindow as ProfilerWindow
-from lightning_megatron.cli.mistakes import explain, unknown_strategy
-from lightning_megatron.cli.report import Outcome, report
+from lightning_megatron.cli.end_summary import Outcome, report
+from lightning_megatron.cli.option_errors import explain, unknown_strategy
 from lightning_megatron.data.text import TextDataModule as TextDataModule
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.fault_tolerance.suite import FaultTolerance as FaultTolerance
 from lightning_megatron.module import LanguageModel as LanguageModel
+from lightning_megatron.monitoring.monitor import Monitor as Monitor
+from lightning_megatron.monitoring.profiler_window import ProfilerWindow as ProfilerWindow
 from lightning_megatron.precision.fp8 import Fp8Precision as Fp8Precision
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.strategy.megatron import MegatronStrategy
+
+# With "as", classes that are imported so that the parser knows their short names.
+from lightning_megatron.testing.chaos.monkey import ChaosMonkey as ChaosMonkey
 
 _DEFAULTS = {
     "model": "lightning_megatron.module.LanguageModel",
     "data": "lightning_megatron.data.text.TextDataModule",
-    "trainer.strategy": "lightning_megatron.strategies.megatron.MegatronStrategy",
+    "trainer.strategy": "lightning_megatron.strategy.megatron.MegatronStrategy",
 }
 """Classes that are used where neither a file nor an option names others."""
 

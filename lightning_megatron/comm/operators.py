@@ -27,7 +27,7 @@ anyway.
 once more in the backward, which each rank decides for itself, by a search whose ties it may break
 in its own way. Of operators that it does not know it never decides so. In a block that is to be
 recomputed every collective that the backward needs runs again, on all ranks alike, but for those
-whose results are kept (`parallel.selective`).
+whose results are kept (`parallel.activations.selective`).
 """
 
 import itertools

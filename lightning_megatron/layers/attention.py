@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.attention_backends import Call, attend, missing
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.constraints import AttentionBackend, head_problems, tp_head_problems
 from lightning_megatron.layers.dropout import random_stream
 from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.linear import (
@@ -34,7 +35,6 @@ from lightning_megatron.layers.linear import (
 )
 from lightning_megatron.layers.norm import HeadNorm
 from lightning_megatron.layers.rotary import Rotary
-from lightning_megatron.layers.rules import AttentionBackend, head_problems, tp_head_problems
 from lightning_megatron.topology.degrees import Degrees
 
 

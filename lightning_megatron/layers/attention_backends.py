@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.rules import AttentionBackend
+from lightning_megatron.layers.constraints import AttentionBackend
 
 log = logging.getLogger(__name__)
 

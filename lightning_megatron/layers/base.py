@@ -44,7 +44,7 @@ class ParallelLayer(nn.Module):
     Attributes:
         topology: None until `distribute`.
         tensor_shards: by local parameter name; empty until `distribute`.
-        deferral: where weight gradients may be left for later (`layers.deferral`).
+        deferral: where weight gradients may be left for later (`layers.delayed_wgrad`).
         without_graphs: who calls the layer between graphs of a compiler, if it must not be traced.
     """
 

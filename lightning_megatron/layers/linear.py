@@ -31,9 +31,9 @@ from typing_extensions import override
 
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.deferral import breaks_graphs, can_defer, linear, without_graphs
+from lightning_megatron.layers.delayed_wgrad import breaks_graphs, can_defer, linear, without_graphs
+from lightning_megatron.layers.gemm import Products
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
-from lightning_megatron.layers.products import Products
 from lightning_megatron.layers.split_tensor import split_output
 from lightning_megatron.layers.splits import own_part, split_of, whole
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors

@@ -7,8 +7,8 @@ of ``x`` (which is not kept: it would undo the saving) runs beside the product t
 CPU, where memory is plentiful and a collective slow, the gathered ``x`` is kept instead
 (`regathers`).
 
-The gradients of the weights may come later (`layers.deferral`), and the products be computed in
-another precision (`layers.products`).
+The gradients of the weights may come later (`layers.delayed_wgrad`), and the products be computed
+in another precision (`layers.gemm`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
 from lightning_megatron.comm.operators import Waited
-from lightning_megatron.layers.deferral import (
+from lightning_megatron.layers.delayed_wgrad import (
     Factors,
     WeightGradients,
     compute_dtype,
@@ -33,7 +33,7 @@ from lightning_megatron.layers.deferral import (
     rows,
     wide_gradient,
 )
-from lightning_megatron.layers.products import Products
+from lightning_megatron.layers.gemm import Products
 from lightning_megatron.topology.mesh import Axis
 
 SEQUENCE_DIM = 1
@@ -48,7 +48,7 @@ def regathers(x: Tensor) -> bool:
 class _ColumnParallel(Function):
     """``x, weight, bias, weight, bias, ... -> y, y, ...`` (see the module's table).
 
-    The gradients of the weights may come later (`layers.deferral`).
+    The gradients of the weights may come later (`layers.delayed_wgrad`).
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ collective, as small as that of `layers.loss`, whose formulas these are, and ``d
 In a backward of two parts everything is computed in the input part: the weight part would have to
 make the logits a third time.
 
-In FP8 (`layers.products`) each chunk is a product of its own: scales that the recipe finds when it
+In FP8 (`layers.gemm`) each chunk is a product of its own: scales that the recipe finds when it
 uses them are those of the chunk, at least as fine as those of the whole and the same on all tp
 ranks, which have the same tokens in a chunk.
 
@@ -38,13 +38,15 @@ from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.deferral import (
+from lightning_megatron.layers.constraints import vocabulary_problems
+from lightning_megatron.layers.delayed_wgrad import (
     compute_dtype,
     input_gradient,
     output,
     ready,
     rows,
 )
+from lightning_megatron.layers.gemm import Products
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, regathers
 from lightning_megatron.layers.loss import (
@@ -56,8 +58,6 @@ from lightning_megatron.layers.loss import (
     position_terms,
     reduced,
 )
-from lightning_megatron.layers.products import Products
-from lightning_megatron.layers.rules import vocabulary_problems
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Axis
 

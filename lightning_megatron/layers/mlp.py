@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.constraints import GATED, Activation
 from lightning_megatron.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     column_parts,
 )
-from lightning_megatron.layers.rules import GATED, Activation
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {

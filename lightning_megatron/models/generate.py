@@ -6,7 +6,8 @@ so that all of them end, and go on, at the same place; padding is not seen by an
 
 Under tp every rank runs its part of the network on the same tokens, the logits of the last position
 are gathered, and the first rank's choice is everybody's. This is for looking at a model while it
-trains and for checking an export; to serve one, export it (`checkpoint.hf_export`).
+trains and for checking an export; to serve one, export it
+(`checkpoint.offline.huggingface.export_model`).
 
 Legend: b batch, s length of the prompt, v vocabulary.
 """
@@ -25,9 +26,9 @@ from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.attention_backends import window_mask
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.kv_cache import KeyValueCache
+from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.topology.mesh import Topology
 
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.constraints import vocabulary_problems
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from lightning_megatron.layers.kv_cache import KeyValueCache
@@ -24,9 +25,8 @@ from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rotary import RopeScaling, Rotary
-from lightning_megatron.layers.rules import vocabulary_problems
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.topology.degrees import Degrees
 
 

@@ -10,20 +10,20 @@ from lightning_megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_megatron.optim.adafactor import Adafactor as Adafactor
     from lightning_megatron.optim.adamw import AdamW as AdamW
-    from lightning_megatron.optim.choice import make_optimizer as make_optimizer
-    from lightning_megatron.optim.choice import make_schedule as make_schedule
+    from lightning_megatron.optim.build import make_optimizer as make_optimizer
+    from lightning_megatron.optim.build import make_schedule as make_schedule
     from lightning_megatron.optim.clip_rules import PercentileClip as PercentileClip
     from lightning_megatron.optim.clip_rules import UnitClip as UnitClip
     from lightning_megatron.optim.clip_rules import ZScoreClip as ZScoreClip
-    from lightning_megatron.optim.depth import layerwise_groups as layerwise_groups
-    from lightning_megatron.optim.groups import decay_groups as decay_groups
-    from lightning_megatron.optim.groups import muon_groups as muon_groups
+    from lightning_megatron.optim.layerwise_lr import layerwise_groups as layerwise_groups
     from lightning_megatron.optim.lion import Lion as Lion
+    from lightning_megatron.optim.lr_schedules import WarmupCosine as WarmupCosine
+    from lightning_megatron.optim.lr_schedules import WarmupInverseSqrt as WarmupInverseSqrt
+    from lightning_megatron.optim.lr_schedules import WarmupStableDecay as WarmupStableDecay
+    from lightning_megatron.optim.lr_schedules import warmup_cosine as warmup_cosine
     from lightning_megatron.optim.muon import Muon as Muon
-    from lightning_megatron.optim.schedule import WarmupCosine as WarmupCosine
-    from lightning_megatron.optim.schedule import WarmupInverseSqrt as WarmupInverseSqrt
-    from lightning_megatron.optim.schedule import WarmupStableDecay as WarmupStableDecay
-    from lightning_megatron.optim.schedule import warmup_cosine as warmup_cosine
+    from lightning_megatron.optim.param_groups import decay_groups as decay_groups
+    from lightning_megatron.optim.param_groups import muon_groups as muon_groups
 
 _HOMES = {
     "Adafactor": "adafactor",

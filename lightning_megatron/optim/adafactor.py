@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.pieces import Piece, Sum, sum_over_cuts, whole_piece
+from lightning_megatron.optim.shard_spec import Piece, Sum, sum_over_cuts, whole_piece
 from lightning_megatron.problems import at_least
 
 
@@ -76,7 +76,7 @@ class Adafactor(Optimizer):
         self._pieces: Mapping[Tensor, Piece] = {}
 
     def use_pieces(self, pieces: Mapping[Tensor, Piece]) -> None:
-        """Learn how the parameters are cut (`optim.pieces.KnowsPieces`)."""
+        """Learn how the parameters are cut (`optim.shard_spec.KnowsPieces`)."""
         self._pieces = pieces
 
     @override

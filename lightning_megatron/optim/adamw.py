@@ -1,7 +1,7 @@
 """AdamW whose moments are stored in 4, 2 or 1 bytes an element.
 
 The numbers of a step are those of ``torch.optim.AdamW`` (arXiv 1711.05101), computed in float32;
-between steps both moments rest in ``state_dtype`` (`optim.averages`).
+between steps both moments rest in ``state_dtype`` (`optim.quantized_averages`).
 
 =============  ============================  ==============================
 state_dtype    bytes of state per parameter  against 8 bytes (float32)
@@ -24,8 +24,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.averages import NarrowState, format_problems
-from lightning_megatron.optim.narrow import StateFormat
+from lightning_megatron.optim.quantized_averages import NarrowState, format_problems
+from lightning_megatron.optim.quantized_state import StateFormat
 from lightning_megatron.problems import at_least, below_one
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}

@@ -9,7 +9,7 @@ learning rate, and there is one state tensor where AdamW has two::
 
 Learning rates are 3 to 10 times smaller than AdamW's, and weight decay as much larger. It is
 element-wise, and so steps on shards of any kind. The momentum takes 4 bytes an element, or with
-``state_dtype`` 2 or about 1 (`optim.averages`).
+``state_dtype`` 2 or about 1 (`optim.quantized_averages`).
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from typing_extensions import override
 
 from lightning_megatron._torch import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sub_signs_
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.averages import NarrowState, format_problems
-from lightning_megatron.optim.narrow import StateFormat
+from lightning_megatron.optim.quantized_averages import NarrowState, format_problems
+from lightning_megatron.optim.quantized_state import StateFormat
 from lightning_megatron.problems import at_least, below_one
 
 

@@ -11,15 +11,15 @@ root mean square that AdamW's usually has, 0.2, so that AdamW's learning rate an
 as they are; ``"spectral"`` (Jordan) leaves its singular values at 1, and above for tall matrices.
 
 It is meant for the matrices inside of a network. Vectors, embeddings and heads are stepped on by
-AdamW, in the same optimizer: groups say ``"muon": False``; `lightning_megatron.optim.groups.
+AdamW, in the same optimizer: groups say ``"muon": False``; `lightning_megatron.optim.param_groups.
 muon_groups` makes the groups. With ``state_dtype`` the averages of both rest in few bits
-(`optim.averages`). (Torch's ``torch.optim.Muon`` takes matrices only; for those, options
+(`optim.quantized_averages`). (Torch's ``torch.optim.Muon`` takes matrices only; for those, options
 and numbers are the same.)
 
 Under tp and ZeRO, momentum is kept and averaged in pieces like the parameter. Then every matrix
 travels to one of the ranks that share it, is orthogonalised there, whole, and its pieces travel
-back (`optim.exchange`, with the bytes): in the number format of the iteration, 2 bytes an element.
-The numbers are those of one process.
+back (`optim.owner_all_to_all`, with the bytes): in the number format of the iteration, 2 bytes an
+element. The numbers are those of one process.
 """
 
 import math
@@ -33,10 +33,10 @@ from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.adamw import MOMENTS, adamw_step
-from lightning_megatron.optim.averages import NarrowState, format_problems
-from lightning_megatron.optim.exchange import Exchange
-from lightning_megatron.optim.narrow import StateFormat
-from lightning_megatron.optim.pieces import Piece, whole_piece
+from lightning_megatron.optim.owner_all_to_all import Exchange
+from lightning_megatron.optim.quantized_averages import NarrowState, format_problems
+from lightning_megatron.optim.quantized_state import StateFormat
+from lightning_megatron.optim.shard_spec import Piece, whole_piece
 from lightning_megatron.problems import at_least, below_one, whole_numbers
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -161,7 +161,7 @@ class Muon(NarrowState):
         )
 
     def use_pieces(self, pieces: Mapping[Tensor, Piece]) -> None:
-        """Learn how the parameters are cut (`optim.pieces.KnowsPieces`)."""
+        """Learn how the parameters are cut (`optim.shard_spec.KnowsPieces`)."""
         super().use_pieces(pieces)
         self._pieces, self._ways = pieces, {}
 

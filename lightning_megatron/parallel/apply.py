@@ -6,8 +6,8 @@ The order of the transforms is fixed here and nowhere else:
 2. copy rank 0's weights to all ranks, if the module was built with real ones;
 3. drop the items of other pipeline stages;
 4. slice the parallel layers, and tie again what slicing separated;
-5. compile blocks, and have them forget or move their activations (`parallel.blocks`), inside of
-   what ZeRO hooks on them;
+5. compile blocks, and have them forget or move their activations (`parallel.block_transforms`),
+   inside of what ZeRO hooks on them;
 6. unit by unit: initialise what is on the meta device, move it to the device, and give it to data
    parallelism, so that beside what a rank is to keep there is never more than one unit as it was.
 """
@@ -28,21 +28,21 @@ from typing_extensions import override
 from lightning_megatron._torch import has_hooks, move_outside_units
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init import materialize
+from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.layers.written_values import WrittenValues
-from lightning_megatron.parallel.blocks import transform_blocks
-from lightning_megatron.parallel.data import (
+from lightning_megatron.parallel.activations.config import MemoryConfig, blocks_to_recompute
+from lightning_megatron.parallel.block_transforms import transform_blocks
+from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
+from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
+from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
+from lightning_megatron.parallel.tied_half_params import LowCopies
+from lightning_megatron.parallel.whole_parameters import WholeParameters
+from lightning_megatron.parallel.zero import (
     ComputeTypes,
     DataParallel,
     ShardingConfig,
     has_no_rows,
 )
-from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
-from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
-from lightning_megatron.parallel.low_copies import LowCopies
-from lightning_megatron.parallel.memory import MemoryConfig, blocks_to_recompute
-from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
-from lightning_megatron.parallel.whole_parameters import WholeParameters
-from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
 
@@ -109,7 +109,8 @@ class ParallelModule:
     stages: tuple[range, ...] = ()
     """Item indices of every stage of the trunk; empty without a pipeline."""
     spare: Sequence[nn.Module] | None = None
-    """Copies of the trunk's items for another partition (`parallel.spare`), if there may be one."""
+    """Copies of the trunk's items for another partition (`parallel.layer_skeletons`), if there may
+    be one."""
 
 
 _LAYOUT = "_lightning_megatron_parallel"

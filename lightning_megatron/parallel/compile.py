@@ -37,7 +37,7 @@ Collectives of tp are operators of the graph (`comm.operators`): a block is one 
 without, with sequence parallelism too, forward and backward. What breaks it are
 
 * schedules that split the backward: linear layers leave the graph, so that their weight gradients
-  can wait, as the backward of one graph is one piece (`layers.deferral`);
+  can wait, as the backward of one graph is one piece (`layers.delayed_wgrad`);
 * dropout on what tp shards, attention weights and under sequence parallelism the residual stream:
   it draws from another place than the generator that a compiler knows of (`topology.rng`);
 * under tp, products in FP8: ranks agree on scales, and layers keep them (`precision.fp8_products`).
@@ -50,12 +50,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_megatron.layers.deferral import end_graphs
+from lightning_megatron.layers.delayed_wgrad import end_graphs
 from lightning_megatron.layers.linear import ColumnParallelLinear
-from lightning_megatron.parallel.memory import MemoryConfig, find_blocks
+from lightning_megatron.layers.sequential import PipelineSequential, StageItems
+from lightning_megatron.parallel.activations.config import MemoryConfig, find_blocks
+from lightning_megatron.parallel.forward_wrapper import BlockForward
 from lightning_megatron.parallel.whole_reductions import unseen
-from lightning_megatron.parallel.wrapping import BlockForward
-from lightning_megatron.pipeline.sequential import PipelineSequential, StageItems
 
 
 def compile_parts(module: nn.Module, config: MemoryConfig) -> None:

@@ -4,7 +4,7 @@ FSDP2 gathers the parameters of a *unit* before its forward and again before its
 them afterwards, and reduces its gradients to shards after every backward. This file wraps the units
 and steers when they communicate in a pipeline: gathers ahead of a stage's input, reductions after
 the weight part of a split backward. What goes over the wires is counted in
-`parallel.unit_comm`.
+`parallel.fsdp_comm`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,12 +35,9 @@ from lightning_megatron._torch import (
     shard_of,
 )
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.local_step import LentRows
-from lightning_megatron.parallel.data import ComputeTypes, DataParallel, has_no_rows
-from lightning_megatron.parallel.formats import one_format
-from lightning_megatron.parallel.low_copies import LowCopies
-from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.parallel.unit_comm import (
+from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
+from lightning_megatron.optim.sharded_step import LentRows
+from lightning_megatron.parallel.fsdp_comm import (
     END_BACKWARD,
     END_FORWARD,
     RollCall,
@@ -48,7 +45,10 @@ from lightning_megatron.parallel.unit_comm import (
     UnitReduceScatter,
     count_sums,
 )
-from lightning_megatron.pipeline.entering import as_results, works_in_place
+from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.parallel.tied_half_params import LowCopies
+from lightning_megatron.parallel.unit_dtype import one_format
+from lightning_megatron.parallel.zero import ComputeTypes, DataParallel, has_no_rows
 from lightning_megatron.topology.mesh import Topology
 
 

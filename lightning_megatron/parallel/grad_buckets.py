@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from lightning_megatron._torch import start_reduce_scatter
 from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.comm.two_levels import TwoLevelSum, Wires
-from lightning_megatron.optim.pieces import rows_of
+from lightning_megatron.optim.shard_spec import rows_of
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.mesh import Levels
 from lightning_megatron.topology.meter import Meter

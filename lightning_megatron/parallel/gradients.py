@@ -43,8 +43,8 @@ from lightning_megatron.optim.clip import (
     scale_,
 )
 from lightning_megatron.optim.clip_rules import UnitClip
-from lightning_megatron.optim.local_step import LentRows
-from lightning_megatron.optim.pieces import Cut, Piece, Sum, sum_over_cuts
+from lightning_megatron.optim.shard_spec import Cut, Piece, Sum, sum_over_cuts
+from lightning_megatron.optim.sharded_step import LentRows
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.mesh import Axis, Topology
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatron._torch import tree_flatten, tree_map
-from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.layers.sequential import PipelineSequential
 
 log = logging.getLogger(__name__)
 

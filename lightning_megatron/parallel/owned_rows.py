@@ -4,7 +4,7 @@ Below ZeRO 3 every rank holds every parameter of its stage whole, as a plain ten
 2 divide is the work and the memory of the optimizer: of a parameter of ``r`` rows (its dimension 0)
 rank ``i`` of ``n`` owns ``ceil(r / n)`` rows from row ``i ceil(r / n)``, the same that FSDP2's
 ``Shard(0)`` would give it. The optimizer is lent these rows in place of the parameter
-(`optim.local_step`), so its state is that of the rows, and checkpoints store both as chunks.
+(`optim.sharded_step`), so its state is that of the rows, and checkpoints store both as chunks.
 
 The rows are a view of the parameter, and so always true, unless they must differ from it:
 
@@ -24,7 +24,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.optim.pieces import rows_of
+from lightning_megatron.optim.shard_spec import rows_of
 
 
 class OwnedRows:

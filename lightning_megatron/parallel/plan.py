@@ -16,22 +16,22 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.item_flops import ItemFlops, count_item_flops
-from lightning_megatron.parallel.spare import spare_problems
-from lightning_megatron.pipeline.layout_string import (
+from lightning_megatron.parallel.layer_skeletons import spare_problems
+from lightning_megatron.schedules.layout_string import (
     TrunkParts,
     is_layout,
     layout_counts,
     layout_problems,
     syntax_problems,
 )
-from lightning_megatron.pipeline.partition import (
+from lightning_megatron.schedules.partition import (
     explicit_partition,
     partition_by_cost,
     partition_problems,
 )
-from lightning_megatron.pipeline.schedule import CUSTOM, load_schedule, make_schedule
-from lightning_megatron.pipeline.sequential import PipelineSequential, RemoteItem
+from lightning_megatron.schedules.schedule import CUSTOM, load_schedule, make_schedule
 from lightning_megatron.topology.degrees import Degrees
 
 MEASURED = "measured"
@@ -48,9 +48,9 @@ class PipelineConfig:
     """Which items go to which stage: ``"parameters"`` (what None stands for) or ``"flops"`` make
     contiguous stages of which the largest is as small as possible, embedding, head and loss
     included; ``"measured"`` begins with the first of these, measures some steps, and then moves
-    items between stages once, if that saves time (`strategies.measured_partition`); a list holds
+    items between stages once, if that saves time (`strategy.tuners.partition`); a list holds
     the number of items on every stage; ``"Et*3|(tt|)*29,m|L"`` is Megatron-LM's layout string
-    (`pipeline.layout_string`)."""
+    (`schedules.layout_string`)."""
     sequence_length: int | None = None
     """For ``partition="flops"``: tokens of a sample. By default those of the module's
     ``example_input_array``."""

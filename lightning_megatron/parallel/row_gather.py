@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_megatron._torch import start_all_gather
 from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.comm.two_levels import TwoLevelGather, Wires
-from lightning_megatron.optim.pieces import rows_of
+from lightning_megatron.optim.shard_spec import rows_of
 from lightning_megatron.parallel.grad_buckets import BUCKET_BYTES, part_size, row_size
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.mesh import Levels

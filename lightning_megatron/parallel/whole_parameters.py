@@ -29,11 +29,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.comm.scratch import Scratch
-from lightning_megatron.optim.local_step import LentRows
-from lightning_megatron.parallel.data import ComputeTypes, DataParallel, has_no_rows
+from lightning_megatron.optim.sharded_step import LentRows
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.row_gather import RowCodec, RowGather
+from lightning_megatron.parallel.zero import ComputeTypes, DataParallel, has_no_rows
 from lightning_megatron.topology.mesh import Topology
 
 

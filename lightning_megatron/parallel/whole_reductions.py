@@ -19,7 +19,7 @@ element, and makes them true:
 Completed numbers are collective: all ranks must ask. Code of this package, of optimizers and of
 ``torch.nn`` and ``torch.distributed`` knows what it holds, and is left alone. Within the mode every
 operation passes Python once more, so it is entered only where somebody may look
-(`strategies.gradient_observers`), and lifted where the network runs. A step that mentions weights
+(`strategy.observers`), and lifted where the network runs. A step that mentions weights
 itself is not: one of 20 ms under tp=2 took 1 to 12 ms longer. What a compiler makes of a block runs
 without it; what a backward computes again is seen as it was in the forward.
 """
@@ -47,8 +47,8 @@ from typing_extensions import override
 from lightning_megatron._torch import current_function_mode
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole, counts
-from lightning_megatron.pipeline.sequential import RemoteItem
 
 _REMEDY = (
     "nearest valid: gradient_clip_val or self.clip_gradients(optimizer, ...) to clip, "

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.monitoring.sections import BACKWARD, FORWARD, SectionClock
 from lightning_megatron.pipeline.microbatch import detach
-from lightning_megatron.resilience.sections import BACKWARD, FORWARD, SectionClock
 
 Step = Callable[[int, bool], Any]
 """The user's step on a microbatch; the flag says whether it runs to its end."""

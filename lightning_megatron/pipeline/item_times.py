@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_megatron._torch import tree_flatten
-from lightning_megatron.pipeline.measure import Clock
-from lightning_megatron.pipeline.schedule import Kind, Schedule
-from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.pipeline.timing import Clock
+from lightning_megatron.schedules.schedule import Kind, Schedule
 
 _BEGIN = -1
 """Note of a forward that reaches its first item, and of a backward that is through with it."""

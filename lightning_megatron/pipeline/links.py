@@ -33,8 +33,8 @@ from lightning_megatron.pipeline.scatter_gather import (
     ScatterGatherChoice,
     scatters_to,
 )
-from lightning_megatron.pipeline.schedule import Action, Kind, Schedule
-from lightning_megatron.pipeline.simulate import simulate
+from lightning_megatron.schedules.schedule import Action, Kind, Schedule
+from lightning_megatron.schedules.simulate import simulate
 from lightning_megatron.topology.mesh import Topology
 
 _TAG = 1
@@ -94,7 +94,7 @@ class Traffic:
 def receiver_of(action: Action, schedule: Schedule) -> Action | None:
     """The action that waits for what ``action`` makes; its kind is ``F`` or ``B`` (for ``I`` too).
 
-    >>> from lightning_megatron.pipeline.schedule import make_schedule
+    >>> from lightning_megatron.schedules.schedule import make_schedule
     >>> print(receiver_of(Action(Kind.FORWARD, 0, 3), make_schedule("1f1b", 2, 4)))
     F1.3
     """

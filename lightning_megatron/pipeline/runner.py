@@ -5,8 +5,8 @@ whole step with a port in the trunk: the port hands in the activation received f
 stage and, unless this is the last stage, ends the step by raising `StageBoundary` with the stage's
 output. For a backward it receives the gradient of that output, runs autograd from the output to the
 received activation, and sends that activation's gradient back. Where the schedule splits the
-backward, linear layers leave their weight gradients behind (`layers.deferral`), to be computed by
-the weight action.
+backward, linear layers leave their weight gradients behind (`layers.delayed_wgrad`), to be computed
+by the weight action.
 
 Sends return at once; receives are posted ahead of time (`links`). After a send only the output's
 *gradient edge* is kept, so the memory of an activation that the next stage holds anyway is freed
@@ -26,23 +26,23 @@ from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten, tree_map
-from lightning_megatron.layers.deferral import Piece, WeightGradients, add_gradients, attach
+from lightning_megatron.layers.delayed_wgrad import Piece, WeightGradients, add_gradients, attach
+from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
-from lightning_megatron.pipeline.entering import as_results, works_in_place
+from lightning_megatron.monitoring.sections import BACKWARD, FORWARD, SectionClock
 from lightning_megatron.pipeline.executor import Executor, LossOf, Reduction, Step
 from lightning_megatron.pipeline.item_times import ItemTimes
 from lightning_megatron.pipeline.links import Links, Traffic
-from lightning_megatron.pipeline.measure import Bubble, Clock, bubble, saved_bytes
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
-from lightning_megatron.pipeline.schedule import (
+from lightning_megatron.pipeline.timing import Bubble, Clock, bubble, saved_bytes
+from lightning_megatron.schedules.schedule import (
     Action,
     Kind,
     Schedule,
     forward_only,
 )
-from lightning_megatron.pipeline.sequential import PipelineSequential
-from lightning_megatron.resilience.sections import BACKWARD, FORWARD, SectionClock
 from lightning_megatron.topology.mesh import Topology
 
 

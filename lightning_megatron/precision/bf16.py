@@ -20,10 +20,10 @@ from typing_extensions import override
 
 from lightning_megatron._torch import shard_of
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.optim.local_step import steps_on_shards
-from lightning_megatron.optim.pieces import KnowsPieces
-from lightning_megatron.parallel.data import ComputeTypes
+from lightning_megatron.optim.shard_spec import KnowsPieces
+from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
+from lightning_megatron.parallel.zero import ComputeTypes
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.precision.stochastic import widened
 from lightning_megatron.problems import switches

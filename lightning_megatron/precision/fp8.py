@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from lightning_megatron._torch import gather_through
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
+from lightning_megatron.layers.delayed_wgrad import PRODUCTS, multiply_with
+from lightning_megatron.layers.gemm import Products
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.layers.products import Products
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet, local

@@ -71,20 +71,20 @@ class BlockProducts:
         self._native = native
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         return self._product(x_ni, E4M3, weight_oi, self._weight), ()
 
     def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         del kept
         return grad_no
 
     def input_gradient(self, gradient: Tensor, weight_oi: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         return self._product(gradient, self._gradient_format, weight_oi.t(), self._weight)
 
     def weight_gradient(self, gradient: Tensor, x_ni: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         return self._product(gradient.t(), self._gradient_format, x_ni.t(), self._row)
 
     def _product(

@@ -87,7 +87,7 @@ class TensorProducts:
         self.weight_scale: Callable[[], Tensor] | None = None
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         if self.weight_scale is not None:
             kept = (*self._scales((X, x_ni)), self.weight_scale())
         else:
@@ -96,18 +96,18 @@ class TensorProducts:
         return scaled_mm(x, weight.t(), kept[0], kept[1], x_ni.dtype, fast=True), kept
 
     def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Scaled:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         (scale,) = self._scales((GRADIENT, grad_no))
         return Scaled(self._low(GRADIENT, grad_no, scale), scale, grad_no.dtype, kept)
 
     def input_gradient(self, gradient: Scaled, weight_oi: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         scale = gradient.kept[WEIGHT]
         weight = _columns(self._low(WEIGHT, weight_oi, scale))
         return scaled_mm(_rows(gradient.low_no), weight, gradient.scale, scale, gradient.dtype)
 
     def weight_gradient(self, gradient: Scaled, x_ni: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         scale = gradient.kept[X]
         grad = _padded(gradient.low_no)
         x = _columns(_padded(self._low(X, x_ni, scale)))
@@ -191,20 +191,20 @@ class RowProducts:
         self._gradient_format = gradient_format
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         return self._product(x_ni, E4M3, weight_oi, E4M3, x_ni.dtype, fast=True), ()
 
     def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         del kept
         return grad_no
 
     def input_gradient(self, gradient: Tensor, weight_oi: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         return self._product(gradient, self._gradient_format, weight_oi.t(), E4M3, gradient.dtype)
 
     def weight_gradient(self, gradient: Tensor, x_ni: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         left, right = _padded(gradient).t(), _padded(x_ni).t()
         # The kernels for rows write bfloat16 on GPUs.
         return self._product(left, self._gradient_format, right, E4M3, x_ni.dtype)

@@ -102,7 +102,7 @@ class TeProducts:
         )
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, Kept]:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         missing_rows = -x_ni.shape[0] % self._multiple
         with torch.enable_grad(), self._autocast():
             x, weight = x_ni.detach().requires_grad_(), weight_oi.detach().requires_grad_()
@@ -113,17 +113,17 @@ class TeProducts:
         return y.detach(), kept
 
     def gradient(self, grad_no: Tensor, kept: Kept) -> Gradients:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         found = torch.autograd.grad([kept.output], [kept.x, kept.weight], [grad_no])
         return Gradients(*found)
 
     def input_gradient(self, gradient: Gradients, weight_oi: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         del weight_oi
         return gradient.x_ni
 
     def weight_gradient(self, gradient: Gradients, x_ni: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         del x_ni
         return gradient.weight_oi
 

@@ -62,26 +62,26 @@ class TorchaoProducts:
         self._mesh, self._split = mesh, split
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         config = self._config
         x = self._cast(X, x_ni, config.cast_config_input, -1)
         weight = self._cast(WEIGHT, weight_oi.t(), config.cast_config_weight, 0)
         return torch.mm(x, weight), ()
 
     def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         del kept
         return grad_no
 
     def input_gradient(self, gradient: Tensor, weight_oi: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         config = self._config
         grad = self._cast(GRADIENT, gradient, config.cast_config_grad_output, -1)
         weight = self._cast(WEIGHT, weight_oi.t(), config.cast_config_weight_for_grad_input, -1)
         return torch.mm(grad, weight.t())
 
     def weight_gradient(self, gradient: Tensor, x_ni: Tensor) -> Tensor:
-        """See `layers.products`."""
+        """See `layers.gemm`."""
         config = self._config
         grad = self._cast(GRADIENT, gradient, config.cast_config_grad_output_for_grad_weight, 0)
         x = self._cast(X, x_ni, config.cast_config_input_for_grad_weight, 0)

@@ -2,7 +2,7 @@
 
 Lightning's plugins know one device: they clip by the norm of what is on it, and hand the optimizer
 the parameters as they are. Here gradients are clipped by the norm over all ranks, each element
-counted once, and optimizers step on plain local tensors (`optim.local_step`).
+counted once, and optimizers step on plain local tensors (`optim.sharded_step`).
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron._torch import gather_through, gathers_through
-from lightning_megatron.layers.deferral import PRODUCTS, multiply_with
-from lightning_megatron.optim.local_step import LocalStep, steps_on_shards
-from lightning_megatron.optim.whole_step import WholeStep, steps_on_whole
+from lightning_megatron.layers.delayed_wgrad import PRODUCTS, multiply_with
+from lightning_megatron.optim.gathered_step import WholeStep, steps_on_whole
+from lightning_megatron.optim.sharded_step import LocalStep, steps_on_shards
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.parallel.data import ComputeTypes
 from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.whole_parameters import WholeParameters
+from lightning_megatron.parallel.zero import ComputeTypes
 from lightning_megatron.precision.wide_forward import widen_where_needed
 
 

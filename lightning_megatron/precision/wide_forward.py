@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from typing_extensions import override
 
-from lightning_megatron.parallel.wrapping import BlockForward
+from lightning_megatron.parallel.forward_wrapper import BlockForward
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -20,7 +20,7 @@ from typing import Any
 from typing_extensions import Self
 
 from lightning_megatron._torch import forget_meshes
-from lightning_megatron.resilience.meeting_place import host_store
+from lightning_megatron.launch.rendezvous_store import host_store
 from lightning_megatron.testing.failures import Failure, WorkerError
 from lightning_megatron.testing.worker import (
     STARTED,

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_megatron.callbacks.group import HOOKS, CallbackGroup
 from lightning_megatron.errors import ConfigError
-from tests.strategies.small import Small, loader, make_trainer
+from tests.strategy.small import Small, loader, make_trainer
 
 
 class Notes(pl.Callback):

@@ -9,12 +9,17 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from lightning_megatron.checkpoint.digest import entry_of
-from lightning_megatron.checkpoint.io import save_directory
-from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
-from lightning_megatron.checkpoint.optimizer import capture_optimizer
-from lightning_megatron.checkpoint.part import ChunkEntry, FileEntry, Part, part_file
-from lightning_megatron.checkpoint.state import model_chunks, parameter_names
+from lightning_megatron.checkpoint.chunks import model_chunks, parameter_names
+from lightning_megatron.checkpoint.collective_io import save_directory
+from lightning_megatron.checkpoint.directory.digest import entry_of
+from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    ChunkEntry,
+    FileEntry,
+    Part,
+    part_file,
+)
+from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
 
 
 def filled(value: float) -> nn.Module:

@@ -17,14 +17,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_megatron.checkpoint.asynchronous import Saver
+from lightning_megatron.checkpoint.chunks import model_chunks
 from lightning_megatron.checkpoint.config import CheckpointConfig
-from lightning_megatron.checkpoint.export import load_full_state_dict
-from lightning_megatron.checkpoint.peers import Peers
-from lightning_megatron.checkpoint.state import model_chunks
+from lightning_megatron.checkpoint.offline.export import load_full_state_dict
+from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.save.saver import Saver
 from lightning_megatron.errors import CheckpointError
-from lightning_megatron.strategies.megatron import MegatronStrategy
-from tests.strategies.small import Small, loader, make_trainer, weights
+from lightning_megatron.strategy.megatron import MegatronStrategy
+from tests.strategy.small import Small, loader, make_trainer, weights
 
 STEPS = 4
 FAILS_AT = 2

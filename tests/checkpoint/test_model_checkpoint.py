@@ -11,12 +11,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_megatron import PipelineSequential
-from lightning_megatron.checkpoint.commit import hidden_target
 from lightning_megatron.checkpoint.config import CheckpointConfig
-from lightning_megatron.checkpoint.manifest import read_manifest
+from lightning_megatron.checkpoint.directory.commit import hidden_target
+from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
-from tests.strategies.small import WIDTH, Small, dp_of, loader, make_trainer, weights
+from tests.strategy.small import WIDTH, Small, dp_of, loader, make_trainer, weights
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"zero": 0},

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 import lightning_megatron
 from lightning_megatron import PipelineSequential
-from lightning_megatron.checkpoint.export import load_full_state_dict
-from lightning_megatron.checkpoint.lazy_tensor import LazyTensor, Shelf
-from lightning_megatron.checkpoint.reader import CheckpointReader
+from lightning_megatron.checkpoint.load.lazy_tensor import LazyTensor, Shelf
+from lightning_megatron.checkpoint.load.reader import CheckpointReader
+from lightning_megatron.checkpoint.offline.export import load_full_state_dict
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
-from tests.strategies.small import WIDTH, Small, dp_of, loader, make_trainer
+from tests.strategy.small import WIDTH, Small, dp_of, loader, make_trainer
 
 
 class Net(Small):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lightning_megatron.cli import main
-from lightning_megatron.cli.rehearsal import read_rehearsal, run_command, table
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import EventLog
-from lightning_megatron.testing.faults import KINDS, Fault, FaultMemory, Moment
-from lightning_megatron.testing.timetable import random_faults
+from lightning_megatron.testing.chaos.faults import KINDS, Fault, FaultMemory, Moment
+from lightning_megatron.testing.chaos.runner import read_rehearsal, run_command, table
+from lightning_megatron.testing.chaos.timetable import random_faults
 
 _COMMAND = """
 import json, os, subprocess, sys
@@ -34,7 +34,7 @@ def test_command_inherits_the_faults_and_leaves_nothing(tmp_path: Path) -> None:
         code = run_command(command, [Fault(kind="kill", step=3)], tmp_path / "x", output=output)
     assert code == 3
     entry, faults, left = json.loads((tmp_path / "output").read_text())
-    assert entry == "lightning_megatron.callbacks.chaos:chaos_from_environment"
+    assert entry == "lightning_megatron.testing.chaos.monkey:chaos_from_environment"
     assert faults == "kill:step=3"
     deadline = time.monotonic() + 60
     while Path(f"/proc/{left}").exists() and time.monotonic() < deadline:

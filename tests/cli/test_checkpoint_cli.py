@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_megatron.checkpoint.io import save_directory
-from lightning_megatron.checkpoint.state import model_chunks
+from lightning_megatron.checkpoint.chunks import model_chunks
+from lightning_megatron.checkpoint.collective_io import save_directory
 from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.checkpoint.commit import set_aside
+from lightning_megatron.checkpoint.directory.commit import set_aside
 from lightning_megatron.cli import main
 from tests.checkpoint.damage import flip, rewrite_manifest, save, without_hashes
 
@@ -156,7 +156,7 @@ def test_verify_of_none(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("lightning_megatron.checkpoint.verify.read_entry", refuse)
+    monkeypatch.setattr("lightning_megatron.checkpoint.directory.verify.read_entry", refuse)
     assert main(["ckpt", "verify", *map(str, three)]) == 2
     assert "Permission denied" in capsys.readouterr().err
 
@@ -185,5 +185,7 @@ def test_verify_unpickles_nothing(three: list[Path], monkeypatch: pytest.MonkeyP
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr("torch.load", refuse)
-    monkeypatch.setattr("lightning_megatron.checkpoint.dcp_index._RestrictedUnpickler", refuse)
+    monkeypatch.setattr(
+        "lightning_megatron.checkpoint.directory.dcp_metadata._RestrictedUnpickler", refuse
+    )
     assert main(["ckpt", "verify", str(three[0])]) == 0

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from lightning_megatron import LanguageModel, MegatronStrategy
-from lightning_megatron.checkpoint.export import load_full_state_dict
+from lightning_megatron.checkpoint.offline.export import load_full_state_dict
 from lightning_megatron.cli import main
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool

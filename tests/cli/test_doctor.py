@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli import examination, main
-from lightning_megatron.cli.examination import Finding
+from lightning_megatron.cli import doctor_checks as examination
+from lightning_megatron.cli import main
+from lightning_megatron.cli.doctor_checks import Finding
 
 
 def by_name(findings: Any) -> dict[str, Finding]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lightning_megatron import LanguageModel
-from lightning_megatron.checkpoint.io import save_directory
-from lightning_megatron.checkpoint.state import model_chunks
+from lightning_megatron.checkpoint.chunks import model_chunks
+from lightning_megatron.checkpoint.collective_io import save_directory
 from lightning_megatron.cli import main
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.generate import generate

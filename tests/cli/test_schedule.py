@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.cli import main
-from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule
-from lightning_megatron.pipeline.schedules.table import dump_schedule
+from lightning_megatron.schedules.custom import dump_schedule
+from lightning_megatron.schedules.schedule import SCHEDULES, make_schedule
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lightning_megatron._torch import PrefixStore, connect_gloo, group_ranks
 from lightning_megatron.comm.tree import Branch, Tree, branches
 from lightning_megatron.comm.tree_group import BACKEND, new_tree_group, tree_of
-from lightning_megatron.strategies.agreement import Agreement
+from lightning_megatron.strategy.votes import Agreement
 from lightning_megatron.testing import WorkerPool
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.host_copy import HostCopy, OwnMemory
-from lightning_megatron.checkpoint.shared_memory import SharedMemory
-from lightning_megatron.checkpoint.state import Chunk, whole
+from lightning_megatron.checkpoint.chunks import Chunk, whole
+from lightning_megatron.checkpoint.save.host_copy import HostCopy, OwnMemory
+from lightning_megatron.checkpoint.save.shared_memory import SharedMemory
 from lightning_megatron.errors import CheckpointError
 
 pytestmark = [

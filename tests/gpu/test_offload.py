@@ -7,8 +7,8 @@ from torch import nn
 from lightning_megatron import MemoryConfig, PipelineSequential
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import TransformerBlock
-from lightning_megatron.parallel.blocks import transform_blocks
-from lightning_megatron.parallel.memory import blocks_to_recompute
+from lightning_megatron.parallel.activations.config import blocks_to_recompute
+from lightning_megatron.parallel.block_transforms import transform_blocks
 
 pytestmark = [
     pytest.mark.gpu,

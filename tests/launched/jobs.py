@@ -149,7 +149,7 @@ def missing_checkpoint(folder: Path) -> Finished:
 # The launchers -----------------------------------------------------------------------------------
 
 _FAILURE = """
-from tests.strategies.test_errors import explode
+from tests.strategy.test_errors import explode
 explode({"pp": 2}, 2, %r, %r, %r)
 print("finished")
 """
@@ -159,11 +159,11 @@ import os, sys, torch
 import lightning.pytorch as pl
 import lightning_megatron
 if "LOCAL_RANK" not in os.environ:
-    before = "lightning_megatron.strategies.megatron" in sys.modules
+    before = "lightning_megatron.strategy.megatron" in sys.modules
     trainer = pl.Trainer(strategy="megatron", accelerator="cpu", devices=1, logger=False)
     print("by name:", type(trainer.strategy).__name__, before)
 
-from tests.strategies.small import Small, loader, make_trainer, weights
+from tests.strategy.small import Small, loader, make_trainer, weights
 trainer = make_trainer({"pp": 2}, 2)
 module = Small()
 trainer.fit(module, loader())

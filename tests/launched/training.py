@@ -31,9 +31,9 @@ from lightning_megatron import (
     Preemption,
     RestartPolicy,
 )
-from tests.resilience.sockets import listening_addresses
-from tests.strategies.resuming import Augmented, Noisy
-from tests.strategies.small import GLOBAL_BATCH, Small, dp_of, samples
+from tests.fault_tolerance.hangs.sockets import listening_addresses
+from tests.strategy.resuming import Augmented, Noisy
+from tests.strategy.small import GLOBAL_BATCH, Small, dp_of, samples
 
 
 def append(file: str, values: list[Any]) -> None:

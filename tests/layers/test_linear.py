@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.layers import deferral, linear_functions
+from lightning_megatron.layers import delayed_wgrad as deferral
+from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.split_tensor import SplitTensor
 from lightning_megatron.layers.splits import own_part, split_of, whole
+from lightning_megatron.parallel.activations.config import MemoryConfig
 from lightning_megatron.parallel.compile import compile_parts
-from lightning_megatron.parallel.memory import MemoryConfig
-from lightning_megatron.pipeline.sequential import PipelineSequential
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.mesh import Topology
 from tests.layers.parity import close, distribute, make_topology

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_megatron import MegatronStrategy
-from tests.strategies.small import Small, loader
+from tests.strategy.small import Small, loader
 
 
 class Pace(pl.Callback):

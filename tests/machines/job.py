@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_megatron import HangDetector, MegatronStrategy, RestartPolicy
-from tests.strategies.small import Small, samples, weights
+from tests.strategy.small import Small, samples, weights
 
 BATCH = 12
 """Of all ranks together; one, two, three or four of them share it."""

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron import CheckpointConfig, LocalCheckpointConfig, MegatronStrategy
-from tests.strategies.small import GLOBAL_BATCH, Small, samples, weights
+from tests.strategy.small import GLOBAL_BATCH, Small, samples, weights
 
 
 class Shared(Small):

@@ -21,8 +21,8 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from lightning_megatron import ConnectionConfig, MegatronStrategy
-from tests.resilience.sockets import listening_addresses
-from tests.strategies.small import Small, samples
+from tests.fault_tolerance.hangs.sockets import listening_addresses
+from tests.strategy.small import Small, samples
 
 LIMIT_S = 150.0
 

@@ -60,10 +60,10 @@ def test_a_machine_is_lost(tmp_path: Path) -> None:
 PREPARE = """
 import os, sys
 import torch.distributed as dist
-from lightning_megatron.checkpoint.candidates import Places
-from lightning_megatron.checkpoint.local_config import LocalCheckpointConfig
-from lightning_megatron.checkpoint.local_run import LocalRun
-from lightning_megatron.checkpoint.peers import Peers
+from lightning_megatron.checkpoint.directory.candidates import Places
+from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
+from lightning_megatron.checkpoint.local.run import LocalRun
+from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import ConfigError
 
 dist.init_process_group("gloo")

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.alert_rules import Rule, RuleState
-from lightning_megatron.monitoring.courier import Courier, post, shown_url
+from lightning_megatron.monitoring.background_task import Courier, post, shown_url
 
 
 @pytest.mark.parametrize(

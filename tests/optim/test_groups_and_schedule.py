@@ -5,16 +5,16 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.depth import layerwise_groups
-from lightning_megatron.optim.groups import decay_groups
-from lightning_megatron.optim.schedule import (
+from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.optim.layerwise_lr import layerwise_groups
+from lightning_megatron.optim.lr_schedules import (
     WarmupCosine,
     WarmupInverseSqrt,
     WarmupStableDecay,
     scheduler,
     warmup_cosine,
 )
-from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.optim.param_groups import decay_groups
 
 
 def test_matrices_decay_and_vectors_do_not():

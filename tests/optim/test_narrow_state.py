@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint.io import load_directory
+from lightning_megatron.checkpoint.collective_io import load_directory
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.adamw import AdamW
 from lightning_megatron.optim.lion import Lion
 from lightning_megatron.optim.muon import Muon
-from lightning_megatron.optim.narrow import StateFormat, generator_for, narrow, table
-from tests.checkpoint.test_optimizer import save
+from lightning_megatron.optim.quantized_state import StateFormat, generator_for, narrow, table
+from tests.checkpoint.test_optimizer_state import save
 
 FORMATS: list[StateFormat] = ["float32", "bfloat16", "int8"]
 

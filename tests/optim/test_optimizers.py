@@ -8,11 +8,11 @@ from torch import nn
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.adafactor import Adafactor
-from lightning_megatron.optim.groups import muon_groups
+from lightning_megatron.optim.gathered_step import check_optimizer
 from lightning_megatron.optim.lion import Lion
 from lightning_megatron.optim.muon import Muon, orthogonalize
-from lightning_megatron.optim.pieces import Cut, Piece, whole_piece
-from lightning_megatron.optim.whole_step import check_optimizer
+from lightning_megatron.optim.param_groups import muon_groups
+from lightning_megatron.optim.shard_spec import Cut, Piece, whole_piece
 
 
 def net() -> nn.Sequential:

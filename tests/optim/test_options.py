@@ -19,13 +19,13 @@ from lightning_megatron import (
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.adamw import AdamW
-from lightning_megatron.optim.choice import make_optimizer, make_schedule
+from lightning_megatron.optim.build import make_optimizer, make_schedule
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
-from lightning_megatron.optim.depth import layerwise_groups
-from lightning_megatron.optim.groups import decay_groups, muon_groups
+from lightning_megatron.optim.layerwise_lr import layerwise_groups
 from lightning_megatron.optim.lion import Lion
+from lightning_megatron.optim.lr_schedules import WarmupStableDecay
 from lightning_megatron.optim.muon import Muon
-from lightning_megatron.optim.schedule import WarmupStableDecay
+from lightning_megatron.optim.param_groups import decay_groups, muon_groups
 
 NET = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 NAN = math.nan

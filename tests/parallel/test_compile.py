@@ -18,21 +18,21 @@ from torch._dynamo.utils import counters
 from lightning_megatron import MemoryConfig, PipelineSequential
 from lightning_megatron._torch import TorchDispatchMode, compile_with_callers_only
 from lightning_megatron.layers import linear_functions
-from lightning_megatron.layers.deferral import WeightGradients, multiply_with
+from lightning_megatron.layers.delayed_wgrad import WeightGradients, multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import build_trunk
-from lightning_megatron.parallel.blocks import transform_blocks
-from lightning_megatron.parallel.data import ShardingConfig
-from lightning_megatron.parallel.memory import blocks_to_recompute
-from lightning_megatron.parallel.wrapping import unwrap
+from lightning_megatron.parallel.activations.config import blocks_to_recompute
+from lightning_megatron.parallel.block_transforms import transform_blocks
+from lightning_megatron.parallel.forward_wrapper import unwrap
+from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.meter import Meter
 from tests.layers.parity import distribute, make_topology
 from tests.parallel.counting import Counted
 from tests.parity.jobs import whole_parameters
-from tests.strategies.small import (
+from tests.strategy.small import (
     WIDTH,
     Small,
     assert_same,

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import lightning_megatron
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.parallel.data import ShardingConfig
-from lightning_megatron.pipeline.sequential import PipelineSequential
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.parallel.zero import ShardingConfig
+from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity.habits import Branches, BranchesInside, Experts, Habit
 from tests.parity.jobs import quiet_trainer

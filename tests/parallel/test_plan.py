@@ -17,15 +17,15 @@ from lightning_megatron import MegatronStrategy, PipelineConfig, PipelineSequent
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import block_forward_flops, head_forward_flops
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.item_flops import LOSS_OPERATIONS, count_item_flops
 from lightning_megatron.parallel.plan import ModulePlan
-from lightning_megatron.pipeline.sequential import RemoteItem
 from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.degrees import Degrees
-from tests.strategies.small import Small, loader, make_trainer
+from tests.strategy.small import Small, loader, make_trainer
 
 WIDTH, LENGTH = 8, 16
 

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 from lightning_megatron import MemoryConfig, PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerError, WorkerPool
-from tests.strategies.small import WIDTH, Small, dp_of, loader, make_trainer
+from tests.strategy.small import WIDTH, Small, dp_of, loader, make_trainer
 
 
 class Looking(Small):

@@ -22,7 +22,7 @@ from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.topology.mesh import Topology
 from tests.parity import reference
 from tests.parity.reference import Architecture, Data

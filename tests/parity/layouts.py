@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.parallel.zero import ShardingConfig
 from tests.parity.reference import Architecture
 
 MOST_PROCESSES = 8

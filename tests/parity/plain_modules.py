@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_megatron.pipeline.sequential import PipelineSequential
+from lightning_megatron.layers.sequential import PipelineSequential
 from tests.parity.jobs import batch_share
 
 STEPS, BATCH = 2, 8

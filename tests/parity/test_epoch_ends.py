@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_megatron
 from lightning_megatron import MegatronStrategy, PipelineConfig
-from lightning_megatron.strategies.step_state import _meant_by_both
+from lightning_megatron.strategy.stage_state import _meant_by_both
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity.epoch_ends import (
     WIDTH,

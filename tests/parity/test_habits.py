@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lightning_megatron
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity.habits import HABITS
 from tests.parity.jobs import quiet_trainer

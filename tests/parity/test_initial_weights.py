@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.parallel.data import ShardingConfig
-from lightning_megatron.pipeline.sequential import PipelineSequential
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.parallel.zero import ShardingConfig
+from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import (
     Outcome,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.parallel.memory import MemoryConfig
+from lightning_megatron.parallel.activations.config import MemoryConfig
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, merge_stages, our_name, train_job

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.adamw import AdamW
-from lightning_megatron.optim.groups import muon_groups
 from lightning_megatron.optim.lion import Lion
 from lightning_megatron.optim.muon import Muon
-from lightning_megatron.parallel.data import ShardingConfig
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.optim.param_groups import muon_groups
+from lightning_megatron.parallel.zero import ShardingConfig
+from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity import reference
 from tests.parity.jobs import Outcome, ParityModule, merge_stages, quiet_trainer, whole_parameters

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, merge_stages, quiet_trainer, whole_parameters
 from tests.parity.plain_modules import ORDINARY, PIPELINED

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.parallel.data import ShardingConfig
-from lightning_megatron.parallel.memory import MemoryConfig
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron.parallel.zero import ShardingConfig
+from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 from tests.parity import reference
 from tests.parity.jobs import (

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import PipelineMonitor, PipelineSequential
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.transformer import TransformerBlock
-from lightning_megatron.optim.choice import make_optimizer
-from lightning_megatron.parallel.data import ShardingConfig
+from lightning_megatron.optim.build import make_optimizer
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.pipeline.repartition import Repartition
-from lightning_megatron.strategies import measured_partition
-from lightning_megatron.strategies.megatron import MegatronStrategy
+from lightning_megatron.parallel.zero import ShardingConfig
+from lightning_megatron.schedules.repartition import Repartition
+from lightning_megatron.strategy.megatron import MegatronStrategy
+from lightning_megatron.strategy.tuners import partition as measured_partition
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity import reference
 from tests.parity.jobs import (

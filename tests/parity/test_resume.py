@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import LanguageModel, MegatronStrategy
-from lightning_megatron.checkpoint.reader import CheckpointReader
-from lightning_megatron.checkpoint.state import whole
+from lightning_megatron.checkpoint.chunks import whole
+from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.parallel.data import ShardingConfig
-from lightning_megatron.parallel.memory import MemoryConfig
+from lightning_megatron.parallel.activations.config import MemoryConfig
 from lightning_megatron.parallel.plan import PipelineConfig
-from lightning_megatron.pipeline.schedule import SCHEDULES, make_schedule, schedule_problems
-from lightning_megatron.pipeline.schedules.table import dump_schedule
+from lightning_megatron.parallel.zero import ShardingConfig
+from lightning_megatron.schedules.custom import dump_schedule
+from lightning_megatron.schedules.schedule import SCHEDULES, make_schedule, schedule_problems
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, train_job
 from tests.parity.reference import Data, reference_curve

@@ -7,7 +7,7 @@ import torch
 
 import lightning_megatron
 from lightning_megatron.testing import WorkerPool
-from tests.strategies.small import Small, loader, make_trainer
+from tests.strategy.small import Small, loader, make_trainer
 
 
 class Frozen(Small):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_megatron.comm.point_to_point import DeviceChannel
 from lightning_megatron.pipeline.links import Links, Traffic, receiver_of, stream_rounds
-from lightning_megatron.pipeline.schedule import (
+from lightning_megatron.schedules.schedule import (
     SCHEDULES,
     Action,
     Kind,

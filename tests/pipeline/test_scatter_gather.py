@@ -14,11 +14,11 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.layers.splits import own_part
 from lightning_megatron.pipeline.links import Links, Traffic
 from lightning_megatron.pipeline.scatter_gather import ScatterGather, scatters_to
-from lightning_megatron.pipeline.schedule import Kind, make_schedule
+from lightning_megatron.schedules.schedule import Kind, make_schedule
 from lightning_megatron.testing import WorkerError, WorkerPool
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
-from tests.strategies.small import WIDTH, Small, loader, make_trainer, weights
+from tests.strategy.small import WIDTH, Small, loader, make_trainer, weights
 
 
 def trees() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.parallel.gradients import local
 from lightning_megatron.testing import WorkerPool
-from tests.strategies import small
+from tests.strategy import small
 
 MICROBATCHES = 64
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_megatron import Bf16MixedPrecision, Bf16TruePrecision, ConfigError
 from lightning_megatron.precision.stochastic import round_stochastically
 from lightning_megatron.testing import WorkerPool
-from tests.strategies import small
+from tests.strategy import small
 
 
 def test_rounding_is_true_on_average() -> None:

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
 from lightning_megatron import ShardingConfig
 from lightning_megatron.testing import WorkerPool
-from tests.strategies import small
+from tests.strategy import small
 
 W = small.WIDTH
 

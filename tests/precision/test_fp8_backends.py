@@ -18,7 +18,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron import ConfigError, Fp8Precision
-from lightning_megatron.layers.deferral import WeightGradients, add_gradients, attach, multiply_with
+from lightning_megatron.layers.delayed_wgrad import (
+    WeightGradients,
+    add_gradients,
+    attach,
+    multiply_with,
+)
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.precision import fp8_te, fp8_torchao
 from lightning_megatron.precision.fp8_te import TeProducts

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.layers.deferral import multiply_with
+from lightning_megatron.layers.delayed_wgrad import multiply_with
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import TransformerBlock

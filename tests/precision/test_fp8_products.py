@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron._torch import TorchDispatchMode
-from lightning_megatron.layers.deferral import (
+from lightning_megatron.layers.delayed_wgrad import (
     WeightGradients,
     add_gradients,
     attach,

@@ -19,7 +19,7 @@ from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, Recorder, merge_stages, quiet_trainer, whole_parameters
 from tests.parity.reference import Data
 from tests.parity.test_precision import Deferred
-from tests.strategies import small
+from tests.strategy import small
 
 OVERFLOWS_AT = (2, 5)
 """Optimizer steps in which a gradient becomes infinite."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron import Fp8Precision, MegatronStrategy
-from lightning_megatron.parallel.memory import MemoryConfig
+from lightning_megatron.parallel.activations.config import MemoryConfig
 from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.precision.recipe import RECIPES
 from lightning_megatron.testing import WorkerPool

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lightning_megatron.monitoring.report.story import Story
+from lightning_megatron.monitoring.report.run_history import Story
 from lightning_megatron.monitoring.report.text import duration, escape, percent
 
 PARTS = {

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.monitoring.report.story import Mark, Reading
+from lightning_megatron.monitoring.report.run_history import Mark, Reading
 from lightning_megatron.monitoring.report.text import escape, number
 
 BUCKETS = 480

@@ -5,7 +5,7 @@ import statistics
 
 from lightning_megatron.monitoring.report.bars import goodput_bars
 from lightning_megatron.monitoring.report.curves import curve
-from lightning_megatron.monitoring.report.story import Reading, Story
+from lightning_megatron.monitoring.report.run_history import Reading, Story
 from lightning_megatron.monitoring.report.style import CSS
 from lightning_megatron.monitoring.report.tables import (
     alerts_table,

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_megatron.monitoring.report.story import Mark, RankFigures, Story
+from lightning_megatron.monitoring.report.run_history import Mark, RankFigures, Story
 from lightning_megatron.monitoring.report.text import (
     duration,
     escape,

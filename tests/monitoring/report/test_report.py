@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.callbacks.event_log import EventLogWriter
 from lightning_megatron.cli import main
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.event_log import EventLogWriter
 from lightning_megatron.monitoring.events import event_file
 from lightning_megatron.monitoring.report.bars import spent
 from lightning_megatron.monitoring.report.curves import thin_out, ticks
 from lightning_megatron.monitoring.report.page import page, verdict
-from lightning_megatron.monitoring.report.story import Story, read_story
+from lightning_megatron.monitoring.report.run_history import Story, read_story
 from lightning_megatron.monitoring.report.text import duration, number, size
 from tests.checkpoint.damage import flip, save
 from tests.monitoring.report.made_run import START, write_run
-from tests.strategies.small import Small, loader, make_trainer
+from tests.strategy.small import Small, loader, make_trainer
 
 VOID = {"meta", "br"}
 

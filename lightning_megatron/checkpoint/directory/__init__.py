@@ -1,0 +1,1 @@
+"""The checkpoint directory on disk: manifests, hashes, publishing, discovery and retention."""

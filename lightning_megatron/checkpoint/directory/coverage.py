@@ -1,0 +1,137 @@
+"""Whether rectangles tile a tensor: no element missing, none twice.
+
+torch.distributed.checkpoint loads a tensor with a hole and leaves what was in memory, so this is
+asked before anything is written, and again before anything is read.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle, Run
+
+Numbers: TypeAlias = NDArray[np.int64]
+
+_FEW = 8
+"""Rectangles that are looked at one by one."""
+
+
+def expand(runs: Sequence[Run], dimensions: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Return what runs stand for.
+
+    Args:
+        runs: of one tensor.
+        dimensions: of the tensor.
+
+    Returns:
+        Parts (n), offsets (n x dimensions) and sizes (n x dimensions) of the n rectangles.
+    """
+    parts, offsets, sizes = [], [], []
+    for run in runs:
+        part = np.array([run.part], dtype=np.int64)
+        offset = np.array(run.offsets, dtype=np.int64).reshape(1, dimensions)
+        for repeat in run.repeats:
+            times = np.arange(repeat.count, dtype=np.int64)
+            steps = np.array(repeat.steps, dtype=np.int64)
+            part = (times[:, None] * repeat.part_step + part).reshape(-1)
+            offset = (times[:, None, None] * steps + offset).reshape(len(part), dimensions)
+        parts.append(part)
+        offsets.append(offset)
+        size = np.array(run.sizes, dtype=np.int64).reshape(1, dimensions)
+        sizes.append(np.broadcast_to(size, offset.shape))
+    if not parts:
+        nothing = np.empty((0, dimensions), dtype=np.int64)
+        return np.empty(0, dtype=np.int64), nothing, nothing
+    return np.concatenate(parts), np.concatenate(offsets), np.concatenate(sizes)
+
+
+def coverage_fault(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str | None:
+    """Say why rectangles do not tile a tensor of this shape, or return None when they do.
+
+    Rectangles inside the tensor tile it exactly if their volumes add up and no two overlap; the
+    latter is a sweep along the dimension with the most distinct offsets.
+    """
+    for offsets, sizes in rectangles:
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
+            return f"chunk {tuple(offsets)}+{tuple(sizes)} exceeds {tuple(shape)}"
+    volume = sum(math.prod(sizes) for _, sizes in rectangles)
+    fault = _volume_fault(shape, volume, len(rectangles))
+    return fault or (_overlap_fault(shape, volume) if _overlap(rectangles) else None)
+
+
+def run_coverage_fault(shape: Sequence[int], runs: Sequence[Run]) -> str | None:
+    """Say why the rectangles of runs do not tile a tensor; as `coverage_fault`, for many."""
+    for run in runs:
+        lengths = {len(run.offsets), len(run.sizes), *(len(r.steps) for r in run.repeats)}
+        if lengths != {len(shape)}:
+            return f"chunk {run.offsets}+{run.sizes} exceeds {tuple(shape)}"
+    count = sum(run.count for run in runs)
+    if count <= _FEW:
+        return coverage_fault(shape, [(o, run.sizes) for run in runs for _, o in run.rectangles()])
+    _, offsets, sizes = expand(runs, len(shape))
+    outside = ((offsets < 0) | (offsets > np.array(shape, dtype=np.int64) - sizes)).any(axis=1)
+    if outside.any():
+        index = int(outside.argmax())
+        first, extent = tuple(offsets[index].tolist()), tuple(sizes[index].tolist())
+        return f"chunk {first}+{extent} exceeds {tuple(shape)}"
+    volume = sum(run.count * math.prod(run.sizes) for run in runs)
+    if (fault := _volume_fault(shape, volume, count)) is not None:
+        return fault
+    if _is_grid(shape, offsets, sizes):
+        return None
+    pairs = zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
+    return _overlap_fault(shape, volume) if _overlap(list(pairs)) else None
+
+
+def _volume_fault(shape: Sequence[int], volume: int, count: int) -> str | None:
+    total = math.prod(shape)
+    if volume < total or not count:
+        return f"only {volume} of {total} elements are stored"
+    return _overlap_fault(shape, volume) if volume > total else None
+
+
+def _overlap_fault(shape: Sequence[int], volume: int) -> str:
+    return f"chunks overlap: {volume} elements stored for {math.prod(shape)}"
+
+
+def _is_grid(shape: Sequence[int], offsets: Numbers, sizes: Numbers) -> bool:
+    """Whether the rectangles are all cells that cuts across the whole tensor make, each once."""
+    cells = np.zeros(len(offsets), dtype=np.int64)
+    number = 1
+    for dim, length in enumerate(shape):
+        cuts, places = np.unique(offsets[:, dim], return_inverse=True)
+        if not np.array_equal(np.diff(cuts, append=length)[places], sizes[:, dim]):
+            return False
+        cells = cells * len(cuts) + places
+        number *= len(cuts)
+        if number > len(offsets):
+            return False
+    return number == len(offsets) and len(np.unique(cells)) == number
+
+
+def _overlap(rectangles: Sequence[Rectangle]) -> bool:
+    boxes = [box for box in rectangles if math.prod(box[1])]
+    rank = len(boxes[0][0]) if boxes else 0
+    if len(boxes) < 2 or not rank:
+        return len(boxes) > 1
+    sweep = max(range(rank), key=lambda d: len({offsets[d] for offsets, _ in boxes}))
+    active: list[Rectangle] = []
+    for box in sorted(boxes, key=lambda b: b[0][sweep]):
+        active = [a for a in active if a[0][sweep] + a[1][sweep] > box[0][sweep]]
+        if any(_intersect(a, box) for a in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _intersect(a: Rectangle, b: Rectangle) -> bool:
+    return all(
+        a_begin < b_begin + b_size and b_begin < a_begin + a_size
+        for a_begin, a_size, b_begin, b_size in zip(*a, *b, strict=True)
+    )

@@ -1,0 +1,158 @@
+"""What one rank has written of a checkpoint, and the JSON file that says so.
+
+::
+
+    manifest.5.json     files of rank 5 with sizes and hashes, the place of each of its chunks
+
+Every rank that writes tensors writes its own, after its shards, so nobody has to know the chunks of
+all ranks. The root (manifest.py) holds the hash of the part, the part the hashes of its files; and
+from the root everybody knows which rectangles are in it, so that only those parts are opened that
+have something to read.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_megatron.checkpoint.directory.sealed_text import (
+    NOT_OURS,
+    counts,
+    is_count,
+    is_file_name,
+    is_hash,
+    is_sealed,
+    one_line_each,
+    parsed,
+    sealed,
+)
+from lightning_megatron.errors import DamagedCheckpointError
+
+PART_SCHEMA = 3
+"""First schema of manifests with parts; parts have changed at no later one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of the checkpoint."""
+
+    size: int
+    """Bytes."""
+    sha256: str | None = None
+    """Hash of the content; None in manifests of schema 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkEntry:
+    """A rectangle of a tensor, and the bytes of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    """Index of its first element, per dimension."""
+    sizes: tuple[int, ...]
+    """Elements, per dimension."""
+    file: str
+    begin: int
+    """First byte in the file."""
+    length: int
+    """Bytes in the file."""
+
+
+def part_file(number: int) -> str:
+    """Return the name of the manifest of a part, and so of the rank that writes it.
+
+    >>> part_file(5)
+    'manifest.5.json'
+    """
+    return f"manifest.{number}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank has written."""
+
+    number: int
+    """The rank."""
+    files: Mapping[str, FileEntry]
+    """Its files."""
+    tensors: Mapping[str, tuple[ChunkEntry, ...]]
+    """Its chunks of every tensor of which it has any."""
+
+    @property
+    def count(self) -> int:
+        """Number of its chunks."""
+        return sum(map(len, self.tensors.values()))
+
+    def to_json(self) -> str:
+        """Return the content of its file."""
+        head = json.dumps({"schema": PART_SCHEMA, "part": self.number}, indent=1)[: -len("\n}")]
+        files = one_line_each("files", ((name, asdict(e)) for name, e in self.files.items()))
+        plain = ((name, plain_chunks(chunks)) for name, chunks in self.tensors.items())
+        return sealed(",\n".join((head, files, one_line_each("tensors", plain))))
+
+    @classmethod
+    def from_json(cls, text: str, name: str) -> "Part":
+        """Parse the content of a file.
+
+        Args:
+            text: the content.
+            name: of the file, for errors.
+
+        Raises:
+            DamagedCheckpointError: it is not a part, or not what was written.
+        """
+        if not is_sealed(text, name):
+            raise DamagedCheckpointError(f"{name} does not end with its own hash")
+        try:
+            data = parsed(text)
+            if data["schema"] != PART_SCHEMA or not is_count(data["part"]):
+                raise ValueError(f"part {data['part']!r} of schema {data['schema']!r}")
+            files = {n: file_entry(n, entry) for n, entry in data["files"].items()}
+            names = {file: file for file in files}  # one string for all chunks of a file
+            tensors = {n: chunk_entries(c, names) for n, c in data["tensors"].items()}
+        except NOT_OURS as error:
+            raise DamagedCheckpointError(f"{name} is not part of a manifest: {error!r}") from None
+        return cls(number=data["part"], files=files, tensors=tensors)
+
+
+def file_entry(name: str, data: Mapping[str, Any], *, hashed: bool = True) -> FileEntry:
+    """Parse the entry of a file.
+
+    Raises:
+        ValueError: it is something else, or is to have a hash and has none.
+    """
+    size, sha256 = data["size"], data.get("sha256")
+    if not is_file_name(name) or not is_count(size) or (hashed and not is_hash(sha256)):
+        raise ValueError(f"entry {name!r}: {data!r}")
+    return FileEntry(size=size, sha256=sha256)
+
+
+def plain_chunks(chunks: Iterable[ChunkEntry]) -> list[Any]:
+    """Return the form of chunks that JSON has."""
+    return [[list(c.offsets), list(c.sizes), c.file, c.begin, c.length] for c in chunks]
+
+
+def chunk_entries(data: Any, files: Mapping[str, str] | None = None) -> tuple[ChunkEntry, ...]:
+    """Parse chunks.
+
+    Args:
+        data: what JSON has of them.
+        files: names of the files that they may be in; any when None.
+
+    Raises:
+        ValueError: it is something else.
+        LookupError: a chunk is in another file.
+    """
+    chunks = []
+    for offsets, sizes, file, begin, length in data:
+        if not isinstance(file, str) or not is_count(begin) or not is_count(length):
+            raise ValueError("a chunk without a place")
+        chunks.append(
+            ChunkEntry(
+                offsets=counts(offsets),
+                sizes=counts(sizes),
+                file=file if files is None else files[file],
+                begin=begin,
+                length=length,
+            )
+        )
+    return tuple(chunks)

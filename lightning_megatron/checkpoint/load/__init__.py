@@ -1,0 +1,1 @@
+"""Loading: tensors out of files into the chunks that a rank holds, without unpickling."""

@@ -1,0 +1,141 @@
+"""Tensors out of files, into the chunks that this process holds.
+
+Every rank reads the stored rectangles that overlap its own, without communication. Which ones is
+asked of the index (index.py), then part after part is gone through: each file is opened once, read
+from front to back, and what both rectangles have in common is copied. What
+torch.distributed.checkpoint leaves unchecked, index.py has checked before; where it calls
+`torch.load`, shard_archive.py takes the numbers out.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.chunks import Chunk
+from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
+from lightning_megatron.checkpoint.directory.index import ShardIndex
+from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry
+from lightning_megatron.checkpoint.directory.storage import AnyPath
+from lightning_megatron.checkpoint.load.shard_archive import read_tensor
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """A stored rectangle of which one of ours has a part."""
+
+    stored: str
+    """Name of the tensor in the checkpoint."""
+    rectangle: Rectangle
+    target: Chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """The same, with the bytes that hold it."""
+
+    place: ChunkEntry
+    wanted: _Wanted
+
+
+def read_chunks(
+    directory: AnyPath, index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+) -> None:
+    """Fill this rank's chunks in place; not collective.
+
+    Args:
+        directory: the checkpoint.
+        index: its index, checked.
+        chunks: what to fill.
+        stored: the stored name of every chunk.
+
+    Raises:
+        DamagedCheckpointError: a file does not hold what the index says.
+        CheckpointError: a file cannot be read.
+    """
+    by_part = _by_part(index, chunks, stored)
+    try:
+        for number in sorted(by_part):
+            _read_part(directory, index, list(_placed(index, number, by_part.pop(number))))
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"reading {directory}: {error}") from error
+    except OSError as error:
+        raise CheckpointError(f"reading {directory}: {error}") from error
+
+
+def files_of(index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]) -> set[str]:
+    """Return the files that `read_chunks` opens; arguments and errors as there."""
+    return {
+        one.place.file
+        for number, wanted in _by_part(index, chunks, stored).items()
+        for one in _placed(index, number, wanted)
+    }
+
+
+def _by_part(
+    index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
+) -> dict[int, list[_Wanted]]:
+    """Find the stored rectangles that overlap ours, by the part that they are in."""
+    by_part: dict[int, list[_Wanted]] = defaultdict(list)
+    for name, chunk in chunks.items():
+        if not chunk.tensor.numel():
+            continue
+        for number, rectangle in index.overlapping(stored[name], (chunk.offsets, chunk.sizes)):
+            wanted = _Wanted(stored=stored[name], rectangle=rectangle, target=chunk)
+            by_part[number].append(wanted)
+    return by_part
+
+
+def _placed(index: ShardIndex, number: int, wanted: Sequence[_Wanted]) -> Iterator[_Placed]:
+    """Find in a part what is wanted of it."""
+    tensors = index.part(number).tensors
+    for one in wanted:
+        place = next(
+            (c for c in tensors.get(one.stored, ()) if c.offsets == one.rectangle[0]), None
+        )
+        if place is None or place.sizes != one.rectangle[1]:
+            raise DamagedCheckpointError(
+                f"{one.stored}: the chunk at {one.rectangle[0]} is not in part {number}"
+            )
+        yield _Placed(place=place, wanted=one)
+
+
+def _read_part(directory: AnyPath, index: ShardIndex, placed: list[_Placed]) -> None:
+    placed.sort(key=lambda one: (one.place.file, one.place.begin))
+    for file_name, in_file in groupby(placed, key=lambda one: one.place.file):
+        with (directory / file_name).open("rb") as file:
+            # What several chunks of ours need of a stored one is read once.
+            for key, of_chunk in groupby(in_file, key=lambda one: (one.wanted.stored, one.place)):
+                _fill(file, list(of_chunk), index.tensors[key[0]].dtype)
+
+
+def _fill(file: BinaryIO, placed: list[_Placed], dtype: torch.dtype) -> None:
+    place, stored = placed[0].place, placed[0].wanted.stored
+    content = bytearray(place.length)
+    file.seek(place.begin)
+    if file.readinto(content) < place.length:  # type: ignore[attr-defined]
+        raise DamagedCheckpointError(f"{place.file} is shorter than it was")
+    try:
+        tensor = read_tensor(content, dtype, place.sizes)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{stored} in {place.file}: {error}") from error
+    for one in placed:
+        ours = one.wanted.target
+        _copy_common(tensor, place.offsets, ours.tensor, ours.offsets)
+
+
+def _copy_common(
+    source: Tensor, source_offsets: Sequence[int], target: Tensor, target_offsets: Sequence[int]
+) -> None:
+    """Copy what two rectangles of one tensor have in common from the first to the second."""
+    for dim, (theirs, ours) in enumerate(zip(source_offsets, target_offsets, strict=True)):
+        begin = max(theirs, ours)
+        length = min(theirs + source.shape[dim], ours + target.shape[dim]) - begin
+        source = source.narrow(dim, begin - theirs, length)
+        target = target.narrow(dim, begin - ours, length)
+    target.copy_(source)

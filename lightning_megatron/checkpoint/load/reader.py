@@ -1,0 +1,154 @@
+"""An open checkpoint.
+
+Opening one verifies it, in the order of cost and so that nothing is parsed before its hash was
+compared: the root manifest against its own hash, names and sizes of the files, their contents, and
+that the chunks tile the tensors and are where the manifests say. The ranks share the last two.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_megatron.checkpoint.chunks import Chunk
+from lightning_megatron.checkpoint.directory.commit import locate
+from lightning_megatron.checkpoint.directory.index import ShardIndex, StoredTensor, raise_if_damaged
+from lightning_megatron.checkpoint.directory.manifest import read_manifest
+from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
+from lightning_megatron.checkpoint.directory.verify import check_contents, check_files
+from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
+from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.trainer_state.document import read_document
+
+logger = logging.getLogger(__name__)
+
+MODEL_PREFIX = "model"
+"""Of the names of parameters and buffers in the shards."""
+
+PRETRAINED = "pretrained"
+"""Key of Lightning's state in checkpoints that hold the weights of another library's model, for
+training to start from."""
+
+
+class CheckpointReader:
+    """An open, verified checkpoint; opening is collective.
+
+    Args:
+        path: the directory; the first rank's value counts.
+        group: the ranks that read; all when None.
+        alone: read in this process only, even if there are process groups.
+
+    Attributes:
+        peers: the ranks that read.
+        directory: where the checkpoint is.
+        manifest: its manifest.
+        index: where the numbers of every tensor are.
+        state: Lightning's state.
+        extras: module state that is not a parameter or buffer, by name.
+        optimizers: what `merge_snapshots` returned for each optimizer.
+        versions: of the modules, by name, where they are not 1; None in older checkpoints.
+        verify_s: seconds that it took to verify.
+
+    Raises:
+        DamagedCheckpointError: it is not what was written, or would run code.
+        CheckpointError: it does not exist or cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        group: dist.ProcessGroup | None = None,
+        alone: bool = False,
+    ) -> None:
+        began = time.perf_counter()
+        self.peers = Peers(group, alone=alone)
+        self.directory = self._locate(path)
+        self.what = f"loading {self.directory}"
+        self._verify()
+        self.peers.run(self.what, self._read, _refuse)
+        self.verify_s = time.perf_counter() - began
+
+    def _locate(self, path: str | os.PathLike[str]) -> AnyPath:
+        # One rank looks where it is: the others could meet a directory in the midst of a rename.
+        return self.peers.run(
+            f"loading {os.fspath(path)}",
+            lambda: None,
+            lambda _: locate(storage_path(path)),
+        )
+
+    def _verify(self) -> None:
+        """Read the manifest, and compare the files with it."""
+        self.peers.run(self.what, self._open, lambda _: check_files(self.directory, self.manifest))
+        check_contents(self.what, self.directory, self.manifest, self.peers)
+
+    def _open(self) -> None:
+        self.manifest = read_manifest(self.directory)
+        if self.peers.is_first and not self.manifest.is_sealed:
+            logger.warning(
+                "%s was written before checkpoints had hashes: only sizes and coverage are checked",
+                self.directory,
+            )
+
+    def _read(self) -> list[str]:
+        """Read what every rank needs; return the faults of this rank's share of the index."""
+        self.index = ShardIndex(self.directory, self.manifest)
+        document = read_document(self.directory, self.manifest)
+        self.state: dict[str, Any] = document["state"]
+        self.extras: dict[str, Any] = document["extras"]
+        self.optimizers: list[dict[str, Any]] = document["optimizers"]
+        self.versions: dict[str, int] | None = document.get("versions")
+        return self.index.faults(self.peers.rank, self.peers.size)
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it is not the state of a run but weights for one to start from."""
+        return PRETRAINED in self.state
+
+    def entry(self, stored: str) -> StoredTensor | None:
+        """Return shape, dtype and places of a stored tensor."""
+        return self.index.tensors.get(stored)
+
+    def model_names(self) -> list[str]:
+        """Return the names of the stored parameters and buffers."""
+        prefix = f"{MODEL_PREFIX}."
+        names = self.index.tensors
+        return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+    def stored_name(self, name: str, aliases: Sequence[str] = ()) -> str | None:
+        """Return the name under which a parameter is stored, or None."""
+        for candidate in (name, *aliases):
+            canonical = self.manifest.aliases.get(candidate, candidate)
+            if self.entry(f"{MODEL_PREFIX}.{canonical}") is not None:
+                return canonical
+        return None
+
+    def bring(
+        self, chunks: Mapping[str, Chunk] | None, stored: Mapping[str, str] | None = None
+    ) -> None:
+        """See to it that this rank can `read` some chunks; collective.
+
+        Nothing is to be done where all ranks see all files.
+
+        Args:
+            chunks: those of this rank; None for whatever is stored.
+            stored: as for `read`.
+        """
+
+    def read(self, chunks: Mapping[str, Chunk], stored: Mapping[str, str] | None = None) -> None:
+        """Fill chunks in place; not collective.
+
+        Args:
+            chunks: what to fill; every one must lie within the stored tensor.
+            stored: the stored name (with ``model.`` or ``optimizer.<i>.``) of every chunk; the
+                chunk's own where None.
+        """
+        names = stored or {name: name for name in chunks}
+        read_chunks(self.directory, self.index, chunks, names)
+
+
+def _refuse(found: Sequence[Sequence[str]]) -> None:
+    raise_if_damaged([fault for faults in found for fault in faults])

@@ -1,0 +1,1 @@
+"""Local checkpoints: on the disks of the machines, each with a copy on another machine."""

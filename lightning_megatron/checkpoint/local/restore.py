@@ -1,0 +1,372 @@
+"""Finding local checkpoints after a restart, and reading them.
+
+Which node a process is on, and what is left there, may have changed, so all of it is found out
+anew. One rank of each node lists what is there (by names and sizes); the first rank puts the lists
+together, newest first. Opening one is done on all ranks: every file that is left somewhere is
+compared with its hash on one of the nodes that have it, if possible on that which wrote it. Files
+that turn out to be damaged are renamed, and another node's copy is compared. If one is left of
+every file, the checkpoint is whole. Nodes that lack the small files get them then.
+
+Before tensors are read each rank says which files hold its part. What its node lacks is fetched,
+and what is there and was not compared yet is compared. Then everything reads as from a directory
+that holds it all.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import override
+
+from lightning_megatron.checkpoint.chunks import Chunk
+from lightning_megatron.checkpoint.directory.commit import CORRUPT
+from lightning_megatron.checkpoint.directory.digest import read_entry
+from lightning_megatron.checkpoint.directory.index import summary
+from lightning_megatron.checkpoint.directory.storage import AnyPath
+from lightning_megatron.checkpoint.load.dcp_reader import files_of
+from lightning_megatron.checkpoint.load.reader import CheckpointReader
+from lightning_megatron.checkpoint.local.directory import check_room, checkpoints_in
+from lightning_megatron.checkpoint.local.inventory import Inventory, read_inventory
+from lightning_megatron.checkpoint.local.nodes import Nodes
+from lightning_megatron.checkpoint.local.save import OWN_FILE
+from lightning_megatron.checkpoint.local.transfer import Transfer, exchange
+from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+
+_THREADS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCandidate:
+    """A local checkpoint of which some node has something."""
+
+    step: int
+    """Optimizer steps taken."""
+    taken: float
+    """When the state was as it is in the checkpoint, in seconds since 1970."""
+    digest: str
+    """Of its inventory."""
+    name: str
+    """Of its directories, with that of the run."""
+    leader: int
+    """A rank that has its inventory."""
+
+
+class LocalStock:
+    """What the nodes have of local checkpoints.
+
+    Args:
+        peers: all ranks, over a group that this thread has for itself.
+        nodes: who shares a machine.
+        runs: returns the directories of this run and of those before it, on this node.
+        new_run: returns the directory for a run of some name, in which there is room for so many
+            bytes; made if need be.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        nodes: Nodes,
+        runs: Callable[[], Sequence[Path]],
+        new_run: Callable[[str, int], Path],
+    ) -> None:
+        self.peers, self.nodes = peers, nodes
+        self._runs, self._new_run = runs, new_run
+        self._found: dict[str, Path] = {}
+
+    def find(self) -> list[LocalCandidate]:
+        """Return what there is, the newest first; collective."""
+
+        def each() -> list[LocalCandidate]:
+            self._found = {}
+            if not self.nodes.is_leader(self.peers.rank):
+                return []
+            return self._listed()
+
+        def first(parts: list[list[LocalCandidate]]) -> list[LocalCandidate]:
+            found: dict[str, LocalCandidate] = {}
+            for part in parts:
+                for candidate in part:
+                    found.setdefault(candidate.digest, candidate)
+            return sorted(found.values(), key=lambda c: (c.taken, c.step), reverse=True)
+
+        return self.peers.run("looking for local checkpoints", each, first)
+
+    def _listed(self) -> list[LocalCandidate]:
+        found = []
+        for run in self._runs():
+            for path in checkpoints_in(run):
+                # What another process deletes meanwhile, or has damaged, is not there.
+                with suppress(OSError, CheckpointError):
+                    inventory = read_inventory(path)
+                    digest = inventory.digest
+                    self._found[digest] = path
+                    found.append(
+                        LocalCandidate(
+                            step=inventory.step,
+                            taken=inventory.taken,
+                            digest=digest,
+                            name=f"{run.name}/{path.name}",
+                            leader=self.peers.rank,
+                        )
+                    )
+        return found
+
+    def open(self, candidate: LocalCandidate) -> "LocalReader":
+        """Open one that `find` returned; collective.
+
+        Raises:
+            DamagedCheckpointError: a file is on no node, or what is there of it is damaged.
+            CheckpointError: something else is wrong.
+        """
+        began = time.perf_counter()
+        what = f"opening the local checkpoint {candidate.name}"
+        peers = self.peers
+        inventory = peers.run(
+            what, lambda: self._inventory(candidate), lambda parts: parts[candidate.leader]
+        )
+        assert inventory is not None
+        share = _NodeShare(self, candidate, inventory, what)
+        share.verify()
+        share.bring_to_all(inventory.everywhere)
+        return LocalReader(share, began)
+
+    def directory(self, candidate: LocalCandidate, needed: int) -> Path:
+        """Return where this node has a checkpoint, or can have it; on the leader of a node."""
+        known = self._found.get(candidate.digest)
+        if known is None:
+            run, _, name = candidate.name.partition("/")
+            known = self._new_run(run, needed) / name
+            known.mkdir(mode=0o700, exist_ok=True)
+            self._found[candidate.digest] = known
+        return known
+
+    def held(self, candidate: LocalCandidate, inventory: Inventory) -> tuple[set[str], int | None]:
+        """Return the files that this node has, and which of the writing nodes it was."""
+        path = self._found.get(candidate.digest)
+        if path is None or not self.nodes.is_leader(self.peers.rank):
+            return set(), None
+        number = None
+        with suppress(OSError, ValueError):
+            number = int((path / OWN_FILE).read_text())
+        return inventory.held(path), number
+
+    def _inventory(self, candidate: LocalCandidate) -> Inventory | None:
+        if self.peers.rank != candidate.leader:
+            return None
+        return read_inventory(self._found[candidate.digest])
+
+
+class _NodeShare:
+    """One checkpoint, and which node has what of it; the same on all ranks."""
+
+    def __init__(
+        self, stock: LocalStock, candidate: LocalCandidate, inventory: Inventory, what: str
+    ) -> None:
+        self._stock, self.candidate, self.inventory = stock, candidate, inventory
+        self.what, self.peers, self.nodes = what, stock.peers, stock.nodes
+        leads = self.nodes.is_leader(self.peers.rank)
+        largest = inventory.size(inventory.files)
+
+        def each() -> tuple[set[str], int | None, str | None]:
+            held, number = stock.held(candidate, inventory)
+            path = stock.directory(candidate, largest) if leads else None
+            return held, number, None if path is None else str(path)
+
+        parts = self.peers.run(what, each, lambda parts: parts)
+        leaders = [self.nodes.ranks(node)[0] for node in range(self.nodes.count)]
+        self._held = [parts[leader][0] for leader in leaders]
+        self._numbers = [parts[leader][1] for leader in leaders]
+        paths = [parts[leader][2] for leader in leaders]
+        mine = paths[self.node]
+        assert mine is not None
+        self.directory = Path(mine)
+        self._sound: list[set[str]] = [set() for _ in leaders]
+        """Files of each node that were compared with their hashes."""
+        self.fetched = 0
+        """Bytes that came from other nodes to any."""
+
+    @property
+    def node(self) -> int:
+        """Node of this rank."""
+        return self.nodes.of_rank[self.peers.rank]
+
+    def verify(self) -> None:
+        """Compare one copy of every file with its hash; of damaged ones, another."""
+        damaged: list[str] = []
+        while True:
+            share: dict[int, list[str]] = {}
+            lost = []
+            sound = set().union(*self._sound)
+            for name in self.inventory.files:
+                if name in sound:
+                    continue
+                holders = [node for node, held in enumerate(self._held) if name in held]
+                if not holders:
+                    lost.append(name)
+                    continue
+                writer = self.inventory.nodes.get(name)
+                own = [node for node in holders if self._numbers[node] == writer]
+                chosen = (own or holders)[0]
+                share.setdefault(chosen, []).append(name)
+            if lost:
+                reason = f"; {summary(damaged)}" if damaged else ""
+                raise DamagedCheckpointError(
+                    f"{self.what}: {summary(lost)}: on none of the {self.nodes.count} nodes that "
+                    f"are here{reason}"
+                )
+            if not share:
+                return
+            damaged += self._compare(share)
+
+    def _compare(self, share: Mapping[int, Sequence[str]]) -> list[str]:
+        """Compare files of each node with their hashes; return what is damaged."""
+
+        def each() -> list[tuple[str, str]]:
+            mine = self._portion(share.get(self.node, ()))
+            with ThreadPoolExecutor(_THREADS) as threads:
+                return [found for found in threads.map(self._fault, mine) if found is not None]
+
+        parts = self.peers.run(self.what, each, lambda parts: parts)
+        damaged: list[str] = []
+        for node, names in share.items():
+            self._sound[node] |= set(names)
+        for rank, part in enumerate(parts):
+            node = self.nodes.of_rank[rank]
+            for name, fault in part:
+                self._sound[node].discard(name)
+                self._held[node].discard(name)
+                damaged.append(fault)
+        return damaged
+
+    def _portion(self, names: Sequence[str]) -> list[str]:
+        """Return those of a node's files that this of its ranks sees to, by their bytes."""
+        ranks = self.nodes.ranks(self.node)
+        load, mine = dict.fromkeys(ranks, 0), []
+        for name in sorted(names, key=lambda n: (-self.inventory.files[n].size, n)):
+            rank = min(ranks, key=load.__getitem__)
+            load[rank] += self.inventory.files[name].size + 1
+            if rank == self.peers.rank:
+                mine.append(name)
+        return mine
+
+    def _fault(self, name: str) -> tuple[str, str] | None:
+        path, expected = self.directory / name, self.inventory.files[name]
+        try:
+            if (found := read_entry(path)) == expected:
+                return None
+            os.rename(path, path.with_name(f"{name}{CORRUPT}"))
+            reason = f"the content has SHA-256 {found.sha256}, {expected.sha256} was written"
+        except OSError as error:
+            reason = str(error)
+        return name, f"{path}: {reason}"
+
+    def bring_to_all(self, names: Sequence[str]) -> None:
+        """See to it that every node has some files."""
+        self.bring([set(names)] * self.nodes.count)
+
+    def bring(self, wanted: Sequence[set[str]]) -> None:
+        """See to it that each node has the files that it wants, and that they are sound.
+
+        Args:
+            wanted: names, by node; the same on all ranks.
+        """
+        unknown = {
+            node: sorted(names & self._held[node] - self._sound[node])
+            for node, names in enumerate(wanted)
+        }
+        if any(unknown.values()):
+            self._compare(unknown)
+        transfers = self._transfers(wanted)
+        if not transfers:
+            return
+        files = self.inventory.files
+
+        def each() -> None:
+            arriving = [t.name for t in transfers if self.nodes.of_rank[t.target] == self.node]
+            if self.nodes.is_leader(self.peers.rank):
+                for name in arriving:  # of another size
+                    (self.directory / name).unlink(missing_ok=True)
+                check_room(self.directory, self.inventory.size(arriving))
+
+        self.peers.run(self.what, each, lambda _: None)
+
+        def send() -> None:
+            if faults := exchange(transfers, files, self.directory, self.peers):
+                raise CheckpointError(summary(faults))
+
+        self.peers.run(self.what, send, lambda _: None)
+        for transfer in transfers:
+            node = self.nodes.of_rank[transfer.target]
+            self._held[node].add(transfer.name)
+            self._sound[node].add(transfer.name)
+            self.fetched += files[transfer.name].size
+
+    def _transfers(self, wanted: Sequence[set[str]]) -> list[Transfer]:
+        """Plan who sends what to whom, so that ranks have about the same to do."""
+        load = [0] * self.peers.size
+        found = []
+        for node, names in enumerate(wanted):
+            for name in sorted(names - self._held[node]):
+                sources = [
+                    rank
+                    for other, sound in enumerate(self._sound)
+                    if name in sound
+                    for rank in self.nodes.ranks(other)
+                ]
+                size = self.inventory.files[name].size
+                source = min(sources, key=load.__getitem__)
+                load[source] += size
+                target = min(self.nodes.ranks(node), key=load.__getitem__)
+                load[target] += size
+                found.append(Transfer(name=name, source=source, target=target))
+        return found
+
+
+class LocalReader(CheckpointReader):
+    """An open local checkpoint, in which each node sees the files that it has.
+
+    Args:
+        share: which node has what.
+        began: when opening began, by `time.perf_counter`.
+    """
+
+    def __init__(self, share: _NodeShare, began: float) -> None:
+        self._share = share
+        super().__init__(share.directory, group=share.peers.group)
+        self.verify_s = time.perf_counter() - began
+
+    @property
+    def fetched(self) -> int:
+        """Bytes that nodes have got from each other so far, of all together."""
+        return self._share.fetched
+
+    @override
+    def _locate(self, path: str | os.PathLike[str]) -> AnyPath:
+        return self._share.directory
+
+    @override
+    def _verify(self) -> None:
+        self.peers.run(self.what, self._open, lambda _: None)  # compared when it was opened
+        self._share.bring_to_all(list(self.manifest.parts))
+
+    @override
+    def bring(
+        self, chunks: Mapping[str, Chunk] | None, stored: Mapping[str, str] | None = None
+    ) -> None:
+        inventory, nodes = self._share.inventory, self._share.nodes
+        if chunks is None:
+            needs = [set(inventory.files)] * self.peers.size
+        else:
+            names = stored or {name: name for name in chunks}
+            needs = self.peers.run(
+                self.what, lambda: files_of(self.index, chunks, names), lambda parts: parts
+            )
+        wanted: list[set[str]] = [set() for _ in range(nodes.count)]
+        for rank, files in enumerate(needs):
+            wanted[nodes.of_rank[rank]] |= files
+        self._share.bring(wanted)

@@ -1,0 +1,196 @@
+"""Files from ranks to ranks, over ``torch.distributed`` on the host.
+
+Both ends know which files go where, so nothing is sent but their bytes: block after block, into a
+buffer of fixed size and from there to the disk, all files of a round side by side. Block ``j`` of
+every file travels in round ``j`` at both ends, so that no two ranks wait for each other. A rank
+that cannot read or write goes on sending and receiving, else its peer would wait for ever; what
+arrives is held against the hash that was taken when the file was first written, and the fault is
+returned.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry
+from lightning_megatron.checkpoint.rank_coordination import Peers
+
+BLOCK_BYTES = 4 << 20
+_AT_ONCE = 16
+"""Files that one rank sends or receives at the same time, each with a block of memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A file that one rank sends to another."""
+
+    name: str
+    source: int
+    """Rank that has it."""
+    target: int
+    """Rank that gets it."""
+
+
+def exchange(
+    transfers: Sequence[Transfer],
+    entries: Mapping[str, FileEntry],
+    directory: Path,
+    peers: Peers,
+) -> list[str]:
+    """Send and receive files; every rank that takes part calls this, with the same arguments.
+
+    Args:
+        transfers: all of them, in the same order on all ranks.
+        entries: size and hash of each file, by name.
+        directory: where this rank has its files, and puts those that it gets.
+        peers: the ranks, over a group that nobody else uses meanwhile.
+
+    Returns:
+        What went wrong on this rank, one sentence each. A file that did not arrive as it was
+        written is not there.
+    """
+    faults: list[str] = []
+    for batch in _batches(transfers):
+        mine = [t for t in batch if peers.rank in (t.source, t.target)]
+        with ExitStack() as files:
+            ends = [_end(t, entries[t.name], directory, peers, faults, files) for t in mine]
+            for number in range(max((end.blocks for end in ends), default=0)):
+                active = [end for end in ends if number < end.blocks]
+                works = [end.start() for end in active]
+                for work in works:
+                    work.wait()
+                for end in active:
+                    end.conclude()
+            for end in ends:
+                end.finish()
+    return faults
+
+
+def _batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
+    """Cut the list so that no rank takes part in too many at once."""
+    batch: list[Transfer] = []
+    load: dict[int, int] = {}
+    for transfer in transfers:
+        ends = {transfer.source, transfer.target}
+        if any(load.get(rank, 0) >= _AT_ONCE for rank in ends):
+            yield batch
+            batch, load = [], {}
+        batch.append(transfer)
+        for rank in ends:
+            load[rank] = load.get(rank, 0) + 1
+    if batch:
+        yield batch
+
+
+def _end(
+    transfer: Transfer,
+    entry: FileEntry,
+    directory: Path,
+    peers: Peers,
+    faults: list[str],
+    files: ExitStack,
+) -> "_Sender | _Receiver":
+    kind = _Sender if transfer.source == peers.rank else _Receiver
+    return kind(transfer, entry, directory, peers, faults, files)
+
+
+class _End:
+    """This rank's end of one transfer."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        entry: FileEntry,
+        directory: Path,
+        peers: Peers,
+        faults: list[str],
+        files: ExitStack,
+    ) -> None:
+        self.transfer, self.entry, self.group = transfer, entry, peers.group
+        self.path = directory / transfer.name
+        self.blocks = -(-entry.size // BLOCK_BYTES)
+        self._left = entry.size
+        self._buffer = torch.empty(min(BLOCK_BYTES, entry.size), dtype=torch.uint8)
+        self._faults = faults
+        self._failed = False
+        self._file: BinaryIO | None = None
+        try:
+            self._file = files.enter_context(self.open())
+        except OSError as error:
+            self.fail(error)
+
+    def open(self) -> BinaryIO:
+        raise NotImplementedError
+
+    def fail(self, reason: object) -> None:
+        if not self._failed:
+            self._faults.append(f"{self.transfer.name}: {reason}")
+        self._failed = True
+
+    def next_block(self) -> Tensor:
+        return self._buffer[: min(BLOCK_BYTES, self._left)]
+
+
+class _Sender(_End):
+    def open(self) -> BinaryIO:
+        return self.path.open("rb", buffering=0)
+
+    def start(self) -> dist.Work:
+        block = self.next_block()
+        try:
+            if self._file is None or self._failed:
+                block.zero_()
+            elif self._file.readinto(block.numpy()) != len(block):  # type: ignore[attr-defined]
+                self.fail("it is shorter than it was")
+        except OSError as error:
+            self.fail(error)
+        work = dist.isend(block, self.transfer.target, group=self.group)
+        assert work is not None
+        return work
+
+    def conclude(self) -> None:
+        self._left -= len(self.next_block())
+
+    def finish(self) -> None:
+        pass
+
+
+class _Receiver(_End):
+    def open(self) -> BinaryIO:
+        self._digest = hashlib.sha256()
+        return self.path.open("wb", buffering=0)
+
+    def start(self) -> dist.Work:
+        work = dist.irecv(self.next_block(), self.transfer.source, group=self.group)
+        assert work is not None
+        return work
+
+    def conclude(self) -> None:
+        block = self.next_block()
+        self._left -= len(block)
+        view = block.numpy().data
+        self._digest.update(view)
+        try:
+            while view and self._file is not None and not self._failed:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            self.fail(error)
+
+    def finish(self) -> None:
+        try:
+            if self._file is not None and not self._failed:
+                os.fsync(self._file.fileno())
+                if self._digest.hexdigest() != self.entry.sha256:
+                    self.fail(f"what rank {self.transfer.source} sent is not what was written")
+            if self._failed and self._file is not None:
+                self.path.unlink(missing_ok=True)
+        except OSError as error:
+            self.fail(error)

@@ -1,0 +1,1 @@
+"""Checkpoints outside of training: one process, no process groups."""

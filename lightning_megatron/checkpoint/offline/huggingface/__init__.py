@@ -1,0 +1,1 @@
+"""Model directories of the Hugging Face library, to and from checkpoints."""

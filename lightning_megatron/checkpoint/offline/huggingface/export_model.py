@@ -1,0 +1,208 @@
+"""A Hugging Face model directory made of a checkpoint of any layout, in one process.
+
+Tensors are read, renamed and written one at a time, into files of limited size with an index, as
+the library itself, vLLM and SGLang read them. The directory is built under a hidden name and
+renamed when all of it is on disk.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.chunks import whole
+from lightning_megatron.checkpoint.directory.commit import Staging, write_durably
+from lightning_megatron.checkpoint.directory.index import StoredTensor
+from lightning_megatron.checkpoint.directory.manifest import local_path
+from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, CheckpointReader
+from lightning_megatron.checkpoint.offline.huggingface.directory import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    is_hugging_face,
+    read_config,
+)
+from lightning_megatron.checkpoint.offline.huggingface.safetensors_file import (
+    TensorInfo,
+    write_safetensors,
+)
+from lightning_megatron.checkpoint.offline.huggingface.transformer import (
+    config_of,
+    transformer_prefix,
+)
+from lightning_megatron.checkpoint.offline.offline_writer import groups
+from lightning_megatron.checkpoint.save.write_error import write_error
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.hf_config import config_to_hugging_face
+from lightning_megatron.models.weights import Weight, shapes_of, weights_of
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a model directory that training does not change."""
+
+
+def export_hugging_face(
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    config: TransformerConfig | None = None,
+    model_type: str | None = None,
+    like: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face model.
+
+    ``AutoModelForCausalLM.from_pretrained(directory)`` reads it. Needs the memory of about three
+    times the largest tensor.
+
+    Args:
+        path: a checkpoint directory of any layout, of a module with a `Transformer` in it.
+        directory: the directory to make.
+        config: sizes of the model; those in the checkpoint's hyper-parameters when None.
+        model_type: the family to write (``llama`` or ``mistral``, where both would do); that of
+            ``like``, or the first that fits, when None.
+        like: a model directory whose family, ids of special tokens, tokenizer and generation
+            options are taken over: the one that was imported.
+        dtype: format of the weights; as stored when None.
+        max_shard_bytes: largest size of a file, unless a single tensor is larger.
+        overwrite: whether to replace a model directory that is there.
+
+    Raises:
+        ConfigError: no family fits the model, or the checkpoint does not fit its sizes; names
+            everything. Nothing was written.
+        CheckpointError: the checkpoint does not exist or is damaged, or writing failed.
+    """
+    target = local_path(directory)
+    raise_if_any(_target_problems(target, overwrite))
+    reader = CheckpointReader(path, alone=True)
+    theirs = None if like is None else read_config(local_path(like), os.fspath(like))
+    config = config or config_of(reader, theirs)
+    fields = config_to_hugging_face(config, model_type or (theirs or {}).get("model_type"))
+    fields |= {name: theirs[name] for name in _TOKEN_IDS if theirs and name in theirs}
+    weights = weights_of(config, fields["model_type"])
+    writing = _Writing(reader, weights, config, dtype)
+    fields["torch_dtype"] = str(writing.infos[weights[0].name].dtype).removeprefix("torch.")
+    staging = Staging(target, Staging.new_token())
+    try:
+        staging.create()
+        total = writing.write(staging.directory, max_shard_bytes)
+        _write_json(staging.directory / CONFIG_FILE, fields)
+        if like is not None:
+            _copy_companions(local_path(like), staging.directory)
+        staging.publish()
+    except OSError as error:
+        total = sum(info.size for info in writing.infos.values())
+        raise write_error(error, staging.directory, total) from error
+    finally:
+        staging.discard()
+
+
+class _Writing:
+    """Turns tensors of the checkpoint into files."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        weights: Sequence[Weight],
+        config: TransformerConfig,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._reader = reader
+        self._weights = {weight.name: weight for weight in weights}
+        self._prefix = transformer_prefix(reader)
+        self._stored: dict[str, str] = {}
+        """Name in the checkpoint of every tensor of ours."""
+        raise_if_any(self._find(shapes_of(config)))
+        self.infos = {
+            weight.name: TensorInfo(
+                dtype=dtype or self._entry(weight.ours[0]).dtype, shape=weight.shape
+            )
+            for weight in weights
+        }
+
+    def _find(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Find every tensor of the model in the checkpoint; return what is wrong."""
+        problems, used = [], set()
+        for name, shape in shapes.items():
+            stored = self._reader.stored_name(self._prefix + name)
+            if stored is None:
+                problems.append(f"{name}: the model has this weight, the checkpoint has not")
+                continue
+            self._stored[name] = stored
+            used.add(stored)
+            found = self._entry(name).shape
+            if found != shape:
+                problems.append(f"{name}: shape {found} in the checkpoint, the model has {shape}")
+        problems += [
+            f"{name}: not a weight of this model"
+            for name in (*self._reader.model_names(), *self._reader.extras)
+            if name not in used
+        ]
+        return problems
+
+    def _entry(self, name: str) -> StoredTensor:
+        return self._reader.index.tensors[f"{MODEL_PREFIX}.{self._stored[name]}"]
+
+    def write(self, directory: Path, max_shard_bytes: int) -> int:
+        """Write all files and their index; return the bytes of all tensors."""
+        sizes = ((name, info.size) for name, info in self.infos.items())
+        shards = list(groups(sizes, max_shard_bytes))
+        places: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+            write_safetensors(
+                directory / file, {name: self.infos[name] for name in names}, self._value
+            )
+            places |= dict.fromkeys(names, file)
+        total = sum(info.size for info in self.infos.values())
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        _write_json(directory / INDEX_FILE, index)
+        return total
+
+    def _value(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        return weight.to_theirs([self._read(part) for part in weight.ours])
+
+    def _read(self, name: str) -> Tensor:
+        entry, stored = self._entry(name), f"{MODEL_PREFIX}.{self._stored[name]}"
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self._reader.read({stored: whole(tensor)})
+        return tensor
+
+
+def _target_problems(target: Path, overwrite: bool) -> list[str]:
+    if not os.path.lexists(target):
+        return []
+    if not overwrite:
+        return [f"{target} exists; nearest valid: another path, or overwrite=True"]
+    if not is_hugging_face(target):
+        return [f"{target} exists and is no model directory: it is not overwritten"]
+    return []
+
+
+def _copy_companions(source: Path, directory: Path) -> None:
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    write_durably(file, (json.dumps(content, indent=2) + "\n").encode())

@@ -1,0 +1,212 @@
+"""A checkpoint directory made of a Hugging Face model, in one process and part by part.
+
+The result is an ordinary checkpoint of weights, of the layout-free kind that every layout loads. It
+is marked as `PRETRAINED`: training that is given it as ``ckpt_path`` takes the weights and starts
+at step 0, where any other checkpoint without optimizer state is refused, as the run that it belongs
+to could not go on from it.
+
+A script that imports a model and then trains runs once in every process of the run, and again when
+it is started again. So an import names its source, and where it stands already nothing is done; the
+processes of a machine take turns.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.chunks import Chunk, whole
+from lightning_megatron.checkpoint.directory.commit import locate
+from lightning_megatron.checkpoint.directory.manifest import local_path, read_manifest
+from lightning_megatron.checkpoint.directory.verify import check_files
+from lightning_megatron.checkpoint.load.reader import PRETRAINED
+from lightning_megatron.checkpoint.offline.huggingface.directory import HuggingFaceDirectory
+from lightning_megatron.checkpoint.offline.offline_writer import (
+    Part,
+    groups,
+    target_problems,
+    write_in_parts,
+)
+from lightning_megatron.checkpoint.trainer_state.document import read_document
+from lightning_megatron.errors import CheckpointError, raise_if_any
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.hf_config import config_from_hugging_face
+from lightning_megatron.models.weights import EMBEDDING, HEAD, Weight, match_names, weights_of
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE = 1 << 16
+"""Bytes at either end of a file by which another is told from it."""
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def import_hugging_face(
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    pad_vocab_to_multiple: int = 1,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 2**30,
+    overwrite: bool = False,
+) -> TransformerConfig:
+    """Make a checkpoint directory of a Hugging Face model, for training to start from.
+
+    `Trainer.fit(LanguageModel(path), ckpt_path=path)` then starts at step 0 from its weights, under
+    any layout. Needs the memory of ``max_shard_bytes``, or of twice the largest tensor.
+
+    Does nothing where ``path`` already is an import of the same files with the same options, so it
+    may stand at the top of a training script: of the processes of a machine one writes, the others
+    wait for it. Machines that share no file system each make their own.
+
+    Args:
+        directory: has ``config.json`` and safetensors.
+        path: the checkpoint directory to make.
+        pad_vocab_to_multiple: make the vocabulary larger until this divides it, so that tp can.
+        dtype: format of the weights in the checkpoint; as they are when None. Training converts
+            them to its own.
+        max_shard_bytes: largest size of a file, unless a single tensor is larger.
+        overwrite: whether to replace another checkpoint that is there.
+
+    Returns:
+        The sizes of the model, which are also stored in the checkpoint.
+
+    Raises:
+        ConfigError: the directory is no model of a known family, or something is missing,
+            superfluous or of another shape; names everything. Nothing was written.
+        CheckpointError: reading or writing failed; ``path`` is what it was before.
+    """
+    source, target = HuggingFaceDirectory(directory), local_path(path)
+    config = config_from_hugging_face(source.config, pad_vocab_to_multiple=pad_vocab_to_multiple)
+    kind = source.config["model_type"]
+    weights = weights_of(config, kind)
+    matched, problems = match_names(weights, source.tensors, tied_embeddings=config.tied_embeddings)
+    problems += _tensor_problems(source, weights, matched)
+    origin = _origin(source, pad_vocab_to_multiple, dtype)
+    stands = _is_import(target, origin)
+    raise_if_any([*([] if stands else target_problems(target, overwrite)), *problems])
+    if not stands:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.nullcontext() if stands else _turn(target.parent):
+        if stands or _is_import(target, origin):
+            logger.info("%s is an import of %s already", target, source.path)
+            return config
+        raise_if_any(target_problems(target, overwrite))
+        reading = _Reading(source, matched, config, dtype)
+        state = {
+            "epoch": 0,
+            "global_step": 0,
+            "pytorch-lightning_version": version("lightning"),
+            "hyper_parameters": {"config": asdict(config)},
+            PRETRAINED: {"format": "hugging face", "model_type": kind, "origin": origin},
+        }
+        parts = [reading.part(group) for group in reading.groups(weights, max_shard_bytes)]
+        write_in_parts(target, parts, state)
+    return config
+
+
+def _origin(source: HuggingFaceDirectory, padding: int, dtype: torch.dtype | None) -> str:
+    """A text that another model, or other options, would change."""
+    options = {"config": source.config, "padding": padding, "dtype": str(dtype)}
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
+    files = {file.path.name: file.path for file in source.tensors.values()}
+    for name in sorted(files):
+        with files[name].open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(f"{name} {size}".encode())
+            for begin in (0, max(size - _SAMPLE, 0)):
+                file.seek(begin)
+                digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def _is_import(target: Path, origin: str) -> bool:
+    """Whether a complete import of this origin stands at ``target``."""
+    try:
+        place = locate(target)
+        manifest = read_manifest(place)
+        check_files(place, manifest)
+        state = read_document(place, manifest)["state"]
+    except (CheckpointError, OSError):
+        return False
+    made_of = state.get(PRETRAINED)
+    return isinstance(made_of, Mapping) and made_of.get("origin") == origin
+
+
+@contextlib.contextmanager
+def _turn(directory: Path) -> Iterator[None]:
+    """Within the block no other process is within such a block for the same directory."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: whoever is last stays
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class _Reading:
+    """Turns weights of the source into tensors of ours."""
+
+    def __init__(
+        self,
+        source: HuggingFaceDirectory,
+        matched: Mapping[str, str],
+        config: TransformerConfig,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._source = source
+        self._matched = matched
+        self._tied = config.tied_embeddings
+        self._dtype = dtype
+
+    def groups(self, weights: Sequence[Weight], most: int) -> Iterator[list[Weight]]:
+        """Weights in a row that have at most ``most`` bytes together."""
+        return groups(((w, self._source.info(self._matched[w.name]).size) for w in weights), most)
+
+    def part(self, group: Sequence[Weight]) -> Part:
+        """One file of the checkpoint."""
+
+        def load() -> dict[str, Chunk]:
+            return self._chunks(group, self._source.read)
+
+        def describe(name: str) -> Tensor:
+            info = self._source.info(name)
+            return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+        return Part(planned=self._chunks(group, describe), load=load)
+
+    def _chunks(self, group: Sequence[Weight], read: Callable[[str], Tensor]) -> dict[str, Chunk]:
+        chunks = {}
+        for weight in group:
+            parts = weight.to_ours(read(self._matched[weight.name]))
+            for name, value in zip(weight.ours, parts, strict=True):
+                chunks[name] = whole(value.to(self._dtype or value.dtype).contiguous())
+        if self._tied and EMBEDDING in chunks:
+            chunks[EMBEDDING] = replace(chunks[EMBEDDING], aliases=(HEAD,))
+        return chunks
+
+
+def _tensor_problems(
+    source: HuggingFaceDirectory, weights: Sequence[Weight], matched: Mapping[str, str]
+) -> list[str]:
+    problems = []
+    for weight in weights:
+        if weight.name not in matched:
+            continue
+        info = source.info(matched[weight.name])
+        if info.shape != weight.shape:
+            problems.append(
+                f"{weight.name}: shape {info.shape}, config.json asks for {weight.shape}"
+            )
+        if info.dtype not in _FLOATS:
+            problems.append(f"{weight.name}: {info.dtype}: quantised weights are not read")
+    return problems

@@ -1,0 +1,97 @@
+"""The `Transformer` in a checkpoint, whatever module it is a part of.
+
+A `LanguageModel` stores the sizes among its hyper-parameters; so does any module of the user that
+calls ``save_hyperparameters`` with a ``config``.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_megatron.checkpoint.load.reader import CheckpointReader
+from lightning_megatron.checkpoint.offline.export import load_full_state_dict
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.hf_config import config_from_hugging_face
+from lightning_megatron.models.transformer import Transformer
+from lightning_megatron.models.weights import EMBEDDING
+
+
+def load_transformer(
+    path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+) -> Transformer:
+    """Return the model of a checkpoint directory of any layout, in the format it is stored in.
+
+    Args:
+        path: a checkpoint directory.
+        device: where to put the weights.
+
+    Raises:
+        ConfigError: the checkpoint does not say the sizes of a Transformer, or holds another.
+        CheckpointError: the checkpoint does not exist or is damaged.
+    """
+    reader = CheckpointReader(path, alone=True)
+    prefix = transformer_prefix(reader)
+    with torch.device("meta"):
+        model = Transformer(config_of(reader))
+    stored = load_full_state_dict(path, device=device)
+    state = {n.removeprefix(prefix): v for n, v in stored.items() if n.startswith(prefix)}
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{reader.directory} does not fit its hyper-parameters: {error}"
+        ) from None
+    return model
+
+
+def stored_config(path: str | os.PathLike[str]) -> TransformerConfig:
+    """Return the sizes of the model in a checkpoint directory, from its hyper-parameters.
+
+    Raises:
+        ConfigError: its module had no hyper-parameter ``config`` with them.
+        CheckpointError: the checkpoint does not exist or is damaged.
+    """
+    return config_of(CheckpointReader(path, alone=True))
+
+
+def config_of(
+    reader: CheckpointReader, theirs: Mapping[str, Any] | None = None
+) -> TransformerConfig:
+    """Return the sizes of the model in an open checkpoint.
+
+    Args:
+        reader: the checkpoint.
+        theirs: a ``config.json`` that says them where the checkpoint does not.
+
+    Raises:
+        ConfigError: neither says them.
+    """
+    stored = (reader.state.get("hyper_parameters") or {}).get("config")
+    if isinstance(stored, TransformerConfig):
+        return stored
+    if isinstance(stored, dict) and stored.keys() <= TransformerConfig.__dataclass_fields__.keys():
+        return TransformerConfig(**stored)
+    if theirs is not None:
+        return config_from_hugging_face(theirs)
+    raise ConfigError(
+        f"{reader.directory} has no hyper-parameter 'config' with the sizes of a Transformer; "
+        "nearest valid: config=TransformerConfig(...), or like= a model directory of these sizes"
+    )
+
+
+def transformer_prefix(reader: CheckpointReader) -> str:
+    """Return what stands before the names of the `Transformer` in the module that was saved.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    found = [n.removesuffix(EMBEDDING) for n in reader.model_names() if n.endswith(EMBEDDING)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{reader.directory} has {len(found)} tensors named {EMBEDDING}: a module with one "
+            "Transformer is needed"
+        )
+    return found[0]

@@ -1,0 +1,113 @@
+"""Writing a checkpoint directory whose tensors are never in memory together.
+
+One process takes the place of several ranks, one after the other: each part is planned from shapes
+alone, then loaded, written to a file of its own, and forgotten. What comes of it is the same as if
+that many ranks had saved, and is read by any number of them in parallel.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightning_megatron.checkpoint.chunks import Chunk
+from lightning_megatron.checkpoint.directory.commit import Staging
+from lightning_megatron.checkpoint.directory.dcp_files import offer, write_shards
+from lightning_megatron.checkpoint.directory.manifest import Manifest, is_checkpoint
+from lightning_megatron.checkpoint.save.save_plan import (
+    PartReport,
+    PreparedSave,
+    all_chunks,
+    report_part,
+)
+from lightning_megatron.checkpoint.save.write_assignment import plan_in_turn
+from lightning_megatron.checkpoint.save.write_error import write_error
+from lightning_megatron.checkpoint.trainer_state.document import compose, contribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What goes into one file."""
+
+    planned: Mapping[str, Chunk]
+    """Tensors of the model by name, on the meta device."""
+    load: Callable[[], Mapping[str, Chunk]]
+    """Returns the same with values; called once."""
+
+
+def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]) -> Manifest:
+    """Write a checkpoint of a model, part by part, in this process alone.
+
+    Args:
+        target: the directory to make; what stands there is replaced once the new one is complete.
+        parts: all tensors of the model.
+        state: Lightning's checkpoint dictionary without model and optimizers.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: it cannot be written; the target is what it was before.
+    """
+    plans = plan_in_turn([offer(all_chunks(part.planned, ())) for part in parts])
+    everything = {name: chunk for part in parts for name, chunk in part.planned.items()}
+    document = compose(state, [contribution(everything, ())])
+    token = Staging.new_token()
+    staging = Staging(target, token)
+    size = sum(plan.size for plan in plans)
+    try:
+        staging.create()
+        reports: list[PartReport] = []
+        for plan, part in zip(plans, parts, strict=True):
+            done = write_shards(staging.directory, plan, all_chunks(part.load(), ()))
+            assert done is not None
+            reports.append(report_part("", plan, done).write(staging))
+        prepared = PreparedSave(
+            target=target,
+            token=token,
+            plan=plans[0],
+            document=document,
+            unchanged=False,
+            summary=Manifest(step=state.get("global_step"), epoch=state.get("epoch")),
+        )
+        return prepared.finish(staging, reports)
+    except OSError as error:
+        raise write_error(error, staging.directory, size) from error
+    finally:
+        staging.discard()
+
+
+Item = TypeVar("Item")
+
+
+def groups(items: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
+    """Neighbours whose bytes do not exceed ``most`` together; a larger one is alone.
+
+    Args:
+        items: each with its size in bytes.
+        most: bytes.
+
+    >>> list(groups([("a", 2), ("b", 1), ("c", 5), ("d", 1)], 3))
+    [['a', 'b'], ['c'], ['d']]
+    """
+    group: list[Item] = []
+    size = 0
+    for item, own in items:
+        if group and size + own > most:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += own
+    yield group
+
+
+def target_problems(target: Path, overwrite: bool) -> list[str]:
+    """Say why a checkpoint cannot be made at ``target``."""
+    if not os.path.lexists(target):
+        return []
+    if not overwrite:
+        return [f"{target} exists; nearest valid: another path, or overwrite=True"]
+    if not is_checkpoint(target):
+        return [f"{target} exists and is no checkpoint: it is not overwritten"]
+    return []

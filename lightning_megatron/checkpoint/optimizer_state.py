@@ -1,0 +1,399 @@
+"""The state of an optimizer, by parameter name.
+
+``Optimizer.state_dict`` numbers the parameters of this process, which means nothing in another
+layout. Here every state tensor belongs to a named parameter: one of the parameter's shape (like
+momentum) is cut as the parameter is, a small one (``step``) is stored whole. Options (learning
+rate, betas, ...) are stored with the names of the parameters they apply to, gathered from all
+pipeline stages, and found again by those names, however the groups are then spread over ranks.
+
+Restoring creates the state of this process' parameters from the checkpoint alone, as optimizers
+create theirs only in the first step.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoint.chunks import Chunk, local_tensor, whole
+from lightning_megatron.checkpoint.directory.index import StoredTensor, summary
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.optim.quantized_averages import NarrowState
+from lightning_megatron.optim.sharded_step import steps_on_shards
+
+# How a step is computed, not what: the current run's choice (which may be on another device).
+_OWN_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_BOOKKEEPING = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """Options that a set of parameters shares."""
+
+    index: int
+    """Position of the parameter group in its optimizer."""
+    options: Mapping[str, Any]
+    """Learning rate and so on."""
+    parameters: tuple[str, ...]
+    """Canonical names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSnapshot:
+    """The state of one optimizer on this process."""
+
+    tensors: Mapping[str, Chunk]
+    """By ``<parameter>.<key>``."""
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """State that is not a tensor, by parameter and key."""
+    groups: Sequence[GroupOptions] = ()
+    """Options of the local parameters."""
+    kind: str | None = None
+    """Class of the optimizer."""
+
+    def without_tensors(self) -> "OptimizerSnapshot":
+        """Return the part that is small."""
+        return replace(self, tensors={})
+
+    def renamed(self, names: Mapping[str, str]) -> "OptimizerSnapshot":
+        """Return the same state of parameters that have other names."""
+
+        def new(name: str) -> str:
+            parameter, _, key = name.rpartition(".")
+            return f"{names.get(parameter, parameter)}.{key}"
+
+        return replace(
+            self,
+            tensors={new(name): chunk for name, chunk in self.tensors.items()},
+            values={names.get(name, name): v for name, v in self.values.items()},
+            groups=[
+                replace(g, parameters=tuple(names.get(n, n) for n in g.parameters))
+                for g in self.groups
+            ],
+        )
+
+
+def capture_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], chunks: Mapping[str, Any]
+) -> OptimizerSnapshot:
+    """Describe the state of an optimizer, sharing its memory.
+
+    Args:
+        optimizer: of torch, or with the same layout of ``state`` and ``param_groups``.
+        names: canonical name of every tensor that the optimizer updates.
+        chunks: the chunk of every parameter, as `model_chunks` returns it.
+
+    Raises:
+        ConfigError: a state tensor has a shape that cannot be stored independently of the layout.
+    """
+    tensors: dict[str, Chunk] = {}
+    values: dict[str, dict[str, Any]] = {}
+    problems = []
+    for parameter, state in optimizer.state.items():
+        name = _name_of(parameter, names, optimizer)
+        if isinstance(optimizer, NarrowState):
+            state = optimizer.wide_state(state)
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                values.setdefault(name, {})[key] = value
+            elif (chunk := _state_chunk(key, value, chunks[name], optimizer)) is None or "." in str(
+                key
+            ):
+                problems.append(
+                    f"{type(optimizer).__name__} state {key!r} of {name!r} has shape "
+                    f"{tuple(local_tensor(value).shape)}, its parameter's shard has "
+                    f"{chunks[name].sizes} of {chunks[name].full_shape}: it cannot be loaded under "
+                    "another layout; nearest valid: an optimizer with element-wise state"
+                )
+            else:
+                tensors[f"{name}.{key}"] = chunk
+    if problems:
+        raise ConfigError(problems)
+    groups = [
+        GroupOptions(
+            index=index,
+            options={k: v for k, v in group.items() if k not in _BOOKKEEPING},
+            parameters=tuple(_name_of(p, names, optimizer) for p in _saved(group, names, chunks)),
+        )
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    kind = type(optimizer).__name__
+    return OptimizerSnapshot(tensors=tensors, values=values, groups=groups, kind=kind)
+
+
+def merge_snapshots(snapshots: Iterable[OptimizerSnapshot]) -> dict[str, Any]:
+    """Unite what the ranks hold of one optimizer, without tensors, to plain data."""
+    values: dict[str, Mapping[str, Any]] = {}
+    groups: dict[tuple[int, str], tuple[GroupOptions, dict[str, None]]] = {}
+    kind = None
+    for snapshot in snapshots:
+        kind = kind or snapshot.kind
+        values |= {name: v for name, v in snapshot.values.items() if name not in values}
+        for group in snapshot.groups:
+            key = group.index, _fingerprint(group.options)
+            _, parameters = groups.setdefault(key, (group, {}))
+            parameters |= dict.fromkeys(group.parameters)
+    return {
+        "kind": kind,
+        "values": values,
+        "groups": [
+            {"index": g.index, "options": dict(g.options), "parameters": list(parameters)}
+            for g, parameters in sorted(groups.values(), key=lambda item: item[0].index)
+        ],
+    }
+
+
+def _saved(
+    group: Mapping[str, Any], names: Mapping[Tensor, str], chunks: Mapping[str, Any]
+) -> list[Tensor]:
+    """Parameters of a group but for the placeholder of an empty stage, which nothing saves."""
+    return [p for p in group["params"] if names.get(p) is None or names[p] in chunks]
+
+
+class OptimizerRestore:
+    """Brings an optimizer to a stored state, in two steps.
+
+    The constructor checks and allocates; nothing changes before `apply`, which is called once
+    ``chunks`` were read.
+
+    Args:
+        optimizer: its state is replaced.
+        names: canonical name of every tensor that the optimizer updates.
+        chunks: the chunk of every parameter.
+        stored_names: for canonical names, the name in the checkpoint; their own where none is.
+        prefix: of this optimizer's tensors in the checkpoint, like ``optimizer.0``.
+        tensors: all that the checkpoint has, by name.
+        saved: the result of `merge_snapshots`, decoded.
+
+    Attributes:
+        chunks: what to read, by stored name.
+        anew: parameters of which the checkpoint has no state, or one of another shape, which begin
+            anew.
+
+    Raises:
+        ConfigError: an optimizer of another kind wrote it; parameters of one group have different
+            stored options, or none.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[Tensor, str],
+        chunks: Mapping[str, Chunk],
+        *,
+        stored_names: Mapping[str, str],
+        prefix: str,
+        tensors: Mapping[str, StoredTensor],
+        saved: Mapping[str, Any],
+    ) -> None:
+        _refuse_other_kind(type(optimizer).__name__, saved.get("kind"))
+        self._optimizer = optimizer
+        self.chunks: dict[str, Chunk] = {}
+        self._state: dict[Tensor, dict[str, Any]] = {}
+        self._held_in: dict[Tensor, torch.dtype] = {}
+        entries = _entries_by_parameter(tensors, prefix)
+        groups = [
+            GroupOptions(index=g["index"], options=g["options"], parameters=tuple(g["parameters"]))
+            for g in saved["groups"]
+        ]
+        self._options: list[Mapping[str, Any]] = []
+        self.anew: list[str] = []
+        known = {name for group in groups for name in group.parameters}
+        for index, group in enumerate(optimizer.param_groups):
+            local = {_name_of(p, names, optimizer): p for p in _saved(group, names, chunks)}
+            stored = {name: stored_names.get(name, name) for name in local}
+            for name, stored_name in list(stored.items()):
+                model_entry = tensors.get(f"model.{stored_name}")
+                lacks = stored_name not in known and model_entry is None
+                if lacks or _is_of_other_shape(chunks[name], model_entry, entries.get(stored_name)):
+                    del stored[name]
+                    self.anew.append(name)
+            beginning = bool(local) and not stored
+            kind = type(optimizer).__name__
+            self._options.append(
+                {} if beginning else _find_options(index, list(stored.values()), groups, kind)
+            )
+            for name, stored_name in stored.items():
+                parameter = local[name]
+                state = dict(saved["values"].get(stored_name, {}))
+                self._held_in[parameter] = chunks[name].tensor.dtype
+                model_entry = tensors.get(f"model.{stored_name}")
+                for key, entry in entries.get(stored_name, {}).items():
+                    state[key], chunk = _allocate(
+                        key, entry, parameter, chunks[name], group, model_entry, optimizer
+                    )
+                    self.chunks[f"{prefix}.{stored_name}.{key}"] = chunk
+                if state:
+                    self._state[parameter] = state
+
+    def apply(self) -> None:
+        """Put the state and the options into the optimizer."""
+        self._optimizer.state.clear()
+        for parameter, state in self._state.items():
+            if isinstance(self._optimizer, NarrowState):
+                local = {
+                    key: local_tensor(v) if isinstance(v, Tensor) else v for key, v in state.items()
+                }
+                state = self._optimizer.narrow_state(local, self._held_in[parameter])
+            self._optimizer.state[parameter] = state
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            for key, value in options.items():
+                if key in _OWN_OPTIONS or key in _BOOKKEEPING:
+                    continue
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor | float | int):
+                    group[key].copy_(torch.as_tensor(value))
+                else:
+                    group[key] = value
+
+
+def _refuse_other_kind(ours: str, stored: str | None) -> None:
+    alike = stored is None or ours == stored or {ours, stored} == {"Adam", "AdamW"}
+    if not alike:
+        raise ConfigError(
+            f"the checkpoint has the state of {stored}, the module's optimizer is {ours}, to which "
+            f"it means nothing; nearest valid: {stored}, or "
+            "checkpoint=CheckpointConfig(exclude=['optimizer', 'lr_schedulers']) to begin anew"
+        )
+
+
+def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimizer) -> str:
+    if parameter not in names:
+        raise ConfigError(
+            f"{type(optimizer).__name__} updates a tensor of shape {tuple(parameter.shape)} that "
+            "is no parameter of the module: its state cannot be stored by name"
+        )
+    return names[parameter]
+
+
+def _state_chunk(key: str, value: Tensor, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
+    """Describe one state tensor; None when its shape has no meaning in another layout."""
+    local = local_tensor(value)
+    if (reduced := _without(key, parameter, optimizer)) is not None:
+        return replace(reduced, tensor=local) if tuple(local.shape) == reduced.sizes else None
+    if tuple(local.shape) == parameter.sizes:
+        return replace(parameter, tensor=local, aliases=())
+    if local.numel() == 1 or parameter.is_whole:
+        return whole(local)
+    if not steps_on_shards(optimizer):  # it is lent whole tensors, on every rank
+        if tuple(local.shape) == parameter.full_shape:
+            for dim, (offset, size) in enumerate(
+                zip(parameter.offsets, parameter.sizes, strict=True)
+            ):
+                local = local.narrow(dim, offset, size)
+            return replace(parameter, tensor=local, aliases=())
+        if set(local.shape) <= {1, *parameter.full_shape}:
+            return whole(local)
+    return None
+
+
+def _without(key: str, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
+    """The chunk of a state that lacks one dimension of the parameter; None for any other."""
+    missing = getattr(optimizer, "reduced_state", {}).get(key)
+    if missing is None or len(parameter.full_shape) < -missing:
+        return None
+    dim = len(parameter.full_shape) + missing
+
+    def put(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    return replace(
+        parameter,
+        tensor=parameter.tensor.new_empty(put(parameter.sizes, 1), device="meta"),
+        full_shape=put(parameter.full_shape, 1),
+        offsets=put(parameter.offsets, 0),
+        aliases=(),
+    )
+
+
+def _fingerprint(options: Mapping[str, Any]) -> str:
+    plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in options.items()}
+    return repr(sorted(plain.items()))
+
+
+def _entries_by_parameter(
+    tensors: Mapping[str, StoredTensor], prefix: str
+) -> dict[str, dict[str, StoredTensor]]:
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for full_name, entry in tensors.items():
+        if full_name.startswith(f"{prefix}."):
+            name, _, key = full_name[len(prefix) + 1 :].rpartition(".")
+            found.setdefault(name, {})[key] = entry
+    return found
+
+
+def _is_of_other_shape(
+    parameter: Chunk, stored: StoredTensor | None, state: Mapping[str, StoredTensor] | None
+) -> bool:
+    """Whether the state of a parameter is of another shape than the parameter."""
+    if stored is not None:
+        return stored.shape != parameter.full_shape
+    sizes = [entry.shape for entry in (state or {}).values()]
+    alike = [size for size in sizes if len(size) == len(parameter.full_shape) > 0]
+    return bool(alike) and parameter.full_shape not in alike
+
+
+def _find_options(
+    index: int, names: Sequence[str], groups: Sequence[GroupOptions], optimizer: str
+) -> Mapping[str, Any]:
+    """Return the stored options that apply to all of ``names``."""
+    if not names:  # a stage without parameters of this group: its position has to do
+        same = [g for g in groups if g.index == index]
+        return same[0].options if len(same) == 1 else {}
+    owner = {name: group for group in groups for name in group.parameters}
+    unknown = [name for name in names if name not in owner]
+    if unknown:
+        raise ConfigError(
+            f"{optimizer} group {index}: no options are stored for {summary(unknown)}; nearest "
+            "valid: the parameters that the checkpoint's optimizer had"
+        )
+    found: dict[str, tuple[str, GroupOptions]] = {}
+    for name in names:
+        found.setdefault(_fingerprint(owner[name].options), (name, owner[name]))
+    if len(found) > 1:
+        (first, one), (second, other) = list(found.values())[:2]
+        differing = sorted(
+            k for k in {*one.options, *other.options} if one.options.get(k) != other.options.get(k)
+        )
+        raise ConfigError(
+            f"{optimizer} group {index} unites parameters that had different options: "
+            + "; ".join(
+                f"{k}={one.options.get(k)!r} for {first!r} but {other.options.get(k)!r} for "
+                f"{second!r}"
+                for k in differing
+            )
+            + "; nearest valid: the parameter groups of the run that wrote the checkpoint"
+        )
+    return next(iter(found.values()))[1].options
+
+
+def _allocate(
+    key: str,
+    entry: StoredTensor,
+    parameter: Tensor,
+    chunk: Chunk,
+    group: Mapping[str, Any],
+    model_entry: StoredTensor | None,
+    optimizer: Optimizer,
+) -> tuple[Tensor, Chunk]:
+    """Make one state tensor of this process, and the chunk to read it into."""
+    dtype = entry.dtype
+    device = chunk.tensor.device
+    reduced = _without(key, chunk, optimizer)
+    if reduced is not None and entry.shape == reduced.full_shape:
+        value = torch.zeros(reduced.sizes, dtype=dtype, device=device)
+        return value, replace(reduced, tensor=value)
+    if entry.shape == chunk.full_shape and (steps_on_shards(optimizer) or chunk.is_whole):
+        # State in the parameter's format follows it when a run goes on in another precision.
+        if model_entry is not None and model_entry.dtype == dtype:
+            dtype = chunk.tensor.dtype
+        like = parameter.detach() if isinstance(parameter, DTensor) else chunk.tensor
+        value = torch.zeros_like(like, dtype=dtype)
+        return value, replace(chunk, tensor=local_tensor(value), aliases=())
+    # Optimizers keep the step count on the host, unless the whole step runs on the device.
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    value = torch.zeros(entry.shape, dtype=dtype, device=device if on_device else "cpu")
+    return value, whole(value)

@@ -1,0 +1,1 @@
+"""Saving: copies on the host, the plan of who writes what, writers in the background."""

@@ -1,0 +1,208 @@
+"""Copies of tensors on the host, from which a checkpoint is written while training goes on.
+
+The memory is kept from one save to the next: allocating it costs more than copying.
+
+Copies from a GPU do not stop the host either. They run on a stream of their own, which begins when
+what training has enqueued so far is done, into page-locked memory, beside the next forward and
+backward: these only read parameters and optimizer state. What a forward does write, the buffers, is
+copied by the training stream itself, in order. Before the update of the next step the training
+stream waits, on the device, for the copies (`HostCopy.before_update`); the thread that writes the
+checkpoint waits for them on the host (`HostCopy.complete`). Should something else write to the
+tensors before that, a callback say, torch's count of writes tells, and the save fails: half of the
+copy might be newer than the other half.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.chunks import Chunk
+from lightning_megatron.errors import CheckpointError
+
+Stamp = tuple[int, int, torch.Size]
+
+
+class HostMemory(Protocol):
+    """Where copies lie."""
+
+    def provide(self, chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
+        """Return a buffer for each chunk, those of the last call where they fit."""
+
+    def close(self) -> None:
+        """Release what the garbage collector does not."""
+
+
+class OwnMemory:
+    """Memory of this process, page-locked for copies from a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def provide(self, chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
+        """Return a buffer for each chunk, those of the last call where they fit."""
+        fitting = {n: b for n, b in self._buffers.items() if n in chunks and _fits(b, chunks[n])}
+        self._buffers = fitting  # what does not fit is freed first
+        for name, chunk in chunks.items():
+            if name not in fitting:
+                source = chunk.tensor
+                fitting[name] = torch.empty(
+                    source.shape, dtype=source.dtype, pin_memory=source.is_cuda
+                )
+        return fitting
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class HostCopy:
+    """One copy of this rank's part of a checkpoint.
+
+    Args:
+        memory: where it lies; by default, `OwnMemory`.
+    """
+
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        self._memory = memory or OwnMemory()
+        self._stamps: dict[str, Stamp] | None = None
+        self._chunks: dict[str, Chunk] = {}
+        self._transfer = _Transfer()
+
+    def is_current(self, chunks: Mapping[str, Chunk]) -> bool:
+        """Whether nothing was written to these tensors since `take` (as torch counts writes)."""
+        return self._stamps is not None and _stamps(chunks) == self._stamps
+
+    def take(self, chunks: Mapping[str, Chunk], names: Collection[str]) -> dict[str, Chunk]:
+        """Copy tensors, over those of the last call.
+
+        Args:
+            chunks: all of this rank.
+            names: those to copy.
+
+        Returns:
+            The copies, by name; for others than this thread when `complete` has returned.
+        """
+        self._stamps = None  # for as long as the copy is neither the old one nor the new one
+        wanted = {name: chunk for name, chunk in chunks.items() if name in names}
+        buffers = self._memory.provide(wanted)
+        with torch.no_grad():
+            for name, chunk in wanted.items():
+                if not chunk.tensor.is_cuda:
+                    buffers[name].copy_(chunk.tensor)
+            self._transfer.start({n: c for n, c in wanted.items() if c.tensor.is_cuda}, buffers)
+        self._chunks = {name: replace(wanted[name], tensor=buffers[name]) for name in wanted}
+        self._stamps = _stamps(chunks)
+        return self._chunks
+
+    @property
+    def chunks(self) -> dict[str, Chunk]:
+        """What `take` returned last."""
+        return self._chunks
+
+    def before_update(self) -> None:
+        """Have what the device does from now on wait for the copies; called by training."""
+        self._transfer.hold_up_writers()
+
+    def complete(self) -> None:
+        """Wait until the copies are there; called by whoever reads them.
+
+        Raises:
+            CheckpointError: something wrote to the tensors meanwhile.
+        """
+        self._transfer.wait()
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._chunks, self._stamps = {}, None
+        self._memory.close()
+
+
+class _Transfer:
+    """Copies from GPUs that may be under way."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+        # Sources and their state at the beginning, which two threads look at: changed at once.
+        self._watched: tuple[dict[str, Chunk], dict[str, Stamp] | None] = {}, {}
+        self._holds_up = True
+        """Whether the training streams wait for the copies from here on."""
+        self._undisturbed = True
+        """Whether nothing had written to the tensors when that began."""
+
+    def start(self, chunks: Mapping[str, Chunk], buffers: Mapping[str, Tensor]) -> None:
+        """Enqueue copies of tensors on GPUs."""
+        self._events = {}
+        read_beside = {name: chunk for name, chunk in chunks.items() if chunk.identical}
+        self._watched = read_beside, _stamps(read_beside)
+        self._holds_up, self._undisturbed = not chunks, True
+        for device in {chunk.tensor.device for chunk in chunks.values()}:
+            here = {name: c for name, c in chunks.items() if c.tensor.device == device}
+            self._start_on(device, here, buffers)
+        if self._watched[1] is None:  # nothing would tell
+            self.hold_up_writers()
+
+    def _start_on(
+        self, device: torch.device, chunks: Mapping[str, Chunk], buffers: Mapping[str, Tensor]
+    ) -> None:
+        training = torch.cuda.current_stream(device)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        beside = self._streams[device]
+        for name, chunk in chunks.items():
+            if not chunk.identical:
+                buffers[name].copy_(chunk.tensor, non_blocking=True)
+        beside.wait_stream(training)
+        with torch.cuda.stream(beside):
+            for name, chunk in chunks.items():
+                if chunk.identical:
+                    buffers[name].copy_(chunk.tensor, non_blocking=True)
+                    # Should it be freed meanwhile, its memory is not given to another tensor.
+                    chunk.tensor.record_stream(beside)
+            # Waited for by a thread that shall sleep meanwhile, not spin.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(beside)
+        self._events[device] = event
+
+    def hold_up_writers(self) -> None:
+        if self._holds_up:
+            return
+        sources, before = self._watched
+        self._undisturbed = _stamps(sources) == before
+        for device, event in self._events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+        self._holds_up = True
+
+    def wait(self) -> None:
+        for event in self._events.values():
+            event.synchronize()
+        sources, before = self._watched
+        # In this order: once writers are held up, they may write.
+        self._undisturbed &= _stamps(sources) == before or self._holds_up
+        self._watched = {}, {}
+        if not self._undisturbed:
+            raise CheckpointError(
+                "parameters or optimizer state were changed outside of the optimizer step, before "
+                "their copy was complete; nearest valid: do that in a hook before the checkpoint "
+                "is saved, or CheckpointConfig(mode='sync')"
+            )
+
+
+def _fits(buffer: Tensor, chunk: Chunk) -> bool:
+    source = chunk.tensor
+    return (
+        buffer.shape == source.shape
+        and buffer.dtype == source.dtype
+        and buffer.is_pinned() == source.is_cuda
+    )
+
+
+def _stamps(chunks: Mapping[str, Chunk]) -> dict[str, Stamp] | None:
+    try:
+        return {
+            n: (c.tensor.data_ptr(), c.tensor._version, c.tensor.shape) for n, c in chunks.items()
+        }
+    except RuntimeError:  # tensors made in inference mode do not count
+        return None

@@ -1,0 +1,323 @@
+"""Checkpoints that share files with the one before.
+
+Where a trunk is frozen and adapters train, nearly all that a checkpoint holds was in the one before
+it. A hard link puts such a file into a second directory at no cost: both own it, and deleting one
+takes nothing from the other. So every checkpoint stays a directory that is complete by itself.
+
+A link is worth something only if the *whole* file is unchanged. So each rank writes two files
+instead of one: of what stood still since the last save, and of what moved. Which is which is a
+guess, made from a small sample of every tensor (at first: what no optimizer updates stands still).
+A guess costs space when it is wrong, never truth: before a link stays, the file is read from front
+to back, each tensor compared with memory bit by bit, and the file with its hash. What a disk has
+spoiled is thus not passed on, but written anew. A saving of bytes written is paid for by as many
+bytes read.
+
+The price of sharing: a bit that flips later is in all checkpoints that share the file. Loading and
+`ckpt verify` detect it in each, but going back then has to go past all of them.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_megatron._torch import StorageInfo
+from lightning_megatron.checkpoint.chunks import Chunk
+from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
+from lightning_megatron.checkpoint.directory.dcp_files import WritePlan, Written, data_of, part_of
+from lightning_megatron.checkpoint.directory.index import ShardIndex
+from lightning_megatron.checkpoint.directory.manifest import Manifest
+from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, FileEntry, Part
+from lightning_megatron.checkpoint.directory.storage import AnyPath
+from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
+from lightning_megatron.checkpoint.load.shard_archive import read_tensor
+from lightning_megatron.checkpoint.save.save_plan import OPTIMIZER_PREFIX, ShardWriting
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+
+logger = logging.getLogger(__name__)
+
+_SAMPLED = 1024
+"""Elements of a tensor that are compared from one save to the next."""
+_MOST_LINKS = 16
+"""Files of one rank that are linked; when more have come together, all is written anew."""
+_REMEMBERED = 4
+"""Checkpoints in which a file is looked for; any of them may have been deleted."""
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A rectangle in a file of an earlier checkpoint, and the same one now."""
+
+    place: ChunkEntry
+    item: WriteItem
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class _Base:
+    """An earlier checkpoint."""
+
+    path: Path
+    files: Mapping[str, FileEntry]
+    """All of its files."""
+    parts: Sequence[Part]
+    """Those of its parts that may hold something of this rank."""
+    dtypes: Mapping[str, torch.dtype]
+    """Of its tensors."""
+
+
+class Increments:
+    """One rank's memory of what it saved last.
+
+    `expect` and `note` may be called by training, the rest by whatever writes.
+    """
+
+    def __init__(self) -> None:
+        self._trained: frozenset[str] = frozenset()
+        self._bases: deque[_Base] = deque(maxlen=_REMEMBERED)
+        self._loaded: tuple[Path, Manifest] | None = None
+        self._written: Part | None = None
+        self._dtypes: Mapping[str, torch.dtype] = {}
+        self._samples: dict[MetadataIndex, bytes] = {}
+        self._sampled: dict[MetadataIndex, bytes] = {}
+        self._fickle: set[MetadataIndex] = set()
+        self._cannot_link = False
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Learn from the names of all tensors of this rank which of them are trained."""
+        states = (n.split(".", 2)[2] for n in names if n.startswith(f"{OPTIMIZER_PREFIX}."))
+        self._trained = frozenset(f"{MODEL_PREFIX}.{state.rpartition('.')[0]}" for state in states)
+
+    def note(self, target: AnyPath, manifest: Manifest) -> None:
+        """Learn that what this rank wrote last is published."""
+        if isinstance(target, Path):
+            parts = [] if self._written is None else [self._written]
+            self._remember(_Base(target, manifest.files, parts, self._dtypes))
+        self._samples, self._sampled, self._written = self._sampled or self._samples, {}, None
+
+    def note_loaded(self, target: AnyPath, manifest: Manifest) -> None:
+        """Learn that a checkpoint was loaded, perhaps one of another layout."""
+        if isinstance(target, Path) and manifest.is_sealed:
+            self._loaded = target, manifest
+
+    def _remember(self, base: _Base) -> None:
+        others = [other for other in self._bases if other.path != base.path]
+        self._bases = deque([base, *others], maxlen=_REMEMBERED)
+
+    def _look_up(self, items: Mapping[MetadataIndex, WriteItem]) -> None:
+        """Find the parts of the loaded checkpoint that have rectangles of this rank."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        path, manifest = loaded
+        try:
+            index = ShardIndex(path, manifest)
+            numbers = {
+                number
+                for item in items.values()
+                if item.index.fqn in index.tensors
+                for number, rectangle in index.overlapping(item.index.fqn, _rectangle(item))
+                if rectangle == _rectangle(item)
+            }
+            parts = [index.part(number) for number in sorted(numbers)]
+        except (OSError, CheckpointError) as error:  # what cannot be linked is written
+            logger.debug("%s cannot be linked to: %s", path, error)
+            return
+        dtypes = {name: tensor.dtype for name, tensor in index.tensors.items()}
+        self._remember(_Base(path, manifest.files, parts, dtypes))
+
+    def writing(self, chunks: Mapping[str, Chunk], write: ShardWriting) -> ShardWriting:
+        """Have written only what cannot be linked.
+
+        Args:
+            chunks: the tensors.
+            write: writes them.
+        """
+        return lambda directory, plan, stop: self._write(directory, plan, stop, chunks, write)
+
+    def _write(
+        self,
+        directory: AnyPath,
+        plan: WritePlan,
+        stop: Callable[[], bool],
+        chunks: Mapping[str, Chunk],
+        write: ShardWriting,
+    ) -> Written | None:
+        if not isinstance(directory, Path):
+            self._give_up(directory, "a store has no hard links")
+        if self._cannot_link or not isinstance(directory, Path):
+            return write(directory, plan, stop)
+        items = {item.index: item for item in plan.mine.items}
+        self._look_up(items)
+        self._sampled = {index: _sample(chunks[index.fqn].tensor) for index in items}
+        done = Written(places=[], files={})
+        for name, parts in self._unchanged(items, chunks).items():
+            if stop():
+                return None
+            if not self._cannot_link and self._link(directory, name, parts):
+                done = _joined(done, _linked(name, parts, self._bases[0].files[name]))
+        taken = {place.index for place in done.places}
+        rest = [item for item in plan.mine.items if item.index not in taken]
+        still = [item for item in rest if self._stands_still(item.index)]
+        moving = [item for item in rest if not self._stands_still(item.index)]
+        for group in filter(None, (still, moving)):
+            written = write(directory, _only(plan, group), stop)
+            if written is None:
+                return None
+            done = _joined(done, written)
+        self._written = part_of(plan, done)
+        self._dtypes = {name: chunks[name].tensor.dtype for name in self._written.tensors}
+        return done
+
+    def _stands_still(self, index: MetadataIndex) -> bool:
+        """Guess whether a tensor is what it was when it was saved last."""
+        before = self._samples.get(index)
+        if before is None:
+            trained = index.fqn in self._trained or index.fqn.startswith(f"{OPTIMIZER_PREFIX}.")
+            return not trained and index not in self._fickle
+        return before == self._sampled[index] and index not in self._fickle
+
+    def _unchanged(
+        self, items: Mapping[MetadataIndex, WriteItem], chunks: Mapping[str, Chunk]
+    ) -> dict[str, list[_Part]]:
+        """Return the files of the last checkpoint in which nothing seems to have changed."""
+        found: dict[str, list[_Part]] = {}
+        no_good: set[str] = set()
+        held = [part.tensors for part in self._bases[0].parts] if self._bases else []
+        for name, place in ((n, c) for tensors in held for n, cs in tensors.items() for c in cs):
+            index = MetadataIndex(name, torch.Size(place.offsets))
+            item = items.get(index)
+            tensor = None if item is None else chunks[name].tensor
+            if (
+                item is None
+                or tensor is None
+                or tuple(tensor.shape) != place.sizes
+                or tensor.dtype != self._bases[0].dtypes[name]
+                or not self._stands_still(index)
+            ):
+                no_good.add(place.file)
+            else:
+                found.setdefault(place.file, []).append(_Part(place, item, tensor))
+        kept = {name: parts for name, parts in found.items() if name not in no_good}
+        return kept if len(kept) <= _MOST_LINKS else {}
+
+    def _link(self, directory: Path, name: str, parts: Sequence[_Part]) -> bool:
+        """Link a file into the directory if it holds just these tensors."""
+        entry, target = self._bases[0].files[name], directory / name
+        for base in self._bases:
+            if base.files.get(name) != entry:
+                continue
+            origin = base.path / name
+            try:
+                os.link(origin, target)
+            except FileNotFoundError:  # deleted in the meantime
+                continue
+            except OSError as error:
+                self._give_up(directory, os.strerror(error.errno or errno.EIO))
+                return False
+            try:
+                if self._holds(origin, target, entry, parts):
+                    return True
+            except OSError as error:
+                logger.warning("%s is not linked but written anew: %s", origin, error)
+            target.unlink()
+        return False
+
+    def _holds(self, origin: Path, file: Path, entry: FileEntry, parts: Sequence[_Part]) -> bool:
+        """Whether the file is intact and holds these tensors, bit by bit."""
+        digest, different = hashlib.sha256(), []
+        with file.open("rb") as stream:
+            for part in sorted(parts, key=lambda part: part.place.begin):
+                _skip(stream, digest.update, part.place.begin - stream.tell())
+                content = bytearray(part.place.length)
+                stream.readinto(content)
+                digest.update(content)
+                if not _is_same(content, part.tensor):
+                    different.append(part.item.index)
+            _skip(stream, digest.update, entry.size)
+            size = stream.tell()
+        if size != entry.size or digest.hexdigest() != entry.sha256:
+            logger.warning("%s is damaged; its tensors are written anew, and not linked", origin)
+            return False
+        self._fickle.update(different)
+        return not different
+
+    def _give_up(self, directory: AnyPath, reason: str) -> None:
+        if not self._cannot_link:
+            logger.warning(
+                "incremental=True has no effect in %s: %s; every checkpoint is written in full",
+                directory.parent,
+                reason,
+            )
+        self._cannot_link = True
+
+
+def _rectangle(item: WriteItem) -> Rectangle:
+    chunk = data_of(item).chunk
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def _only(plan: WritePlan, items: Sequence[WriteItem]) -> WritePlan:
+    """Plan some of the items, for a file whose name no other has."""
+    names = plan.mine.storage_data
+    names = replace(names, prefix=f"{names.prefix}{uuid.uuid4().hex[:8]}_")
+    return replace(plan, mine=replace(plan.mine, items=list(items), storage_data=names))
+
+
+def _linked(name: str, parts: Sequence[_Part], entry: FileEntry) -> Written:
+    places = [
+        WriteResult(
+            index=part.item.index,
+            size_in_bytes=part.place.length,
+            storage_data=StorageInfo(name, part.place.begin, part.place.length),
+        )
+        for part in parts
+    ]
+    return Written(places=places, files={name: entry}, linked=frozenset({name}))
+
+
+def _joined(one: Written, other: Written) -> Written:
+    return Written(
+        places=[*one.places, *other.places],
+        files={**one.files, **other.files},
+        linked=one.linked | other.linked,
+    )
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Return the bits of some elements of a tensor, spread over it."""
+    flat = tensor.detach().reshape(-1)
+    step = max(flat.numel() // _SAMPLED, 1)
+    return hashlib.sha256(_bits(flat[::step]).numpy().tobytes()).digest()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_same(content: bytearray, tensor: Tensor) -> bool:
+    """Whether an archive holds the bits of a tensor."""
+    try:
+        stored = read_tensor(content, tensor.dtype, tuple(tensor.shape))
+    except DamagedCheckpointError:
+        return False  # the hash tells
+    return torch.equal(_bits(stored), _bits(tensor))
+
+
+def _skip(stream: BinaryIO, update: Callable[[bytes], object], count: int) -> None:
+    while count > 0 and (block := stream.read(min(count, _BLOCK_BYTES))):
+        update(block)
+        count -= len(block)

@@ -1,0 +1,340 @@
+"""A save in two halves: what must happen at once, and what can wait.
+
+`Preparation` captures everything but the tensors: the path, Lightning's state as JSON, who writes
+which rectangle. It is quick, and raises what the user did wrong. `PreparedSave.write` puts the
+tensors and all of it into a hidden sibling directory and commits by rename (see commit.py); it may
+run later, on another thread and another group, with copies of the tensors. The order is
+
+1. the first rank makes the directory;
+2. every rank writes its tensors (dcp_files.py), and then the manifest of its part
+   (rank_manifest.py);
+3. the first rank writes the state, the index of torch.distributed.checkpoint where that is small
+   enough (dcp_metadata.py) and, last, the root manifest with all sizes and hashes, and renames.
+
+What the first rank is told of each other is the names, sizes and hashes of its files.
+
+If any rank fails in any step, all raise the same error, the temporary directory is removed and the
+target is what it was.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan
+
+from lightning_megatron.checkpoint.chunks import Chunk, chunks_of
+from lightning_megatron.checkpoint.directory.commit import Staging, staging_for
+from lightning_megatron.checkpoint.directory.dcp_files import (
+    WritePlan,
+    Written,
+    offer,
+    part_of,
+    write_shards,
+)
+from lightning_megatron.checkpoint.directory.dcp_metadata import MOST_CHUNKS, pickled_index
+from lightning_megatron.checkpoint.directory.digest import entry_of
+from lightning_megatron.checkpoint.directory.index import summary
+from lightning_megatron.checkpoint.directory.manifest import (
+    MANIFEST_FILE,
+    METADATA_FILE,
+    Manifest,
+    PartEntry,
+    library_versions,
+)
+from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry, Part, part_file
+from lightning_megatron.checkpoint.directory.remote_commit import RemoteStaging
+from lightning_megatron.checkpoint.directory.sealed_text import encoded
+from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes, storage_path
+from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
+from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
+from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.save.write_assignment import plan_writes
+from lightning_megatron.checkpoint.save.write_error import check_room, write_error
+from lightning_megatron.checkpoint.trainer_state.document import (
+    Contribution,
+    Document,
+    compose,
+    contribution,
+)
+from lightning_megatron.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_PREFIX = "optimizer"
+
+ShardWriting = Callable[[AnyPath, WritePlan, Callable[[], bool]], Written | None]
+"""`write_shards` for given tensors: directory, plan and whether to stop."""
+
+
+def writing(chunks: Mapping[str, Chunk]) -> ShardWriting:
+    """Have these tensors written by the thread that saves."""
+    return lambda directory, plan, stop: write_shards(directory, plan, chunks, stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartReport:
+    """What the first rank has to know of a part."""
+
+    name: str | None
+    """The file that describes it; None for a rank that has nothing to write."""
+    entry: PartEntry
+    files: Mapping[str, FileEntry]
+    """The files of the rank, that one included."""
+    linked: frozenset[str]
+    """Those that were not written."""
+    part: Part | None
+    """All of it, where an index in one piece is made of the parts."""
+    content: bytes | None = None
+    """Content of the file that describes it, while that is not written."""
+
+    def write(self, staging: Staging | RemoteStaging) -> "PartReport":
+        """Write the file that describes it.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        if self.name is not None and self.content is not None:
+            try:
+                staging.write(self.name, self.content)
+            except OSError as error:
+                raise write_error(error, staging.directory, len(self.content)) from error
+        return replace(self, content=None)
+
+
+def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
+    """Report what a rank has written; the file that says so is still to be written.
+
+    Args:
+        prefix: of the names of files.
+        plan: what the rank was to write.
+        written: what it has written.
+
+    Raises:
+        CheckpointError: the file would be too large to be read.
+    """
+    part = part_of(plan, written)
+    entry = PartEntry(number=plan.number, files=tuple(written.files), count=part.count)
+    files, name, content = dict(written.files), None, None
+    if part.tensors:
+        name = prefix + part_file(plan.number)
+        content = encoded(name, part.to_json())
+        files[name] = entry_of(content)
+    return PartReport(
+        name=name,
+        entry=entry,
+        files=files,
+        linked=written.linked,
+        part=part if plan.count <= MOST_CHUNKS else None,
+        content=content,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSave:
+    """A checkpoint of which only the tensors are missing."""
+
+    target: AnyPath
+    """The directory to make."""
+    token: str
+    """Distinguishes this attempt from others."""
+    plan: WritePlan
+    """Who writes which rectangle."""
+    document: Document | None
+    """Everything that is not a shard; on the first rank."""
+    unchanged: bool
+    """Whether all ranks said that their tensors are those of the save before."""
+    summary: Manifest
+    """The manifest, as far as it is known before anything is written."""
+
+    def write(
+        self,
+        shards: ShardWriting,
+        peers: Peers,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Manifest | None:
+        """Write and publish; collective.
+
+        Args:
+            shards: writes this rank's part; if it raises, the save fails on all ranks.
+            peers: the ranks that prepared it, perhaps over another group.
+            stop: asked now and then whether to give up; one rank is enough.
+
+        Returns:
+            The manifest, on every rank; None when it was given up.
+
+        Raises:
+            CheckpointError: it failed on any rank; the target is what it was before.
+        """
+        what, staging = f"saving {self.target}", staging_for(self.target, self.token)
+        published = False
+
+        def create(_: list[None]) -> str:
+            try:
+                staging.create()
+                check_room(staging.directory, self.plan.total)
+                return staging.prefix
+            except OSError as error:
+                raise write_error(error, staging.directory, self.plan.total) from error
+
+        def each() -> PartReport | None:
+            written = shards(staging.directory, plan, stop)
+            if written is None:
+                return None
+            report = report_part(prefix, plan, written)
+            # The first rank writes its own with the other small files.
+            return report if peers.is_first else report.write(staging)
+
+        def finish(results: list[PartReport | None]) -> Manifest | None:
+            reports = [report for report in results if report is not None]
+            if len(reports) < len(results):
+                return None
+            try:
+                return self.finish(staging, reports)
+            except OSError as error:
+                raise write_error(error, staging.directory, self.plan.size) from error
+
+        try:
+            prefix = peers.run(what, lambda: None, create)
+            plan = self.plan.under(prefix)
+            manifest = peers.run(what, each, finish)
+            published = manifest is not None
+            return manifest
+        finally:
+            if peers.is_first and not published:
+                staging.discard()
+
+    def finish(self, staging: Staging | RemoteStaging, reports: Sequence[PartReport]) -> Manifest:
+        """Write state, index and root manifest, and publish; on the first rank."""
+        manifest, small = self.assemble(reports, staging.prefix)
+        staging.write_all(small)
+        visible = sizes(staging.directory)
+        lost = {n for n, entry in manifest.files.items() if visible.get(n) != entry.size}
+        if lost:
+            raise CheckpointError(
+                "files written by other ranks are not visible to the first: "
+                f"{summary(sorted(lost))}; checkpoints need a directory that all ranks share"
+            )
+        staging.write(MANIFEST_FILE, encoded(MANIFEST_FILE, manifest.to_json()))
+        staging.publish()
+        return manifest
+
+    def assemble(
+        self, reports: Sequence[PartReport], prefix: str = ""
+    ) -> tuple[Manifest, dict[str, bytes]]:
+        """Return the root manifest, and the files beside it that nobody has written; on the first.
+
+        Args:
+            reports: of all ranks.
+            prefix: of the names of files.
+        """
+        assert self.document is not None
+        assert self.plan.tensors is not None
+        contents = self.document.files()
+        parts = [report.part for report in reports if report.part is not None]
+        if len(parts) == len(reports):
+            contents = {METADATA_FILE: pickled_index(self.plan.tensors, parts), **contents}
+        else:
+            logger.info(
+                "%s has %d chunks: %s, which torch.distributed.checkpoint reads, is left out; "
+                "`lightning-megatron ckpt index` makes it",
+                *(self.target, self.plan.count, METADATA_FILE),
+            )
+        named = {prefix + role: content for role, content in contents.items()}
+        files = {name: entry_of(content) for name, content in named.items()}
+        for report in reports:
+            files |= report.files
+            if report.name is not None and report.content is not None:
+                named[report.name] = report.content
+        manifest = replace(
+            self.summary,
+            written=time.time(),
+            versions=library_versions(),
+            files=files,
+            parts={report.name: report.entry for report in reports if report.name is not None},
+            linked=sorted(name for report in reports for name in report.linked),
+            tensors=self.plan.tensors,
+            aliases=dict(self.document.aliases),
+        )
+        return manifest, named
+
+
+class Preparation:
+    """Makes `PreparedSave` objects, and remembers the plan from one to the next.
+
+    Args:
+        peers: the ranks that save.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._offered: SavePlan | None = None
+        self._plan: WritePlan | None = None
+
+    def prepare(
+        self,
+        path: str | os.PathLike[str],
+        model: Mapping[str, Any],
+        state: Mapping[str, Any],
+        optimizers: Sequence[OptimizerSnapshot] = (),
+        layout: Mapping[str, int] | None = None,
+        *,
+        unchanged: bool = False,
+    ) -> PreparedSave:
+        """Capture what is not a tensor; collective.
+
+        Args and errors are those of `save_directory`, and ``unchanged``: whether this rank's
+        tensors are those of the save before.
+        """
+        documents: list[Document] = []  # on the first rank
+        offered = offer(all_chunks(model, optimizers))
+
+        def each() -> tuple[AnyPath, Contribution, bool, bool]:
+            known = self._plan is not None and offered == self._offered
+            return storage_path(path), contribution(model, optimizers), known, unchanged
+
+        def first(
+            parts: list[tuple[AnyPath, Contribution, bool, bool]],
+        ) -> tuple[AnyPath, str, bool, bool]:
+            paths, contributions, known, same = zip(*parts, strict=True)
+            documents.append(compose(state, contributions))
+            return paths[0], Staging.new_token(), all(known), all(known) and all(same)
+
+        target, token, known, same = self._peers.run(f"saving {os.fspath(path)}", each, first)
+        if not known:
+            self._plan = None
+            self._plan = plan_writes(f"saving {target}", offered, self._peers)
+            self._offered = offered
+        assert self._plan is not None
+        return PreparedSave(
+            target=target,
+            token=token,
+            plan=self._plan,
+            document=documents[0] if documents else None,
+            unchanged=same,
+            summary=Manifest(
+                step=_integer(state.get("global_step")),
+                epoch=_integer(state.get("epoch")),
+                taken=time.time(),
+                layout=dict(layout or {}),
+                optimizers=len(optimizers),
+            ),
+        )
+
+
+def all_chunks(
+    model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]
+) -> dict[str, Chunk]:
+    """Return all tensors of this rank, by their names in the checkpoint."""
+    found = {f"{MODEL_PREFIX}.{name}": chunk for name, chunk in chunks_of(model).items()}
+    for index, snapshot in enumerate(optimizers):
+        prefix = f"{OPTIMIZER_PREFIX}.{index}"
+        found |= {f"{prefix}.{name}": chunk for name, chunk in snapshot.tensors.items()}
+    return found
+
+
+def _integer(value: Any) -> int | None:
+    return value if type(value) is int else None

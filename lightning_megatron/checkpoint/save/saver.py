@@ -1,0 +1,410 @@
+"""Saving in the background.
+
+A save stops training only while the state that is not tensors becomes JSON and this rank's tensors
+are copied to host memory (save_plan.py, host_copy.py). A thread then writes, or has a process write
+(writer_process.py), and publishes, and talks to the other ranks' threads over a process group of
+its own: collectives of two threads on one group would pair up wrongly. One save is in flight at a
+time, so memory holds one copy; only a save of the same unchanged tensors (``save_last`` beside the
+best ones) queues behind, as it needs none.
+
+Outcomes are agreed: the threads of all ranks see the same error or none. But they see it at
+different times, while training has to stop in the same step everywhere, or peers would wait for a
+rank that has raised. So after a failure the threads agree on the first step that no rank has begun,
+and hold back the steps of their rank while they do. `Saver.check` raises there.
+
+Deleting is also put off until the save in flight stands, else a crash in between would leave
+nothing; after a failed save the old ones are kept until the next that succeeds.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.checkpoint.chunks import Chunk
+from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.directory.commit import remove
+from lightning_megatron.checkpoint.directory.dcp_files import WritePlan, Written, write_shards
+from lightning_megatron.checkpoint.directory.manifest import Manifest
+from lightning_megatron.checkpoint.directory.retention import Rotation, rotate
+from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
+from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
+from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.save.host_copy import HostCopy
+from lightning_megatron.checkpoint.save.incremental import Increments
+from lightning_megatron.checkpoint.save.save_job import Job, Save, SaveOutcome
+from lightning_megatron.checkpoint.save.save_plan import (
+    Preparation,
+    PreparedSave,
+    ShardWriting,
+    all_chunks,
+    writing,
+)
+from lightning_megatron.checkpoint.save.shared_memory import SharedMemory
+from lightning_megatron.checkpoint.save.writer_process import WriterProcess
+from lightning_megatron.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Saves checkpoints of one run, now or in the background.
+
+    Args:
+        config: what to do when.
+        peers: the ranks that save.
+        background: the same ranks over a gloo group of its own; None to save while training waits.
+        report: called with what came of every save, in the thread that wrote it.
+        noun: what a user calls what is saved.
+        placed: makes of what was prepared what is written somewhere else (local/run.py).
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        peers: Peers,
+        background: Peers | None = None,
+        report: Callable[[SaveOutcome], None] | None = None,
+        *,
+        noun: str = "checkpoint",
+        placed: Callable[[PreparedSave], Save] = lambda prepared: prepared,
+    ) -> None:
+        self._report, self._noun, self._placed = report, noun, placed
+        self._config, self._peers, self._background = config, peers, background
+        self._preparation = Preparation(peers)
+        memory = SharedMemory() if background is not None and config.process == "process" else None
+        self._process = None if memory is None else WriterProcess(memory)
+        self._copy = HostCopy(memory)
+        self._copied_at = -1
+        self._increments = Increments() if config.incremental else None
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._unsettled: deque[Job] = deque()
+        self._failures = self._complete = 0
+        self._verdict: tuple[int, Exception] | None = None
+        self._gave_up = False
+        # What both threads touch.
+        self._lock = threading.Condition()
+        self._step = 0
+        self._held_back = False
+        self._open: list[Job] = []
+        self._obsolete: list[AnyPath] = []
+        self._newest_failed = False
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        model: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *,
+        optimizers: Sequence[OptimizerSnapshot] = (),
+        layout: Mapping[str, int] | None = None,
+        rotations: Sequence[Rotation] = (),
+        wait: bool = False,
+    ) -> None:
+        """Begin to save, or save; collective. Arguments as for `save_directory`.
+
+        Args:
+            path: the directory to make.
+            model: what `model_chunks` returned.
+            state: Lightning's checkpoint dictionary without model and optimizers; may change as
+                soon as this returns, like the tensors.
+            optimizers: what `capture_optimizer` returned.
+            layout: degrees of parallelism.
+            rotations: what the configuration's ``keep`` applies to.
+            wait: whether to return only when the checkpoint is published.
+
+        Raises:
+            ConfigError: a value of ``state`` has no plain form.
+            CheckpointError: as the configuration says, this or an earlier save failed.
+        """
+        begun = time.perf_counter()
+        if self._background is None:
+            self.drain()
+        chunks, step = all_chunks(model, optimizers), state.get("global_step")
+        if self._increments is not None:
+            self._increments.expect(list(chunks))
+        prepared = self._placed(
+            self._preparation.prepare(
+                path, model, state, optimizers, layout, unchanged=self._is_copied(chunks)
+            )
+        )
+        if self._background is None:
+            shards = self._shortened(chunks, writing(chunks))
+            self._submit(Job(prepared, shards, begun, step, rotations=rotations))
+            return
+        if not prepared.unchanged:
+            self._make_room()
+        job = Job(prepared, self._copied(chunks, prepared), begun, step, rotations=rotations)
+        self._submit(job)
+        if wait:
+            self.drain()
+        job.stall_s = time.perf_counter() - begun
+
+    def go_on_from(self, target: AnyPath, manifest: Manifest) -> None:
+        """Learn what training goes on from, which the next checkpoint may have much of."""
+        if self._increments is not None:
+            self._increments.note_loaded(target, manifest)
+
+    def check(self) -> None:
+        """Report saves that have ended; call before every training step, on all ranks.
+
+        Raises:
+            CheckpointError: a save failed, and training is to end.
+        """
+        with self._lock:
+            while self._held_back:
+                self._lock.wait()
+            self._step += 1
+        while self._unsettled and self._unsettled[0].done.is_set():
+            self._settle(self._unsettled.popleft())
+        if self._verdict is not None and self._step >= self._verdict[0]:
+            self._pass_verdict()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight on this rank."""
+        return any(not job.done.is_set() for job in self._unsettled)
+
+    def before_update(self) -> None:
+        """Let no update overtake the copies from a device; call between backward and update."""
+        self._copy.before_update()
+
+    def drain(self, *, timeout_s: float | None = None, quietly: bool = False) -> None:
+        """Wait until no save is in flight.
+
+        Args:
+            timeout_s: give up waiting after so many seconds.
+            quietly: log errors instead of raising them; not collective then.
+
+        Raises:
+            CheckpointError: a save failed, and training is to end.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._unsettled:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0)
+            job = self._unsettled.popleft()
+            if job.done.wait(left):
+                self._settle(job)
+            else:
+                logger.warning("%s is still being written: abandoned", job.prepared.target)
+        if self._verdict is None:
+            return
+        if quietly:
+            if self._peers.is_first:
+                logger.error("%s", self._verdict[1])
+            self._verdict = None
+        else:
+            self._pass_verdict()
+
+    def remove(self, path: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint, on the first rank: at once, or when a newer one stands."""
+        target = storage_path(path)
+        with self._lock:
+            if self._open:
+                self._open[-1].obsolete.append(target)
+                return
+            if self._newest_failed:
+                self._obsolete.append(target)
+                return
+        try:
+            remove(target)
+        except OSError as error:  # costs space, not the run; the next save tries again
+            logger.warning("could not delete an old checkpoint: %s", error)
+            with self._lock:
+                self._obsolete.append(target)
+
+    def close(self, *, timeout_s: float | None = None) -> None:
+        """Wait for what is in flight and end the thread; not collective, raises nothing."""
+        self.drain(timeout_s=timeout_s, quietly=True)
+        if self._failures and not self._complete and self._peers.is_first:
+            what = "nothing" if self._noun == "checkpoint" else f"no {self._noun}"
+            logger.error("%s was saved in this run: every save has failed", what)
+        if self._thread is not None:
+            self._jobs.put(None)
+            if not self._open:
+                self._thread.join()
+            self._thread = None
+
+    # The training thread --------------------------------------------------------------------------
+
+    def _is_copied(self, chunks: Mapping[str, Chunk]) -> bool:
+        # A write that torch does not count (through `.data`) would be one of a training step.
+        return self._copied_at == self._step and self._copy.is_current(chunks)
+
+    def _make_room(self) -> None:
+        """See to it that no save uses the copy."""
+        if self._config.when_busy == "supersede" and not self._gave_up:
+            for job in self._unsettled:
+                job.stop.set()
+        self.drain()
+
+    def _copied(self, chunks: Mapping[str, Chunk], prepared: Save) -> ShardWriting:
+        if not prepared.unchanged:
+            try:
+                self._copy.take(chunks, prepared.plan.names)
+                self._copied_at = self._step
+            except Exception as error:  # out of memory: fails on all ranks, as other errors do
+                reason = f"copying to the host: {type(error).__name__}: {error}"
+
+                def fail(*_: Any) -> Written | None:
+                    raise CheckpointError(reason)
+
+                return fail
+        copies = self._copy.chunks
+
+        def write(directory: AnyPath, plan: WritePlan, stop: Callable[[], bool]) -> Written | None:
+            # The process knows files only; uploading takes little of Python's lock.
+            if self._process is not None and isinstance(directory, Path):
+                return self._process.write(directory, plan, copies, stop)
+            return write_shards(directory, plan, copies, stop)
+
+        shortened = self._shortened(copies, write)
+
+        def when_copied(*request: Any) -> Written | None:
+            self._copy.complete()
+            return shortened(*request)
+
+        return when_copied
+
+    def _shortened(self, chunks: Mapping[str, Chunk], write: ShardWriting) -> ShardWriting:
+        return write if self._increments is None else self._increments.writing(chunks, write)
+
+    def _submit(self, job: Job) -> None:
+        with self._lock:
+            self._open.append(job)
+        self._unsettled.append(job)
+        if self._background is None:
+            self._write(job, self._peers)
+            self.drain()
+            return
+        if self._thread is None:
+            # A daemon: whoever ends the process without draining does not want to wait.
+            self._thread = threading.Thread(
+                target=self._work, args=(self._background,), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _settle(self, job: Job) -> None:
+        """Draw the conclusion of a save that has ended; the same on all ranks."""
+        self._gave_up = job.given_up
+        if job.given_up:
+            logger.info("%s: given up for a newer checkpoint", job.prepared.target)
+            return
+        if job.error is None:
+            self._failures, self._complete = 0, self._complete + 1
+            return
+        self._failures += 1
+        limit = self._config.max_failed_saves
+        ends = limit is not None and self._failures >= limit
+        if self._config.on_error == "raise" or ends:
+            self._verdict = self._verdict or (job.raise_at, job.error)
+        elif self._peers.is_first:
+            logger.warning(
+                "%s; training goes on (%s failed in a row%s; this run has %s)",
+                job.error,
+                _count(self._failures, "save"),
+                "" if limit is None else f", training ends at {limit}",
+                _count(self._complete, self._noun),
+            )
+
+    def _pass_verdict(self) -> None:
+        assert self._verdict is not None
+        error, self._verdict = self._verdict[1], None
+        raise error
+
+    # The thread in the background -----------------------------------------------------------------
+
+    def _work(self, peers: Peers) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._write(job, peers)
+        if self._process is not None:
+            self._process.close()
+        self._copy.close()
+
+    def _write(self, job: Job, peers: Peers) -> None:
+        agreed = True
+        try:
+            manifest = job.prepared.write(job.shards, peers, job.stop.is_set)
+            job.given_up = manifest is None
+            if manifest is not None:
+                job.bytes = manifest.size
+                self._note(job.prepared.target, manifest, peers)
+                self._rotate(job, manifest, peers)
+        except (CheckpointError, ConfigError) as error:
+            job.error = error
+        except BaseException as error:  # a peer is gone, which ends training too; an interrupt
+            agreed = False
+            job.error = CheckpointError(f"saving {job.prepared.target} was interrupted: {error!r}")
+            if peers is not self._background:
+                raise
+        finally:
+            self._conclude(job, agreed)
+
+    def _note(self, target: AnyPath, manifest: Manifest, peers: Peers) -> None:
+        if self._increments is None:
+            return
+        self._increments.note(target, manifest)
+        if peers.is_first:
+            own, linked = manifest.own_size, manifest.size - manifest.own_size
+            message = "%s: %s bytes written, %s shared with earlier ones"
+            logger.info(message, target, f"{own:,}", f"{linked:,}")
+
+    def _rotate(self, job: Job, manifest: Manifest, peers: Peers) -> None:
+        """Delete the oldest, if there are too many; the save has succeeded, whatever happens."""
+        keep = self._config.keep
+        if keep is None or not job.rotations:
+            return
+        try:
+            rotate(job.prepared.target, manifest, job.rotations, keep, peers)
+        except CheckpointError as error:
+            if peers.is_first:
+                logger.warning("old checkpoints are not deleted: %s", error)
+
+    def _conclude(self, job: Job, agreed: bool) -> None:
+        self._delete_obsolete(job)
+        if self._report is not None:
+            self._report(job.outcome(time.perf_counter()))
+        try:
+            if job.error is not None and agreed and self._background is not None:
+                job.raise_at = 1 + self._background.run(
+                    "ending training", self._hold_back, lambda steps: max(steps)
+                )
+        except Exception as error:
+            logger.debug("no common step to end training in: %s", error)
+        finally:
+            with self._lock:
+                job.done.set()
+                self._held_back = False
+                self._lock.notify_all()
+
+    def _hold_back(self) -> int:
+        """Keep this rank from beginning a step, and return the one it has begun last."""
+        with self._lock:
+            self._held_back = True
+            return self._step
+
+    def _delete_obsolete(self, job: Job) -> None:
+        """Delete what this save, if it stands, makes superfluous."""
+        with self._lock:
+            # Of earlier requests; one that came after the save may well concern its target.
+            obsolete = [path for path in self._obsolete if path != job.prepared.target]
+            obsolete += job.obsolete
+            self._open.remove(job)
+            self._newest_failed = not job.succeeded
+            self._obsolete = [] if job.succeeded else obsolete
+        for path in obsolete if job.succeeded else ():
+            try:
+                remove(path)
+            except OSError as error:
+                logger.warning("could not delete an old checkpoint: %s", error)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

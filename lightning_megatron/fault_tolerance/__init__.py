@@ -1,0 +1,1 @@
+"""Features that notice faults and survive them, one package each."""

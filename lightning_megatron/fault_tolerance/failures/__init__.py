@@ -1,0 +1,1 @@
+"""Which rank failed first, when all of them end with an exception."""

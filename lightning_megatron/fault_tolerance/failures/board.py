@@ -1,0 +1,366 @@
+"""Where the ranks of an attempt post how they end, and who failed first can be read.
+
+Thousands of ranks lose their connections at the same time and all want to know why, of one store
+that answers one request after the other. So nobody asks rank by rank::
+
+    <rank>          how the rank ended; the first word counts
+    causes          how many failed by themselves, or died and were seen by a neighbour
+    cause/<n>       the n-th of them; after `_LISTED` they are counted only
+    searches        how many look for the cause of an echo
+    machine/<i>     machine i is there: a rank of it has posted, or answered a search
+    told            how many are about to tell the user
+
+A rank that searches asks for ``causes``, less and less often, and reads the few entries that are
+new: a dozen requests, whatever the number of ranks.
+
+A process that was killed posts nothing. Its neighbours on the machine see it; where it had none,
+silence has to do: while a search is on, a thread of one rank of every machine answers it within
+`ANSWER_S`, however busy the rank is otherwise. The machines that have not answered at the end of
+the search are found by asking whether all of some are there, then for halves: ``2 log2(machines)``
+requests for each that is not, from one rank.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_megatron.fault_tolerance.failures.root_cause import (
+    describe_exit,
+    exit_code_of_zombie,
+    is_alive,
+    oom_kills,
+)
+from lightning_megatron.launch.attempt import Peer
+
+ANSWER_S = 1.0
+"""How often one rank of each machine looks whether somebody searches."""
+_KEY = "lightning_megatron/end"
+_STORE_PATIENCE_S = 1.0
+_SILENT_PATIENCE_S = 3.0
+"""How long to wait for what the store answers: once, and where many machines are silent."""
+_LISTED = 64
+"""Causes that can be read; all ranks may fail at the same time."""
+_SHOWN = 8
+"""Machines and ranks that a sentence names."""
+_ADDRESS = re.compile(r"\d+(?:\.\d+){3}|[0-9a-fA-F]*:[0-9a-fA-F:]+:[0-9a-fA-F]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a rank has ended."""
+
+    rank: int
+    how: str
+    """``"failed"`` (a cause), ``"echo"``, ``"left"`` (in order), ``"died"`` (seen by others) or
+    ``"gone"`` (does not answer)."""
+    what: str = ""
+    """For a person."""
+    at: float = 0.0
+    """Seconds since the epoch."""
+    host: str = ""
+    pid: int = 0
+    who: str = ""
+    """In place of the rank, where it is a machine, say."""
+
+    def __str__(self) -> str:
+        who = self.who or f"rank {self.rank} ({self.host}, process {self.pid})"
+        return f"{who} {self.what}"
+
+
+class EndingBoard:
+    """Where the ranks of an attempt post how they end; none waits for another.
+
+    Args:
+        store: of the attempt.
+        rank: of this process.
+        peers: all processes of the attempt, by rank.
+        held_by_rank_0: whether the store ends with rank 0.
+        address: by which other machines reach this one; empty if that is not known.
+
+    Attributes:
+        local: processes of the other ranks on this machine.
+        posted: what this rank has posted.
+        machines: the ranks of each machine.
+        answers: whether this rank is the one of its machine that answers searches.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        peers: tuple[Peer, ...],
+        *,
+        held_by_rank_0: bool = False,
+        address: str = "",
+    ) -> None:
+        self._store, self.rank, self.peers = store, rank, peers
+        # Of a Trainer's run: all ranks begin as many.
+        self._run = store.add(f"{_KEY}/runs of {rank}", 1)
+        by_machine: dict[str, list[int]] = {}
+        for other, peer in enumerate(peers):
+            by_machine.setdefault(peer.machine, []).append(other)
+        self.machines = tuple(tuple(ranks) for ranks in by_machine.values())
+        self._here = next((i for i, ranks in enumerate(self.machines) if rank in ranks), 0)
+        mine = self.machines[self._here] if self.machines else ()
+        self.local = {other: peers[other].pid for other in mine if other != rank}
+        self.answers = len(self.machines) > 1 and mine[0] == rank
+        if self.answers and address:
+            store.set(self._name(f"address/{self._here}"), address)
+        self.posted: Ending | None = None
+        self._causes: dict[int, Ending] = {}
+        self._read: set[int] = set()
+        self._ended: set[int] = set()
+        self._answered = False
+        self._gone, self._held_by_rank_0 = False, held_by_rank_0
+        self._ooms = oom_kills()
+
+    # Posting --------------------------------------------------------------------------------------
+
+    def post(self, how: str, what: str = "") -> None:
+        """Say how this rank ends; the first word counts. ``"echo"`` begins a search."""
+        if self.posted is None:
+            ending = Ending(
+                rank=self.rank,
+                how=how,
+                what=what,
+                at=time.time(),
+                host=socket.gethostname(),
+                pid=os.getpid(),
+            )
+            self.posted = ending
+            self._ask(lambda: self._post(ending))
+
+    def _post(self, ending: Ending) -> None:
+        text = json.dumps(asdict(ending))
+        counts = self._store.compare_set(self._name(ending.rank), "", text).decode() == text
+        if ending.how == "echo":
+            self._store.add(self._name("searches"), 1)
+        if len(self.machines) > 1:
+            self._store.set(self._name(f"machine/{self._here}"), "")
+        if counts and ending.how in ("failed", "died"):
+            self._list(text)
+
+    def _list(self, text: str) -> None:
+        number = self._store.add(self._name("causes"), 1)
+        if number <= _LISTED:
+            self._store.set(self._name(f"cause/{number}"), text)
+
+    def answer(self) -> None:
+        """Say that this machine is there, if anybody searches; every `ANSWER_S` of one rank."""
+
+        def answer() -> None:
+            if self._store.add(self._name("searches"), 0):
+                self._store.set(self._name(f"machine/{self._here}"), "")
+                self._answered = True
+
+        if not self._answered:
+            self._ask(answer)
+
+    def _name(self, what: object) -> str:
+        return f"{_KEY}/{self._run}/{what}"
+
+    # Reading --------------------------------------------------------------------------------------
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the store does not answer any more."""
+        return self._gone
+
+    @property
+    def holds_store(self) -> bool:
+        """Whether the store ends with this rank."""
+        return self._held_by_rank_0 and self.rank == 0
+
+    def of(self, rank: int) -> Ending | None:
+        """What a rank has posted; None if nothing, or if the store is gone."""
+
+        def read() -> Ending | None:
+            key = self._name(rank)
+            if not self._store.check([key]):
+                return None
+            return Ending(**json.loads(self._store.get(key)))
+
+        found: Ending | None = self._ask(read)
+        return found
+
+    def causes(self, codes: Mapping[int, int] | None = None) -> list[Ending]:
+        """Who failed by himself, the first one first; posts deaths that others cannot see.
+
+        Args:
+            codes: how those ended that this process started: exit code or minus a signal, by rank.
+        """
+        self._ask(self._read_new)
+        for rank, ending in self.dead(codes).items():
+            if rank in self._causes or rank in self._ended:
+                continue
+            said = self.of(rank)
+            if said is not None and said.how != "died":
+                self._ended.add(rank)
+            if said is None:
+                self._ask(lambda ending=ending: self._post(ending))  # type: ignore[misc]
+            if said is None or said.how in ("failed", "died"):
+                self._causes[rank] = said or ending
+        return sorted(self._causes.values(), key=lambda ending: ending.at)
+
+    def _read_new(self) -> None:
+        count = min(self._store.add(self._name("causes"), 0), _LISTED)
+        new = [n for n in range(1, count + 1) if n not in self._read]
+        keys = [self._name(f"cause/{n}") for n in new]
+        if len(new) > 1 and self._store.has_extended_api() and self._store.check(keys):
+            texts = dict(zip(new, self._store.multi_get(keys), strict=True))
+        else:  # one of them may just be written, or never, as its rank has died
+            pairs = zip(new, keys, strict=True)
+            texts = {n: self._store.get(key) for n, key in pairs if self._store.check([key])}
+        for number, text in texts.items():
+            ending = Ending(**json.loads(text))
+            self._causes.setdefault(ending.rank, ending)
+            self._read.add(number)
+
+    def deaths(self, codes: Mapping[int, int] | None = None) -> list[Ending]:
+        """Processes of this machine that have ended without order; quick while there are none."""
+        if not self.dead(codes).keys() - self._ended:
+            return []
+        return [ending for ending in self.causes(codes) if ending.how == "died"]
+
+    def is_first_to_tell(self) -> bool:
+        """Whether no other rank has told the user yet; true where that cannot be known."""
+        return self._ask(lambda: self._store.add(self._name("told"), 1)) in (1, None)
+
+    def _ask(self, call: Callable[[], Any], patience_s: float = _STORE_PATIENCE_S) -> Any:
+        """What ``call`` gets of the store; None if that takes too long, or if the store is gone."""
+        if self._held_by_rank_0 and 0 in self.local and not is_alive(self.local[0]):
+            self._gone = True
+        if self._gone:  # each try would print a stack of torch's
+            return None
+        result: list[Any] = []
+
+        def run() -> None:
+            try:
+                result.append(call())
+            except RuntimeError:
+                self._gone = True
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(patience_s)
+        return result[0] if result else None
+
+    def dead(self, codes: Mapping[int, int] | None = None) -> dict[int, Ending]:
+        """Processes of this machine that are no more.
+
+        Args:
+            codes: how those ended that this process started: exit code or minus a signal, by rank.
+        """
+        found = {}
+        for rank, pid in self.local.items():
+            code = (codes or {}).get(rank)
+            if code is None and is_alive(pid):
+                continue
+            code = exit_code_of_zombie(pid) if code is None else code
+            found[rank] = Ending(
+                rank=rank,
+                how="died",
+                what=describe_exit(code) + self._memory_note(code),
+                at=time.time(),
+                host=self.peers[rank].host,
+                pid=pid,
+            )
+        return found
+
+    def _memory_note(self, code: int | None) -> str:
+        killed = oom_kills() - self._ooms
+        if killed <= 0 or code not in (None, -signal.SIGKILL):
+            return ""
+        return (
+            f"; the kernel killed {killed} process{'' if killed == 1 else 'es'} of this control "
+            "group because its memory was used up"
+        )
+
+    # Silence --------------------------------------------------------------------------------------
+
+    def accuse_the_silent(self, error: str = "") -> list[Ending]:
+        """Post as the cause, and return, who has not answered the search; nothing if all have.
+
+        Args:
+            error: what this rank was told, in which gloo names the address of the peer. It decides
+                where several machines are silent.
+        """
+        found = self._ask(self._silent, _SILENT_PATIENCE_S)
+        if found is None:
+            return self._lost_with_rank_0()
+        if not found:
+            return []
+        named = set(_ADDRESS.findall(error))
+        silent = [one for one in found if one[1] in named] or found
+        ranks = [rank for machine, _ in silent for rank in self.machines[machine]]
+        who = [self._describe(self.machines[machine], address) for machine, address in silent]
+        if len(silent) > 1:
+            listed = ", ".join(who[:_SHOWN]) + (", ..." if len(who) > _SHOWN else "")
+            who, what = [listed], "do not answer: they were killed, or their machines are off"
+        elif len(ranks) > 1:
+            what = "has gone without a word: its processes were killed, or it is off"
+        else:
+            what = "has gone without a word: it was killed, or its machine is off"
+        peer = self.peers[ranks[0]]
+        accused = Ending(
+            rank=ranks[0],
+            how="gone",
+            what=f"{what} or cut off",
+            at=time.time(),
+            host=peer.host,
+            pid=peer.pid,
+            who=who[0],
+        )
+        self._ask(lambda: self._list(json.dumps(asdict(accused))))
+        return [accused]
+
+    def _silent(self) -> list[tuple[int, str]]:
+        """Machines that have not answered, and their addresses."""
+        names = {self._name(f"machine/{i}"): i for i in range(len(self.machines))}
+        del names[self._name(f"machine/{self._here}")]
+        found = []
+        for name in _absent(self._store.check, list(names), _SHOWN + 1):
+            key = self._name(f"address/{names[name]}")
+            address = self._store.get(key).decode() if self._store.check([key]) else ""
+            found.append((names[name], address))
+        return found
+
+    def _describe(self, ranks: Sequence[int], address: str) -> str:
+        peer = self.peers[ranks[0]]
+        if len(ranks) == 1:
+            where = f"{peer.host}, {address}" if address else peer.host
+            return f"rank {ranks[0]} ({where}, process {peer.pid})"
+        listed = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+        return (
+            f"{peer.host} ({address}; ranks {listed})"
+            if address
+            else f"{peer.host} (ranks {listed})"
+        )
+
+    def _lost_with_rank_0(self) -> list[Ending]:
+        if not self._held_by_rank_0 or 0 in self.local or self.rank == 0:
+            return []
+        peer = self.peers[0]
+        how = "has gone" if self._gone else "does not answer"
+        what = f"{how}, and with it the store that would tell who was first"
+        return [Ending(rank=0, how="gone", what=what, at=time.time(), host=peer.host, pid=peer.pid)]
+
+
+def _absent(check: Callable[[list[str]], bool], keys: list[str], most: int) -> list[str]:
+    """The keys, up to ``most``, that a store does not have."""
+    if not keys or check(keys):
+        return []
+    if len(keys) == 1:
+        return keys
+    half = len(keys) // 2
+    found = _absent(check, keys[:half], most)
+    if len(found) < most:
+        found += _absent(check, keys[half:], most - len(found))
+    return found

@@ -1,0 +1,1 @@
+"""Hangs: `HangDetector`, the monitors that watch the ranks, and the diagnosis."""

@@ -1,0 +1,214 @@
+"""A rank's own part in watching for hangs.
+
+`Watchdog` keeps the rank's page up to date (`heartbeat`), shows its stacks to whoever asks
+(`stacks`), and does what the node's monitor orders. The monitor (`node_monitor`) decides.
+
+What a rank can do about its own hang depends on what it hangs in. An exception can be put into the
+training thread, but is raised only when that thread runs Python again: at once in a loop or a short
+sleep, never in a collective of gloo or NCCL. Ranks that wait there fail when the process of the
+culprit ends and its connections close. Ending the process always works, and is what a launcher that
+restarts runs needs; so that is the default, with an exit code of its own.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron._torch import flight_recorder, group_ranks, watch_waits
+from lightning_megatron.fault_tolerance.hangs import flight_recorder as recorder
+from lightning_megatron.fault_tolerance.hangs.heartbeat import (
+    EXIT,
+    REPORTED,
+    TELL,
+    Member,
+    Page,
+    page_file,
+    report_file,
+    stack_file,
+    trace_file,
+    write_whole,
+)
+from lightning_megatron.fault_tolerance.hangs.node_monitor import MonitorConfig
+from lightning_megatron.fault_tolerance.hangs.report import title
+from lightning_megatron.fault_tolerance.hangs.section_limits import Limits
+from lightning_megatron.fault_tolerance.hangs.stack_dump import StackRequests, state_of
+from lightning_megatron.monitoring.sections import SectionClock
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 86
+"""Of a process that was ended because a rank hung."""
+
+_JOIN_S = 5.0
+
+
+class HangError(RuntimeError):
+    """A rank has hung."""
+
+
+def this_member(rank: int) -> Member:
+    """This process; to be called by the training thread."""
+    pid = os.getpid()
+    return Member(rank, pid, state_of(pid).started, socket.gethostname(), threading.get_ident())
+
+
+class Watchdog:
+    """Makes this rank visible from outside, from `start` to `stop`.
+
+    Args:
+        clock: what the rank is doing.
+        directory: of the node's ranks.
+        rank: global rank.
+        limits: how long it may do so.
+        check_s: seconds between looks of the monitor; the thread looks twice as often.
+        on_report: called in the watchdog's thread of one rank with the report of a hang.
+    """
+
+    def __init__(
+        self,
+        clock: SectionClock,
+        directory: Path,
+        rank: int,
+        limits: Limits,
+        check_s: float,
+        on_report: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._clock, self._directory, self._rank, self._limits = clock, directory, rank, limits
+        self._pause, self._on_report = check_s / 2, on_report
+        self._training_thread = threading.get_ident()
+        self._page = Page(page_file(directory, rank))
+        self._stacks = StackRequests(stack_file(directory, rank))
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hang watchdog", daemon=True)
+        self._names: dict[str, str] = {}
+        self._done = self._page.order[0]
+        self._unwatch: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Begin; the monitor may look from now on."""
+        self._page.entered(self._clock)
+        self._page.live(self._limits.of(self._clock))
+        self._clock.mirror = self._page
+        self._unwatch = watch_waits(self._clock.began_to_wait, self._clock.waited)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave: this rank is not watched any more, and others may blame it for being away."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_S)
+        if self._unwatch is not None:
+            self._unwatch()
+        self._clock.mirror = None
+        self._page.live(self._limits.of(self._clock), left=True)
+        self._page.close()
+        self._stacks.close()
+
+    @property
+    def held(self) -> bool:
+        """Whether a hang was found for which this process is about to be ended."""
+        return not self._end.is_set() and self._page.held
+
+    def await_end(self, patience_s: float) -> None:
+        """Wait to be ended for a hang that was found; return if that takes too long."""
+        self._end.wait(patience_s)
+
+    def _run(self) -> None:
+        while not self._end.wait(self._pause):
+            self._page.live(self._limits.of(self._clock))
+            try:
+                self._look()
+            except Exception:  # this thread is all that others see of the rank's life
+                logger.exception("the hang watchdog of rank %d goes on after an error", self._rank)
+
+    def _look(self) -> None:
+        number, kind = self._page.order
+        if number != self._done:
+            self._done = number
+            self._obey(number, kind)
+        self._sample()
+
+    def _sample(self) -> None:
+        status = flight_recorder(entries=False).get("pg_status", {})
+        unknown = [n for n, state in status.items() if n not in self._names and _begun(state)]
+        if unknown:
+            self._names.update(recorder.group_names(flight_recorder(entries=True)))
+            self._names.update({n: f"#{n}" for n in unknown if n not in self._names})
+        self._page.sample(recorder.counts(status, self._names))
+
+    def _obey(self, number: int, kind: int) -> None:
+        if kind == TELL:
+            self._stacks.write()
+            trace = flight_recorder(entries=True)
+            last, begun = recorder.latest(trace), recorder.begun(trace)
+            answer = {"collectives": last, "begun": begun, "groups": group_ranks()}
+            write_whole(trace_file(self._directory, self._rank, number), answer)
+        elif kind == REPORTED:
+            told = json.loads(report_file(self._directory, number).read_text())
+            if told["teller"] == self._rank:
+                self._on_report({**told["report"], "action": told["action"]})
+            if told["action"] == "abort":
+                _end_process()
+            elif told["action"] == "raise":
+                _raise_in(
+                    self._training_thread, f"{title(told['report'])}: {told['report']['path']}"
+                )
+        elif kind == EXIT:
+            _end_process()
+
+
+def start_monitor(directory: Path, config: MonitorConfig) -> None:
+    """Start the process that watches the ranks of a directory; it outlives this one.
+
+    Args:
+        directory: with the ranks' pages.
+        config: who the ranks are, and what follows a hang.
+
+    The process inherits ``config.watch.listening``, the socket of the board, if it has one.
+    """
+    config.write(directory)
+    socket_of_board = None if config.watch is None else config.watch.listening
+    root = str(Path(__file__).resolve().parents[3])
+    code = (
+        f"import sys; sys.path.insert(0, {root!r}); "
+        "from lightning_megatron.fault_tolerance.hangs.node_monitor import main; main()"
+    )
+    subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(directory)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=() if socket_of_board is None else (socket_of_board,),
+        check=True,
+    )
+
+
+def _begun(state: Mapping[str, Any]) -> bool:
+    return int(state.get("last_enqueued_collective", -1)) > 0
+
+
+def _end_process() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(EXIT_CODE)
+
+
+def _raise_in(thread: int, message: str) -> None:
+    """Raise `HangError` in a thread, when it next runs Python."""
+
+    class Found(HangError):
+        """Python makes an instance itself, without arguments."""
+
+        def __init__(self) -> None:
+            super().__init__(message)
+
+    Found.__name__ = Found.__qualname__ = HangError.__name__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Found))

@@ -1,0 +1,1 @@
+"""Bad numbers: `NumberGuard`, loss spikes, and the responses to them."""

@@ -1,0 +1,1 @@
+"""Preemption: signals that end a run, and the checkpoint saved before it ends."""

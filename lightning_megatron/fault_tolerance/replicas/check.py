@@ -1,0 +1,267 @@
+"""Do the ranks that hold the same weights still hold the same bits?
+
+Every `every` steps all copies are compared bit for bit (`fault_tolerance.replicas.comparison`),
+those of the optimizer's state included: with ``zero=0`` all of it over all data-parallel ranks,
+with ``zero`` 1 to 3 over the copies of the shards (``dp_replicate``), and always what
+tensor-parallel ranks and pipeline stages hold alike. What only one rank holds cannot be compared;
+where that is everything, a warning says so.
+
+It costs one reading of weights and state, a part of what an optimizer step costs, and one small
+exchange of objects. Buffers are left out: batch norms that are not synchronised differ rightly.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.fault_tolerance.announce import announce
+from lightning_megatron.fault_tolerance.numbers.diagnosis import in_words
+from lightning_megatron.fault_tolerance.replicas.comparison import (
+    Difference,
+    Held,
+    Holders,
+    condense,
+    differences,
+    fingerprints,
+    suspects,
+    unequal,
+)
+from lightning_megatron.parallel.gradients import ParameterRole, local
+from lightning_megatron.services import need_megatron
+from lightning_megatron.topology.coordinates import groups_along
+from lightning_megatron.topology.mesh import Topology
+
+
+class ReplicaCheck(pl.Callback):
+    """Compares the copies of weights and optimizer state, and names the rank that differs.
+
+    Works under `MegatronStrategy`. Of three or more copies the majority is right. Of two that
+    differ nobody can tell which is: the run then ends, whatever ``action`` says, and goes on from a
+    checkpoint of before (each is verified against what was written, but not against what should
+    have been). Between the fault and the check the sound copies have made updates with gradients
+    that the wrong one took part in: it is found after ``every`` steps at most.
+
+    Args:
+        every: optimizer steps between two checks.
+        action: what follows a difference: the run ends on all ranks (``"raise"``), or the ranks
+            that are wrong get the tensors from one that is right (``"heal"``).
+
+    Attributes:
+        checks: made so far.
+        healed: ranks that were healed so far, each time counted.
+        found: the differences of the latest check.
+
+    Raises:
+        ConfigError: an option makes no sense, or the strategy is another.
+        RuntimeError: in training, on every rank, where copies differ and are not healed.
+    """
+
+    def __init__(self, every: int = 100, action: Literal["raise", "heal"] = "raise") -> None:
+        problems = []
+        if every < 1:
+            problems.append(f"every={every}: must be at least 1; nearest valid: every=1")
+        if action not in ("raise", "heal"):
+            problems.append(
+                f"action={action!r}: must be 'raise' or 'heal'; nearest valid: action='raise'"
+            )
+        raise_if_any(problems)
+        self._every, self._action = every, action
+        self._last = -1
+        self.checks = self.healed = 0
+        self.found: list[Difference] = []
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":
+            need_megatron(self, trainer, "it needs to know the copies")
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._last = trainer.global_step
+        strategy: Any = trainer.strategy
+        if not any(_gather(len(_held(trainer)), strategy)):
+            rank_zero_warn(
+                "ReplicaCheck: no two ranks hold the same parameters under this layout, so there "
+                "is nothing to compare"
+            )
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        if step % self._every == 0 and step != self._last:
+            self._last = step
+            self.check(trainer)
+            pl_module.log("ft/replicas_healed_total", float(self.healed), batch_size=1)
+
+    def check(self, trainer: pl.Trainer) -> list[Difference]:
+        """Compare now, and do what is to follow; collective.
+
+        Returns:
+            The differences that there were.
+        """
+        self.checks += 1
+        self.found = self._compare(trainer)
+        if self.found:
+            self._meet(trainer)
+        return self.found
+
+    def _compare(self, trainer: pl.Trainer) -> list[Difference]:
+        strategy: Any = trainer.strategy
+        strategy.parallel.data.come_to_rest()
+        held = _held(trainer)
+        prints = fingerprints([one.tensor for one in held])
+        doubtful = unequal(_gather(condense(held, prints), strategy))
+        if not doubtful:
+            return []
+        mine = {
+            (one.holders, one.name): value
+            for one, value in zip(held, prints, strict=True)
+            if one.holders in doubtful
+        }
+        return differences(_gather(mine, strategy))
+
+    def _meet(self, trainer: pl.Trainer) -> None:
+        strategy: Any = trainer.strategy
+        wrong = suspects(self.found)
+        unclear = [one for one in self.found if not one.wrong]
+        heals = self._action == "heal" and not unclear
+        text = _told(self.found, wrong, unclear)
+        ranks = wrong or sorted({r for one in unclear for group in one.groups for r in group})
+        strategy.events.write(
+            "fault",
+            what="replica",
+            rank_of_fault=ranks,
+            section="other",
+            detail=text,
+            action=self._action if heals else "raise",
+        )
+        if strategy.is_global_zero:
+            action = f"healing {in_words(wrong)}" if heals else "the run ends"
+            announce("replicas differ", [f"step {trainer.global_step}: {text}", action])
+        if not heals:
+            raise RuntimeError(f"step {trainer.global_step}: {text}")
+        _heal(self.found, _held(trainer), strategy)
+        again = self._compare(trainer)
+        if again:
+            raise RuntimeError(
+                f"step {trainer.global_step}: {text}; after healing still: "
+                f"{_told(again, suspects(again), [])}"
+            )
+        self.healed += len(wrong)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"checks": self.checks, "healed": self.healed}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.checks, self.healed = state_dict["checks"], state_dict["healed"]
+
+
+def _held(trainer: pl.Trainer) -> list[Held]:
+    """What this rank holds and others hold, too: parameters, and what optimizers keep of them."""
+    strategy: Any = trainer.strategy
+    found = []
+    for role in strategy.parallel_gradients.roles:
+        # Below ZeRO 3 all data-parallel ranks hold a parameter, and each owns a part of it.
+        whole = role.rows is not None
+        shown = _holders(role, strategy.topology, divided=role.is_divided and not whole)
+        if shown is not None:
+            held = local(role.parameter.detach())
+            found.append(Held(name=role.name, tensor=held, holders=shown))
+        holders = _holders(role, strategy.topology, divided=role.is_divided)
+        if holders is None:
+            continue
+        if role.rows is not None and role.rows.is_copy:
+            name = f"{role.name}: what the optimizer steps on"
+            found.append(Held(name=name, tensor=role.rows.values, holders=holders))
+        for index, optimizer in enumerate(strategy.optimizers):
+            for key, value in optimizer.state.get(role.parameter, {}).items():
+                if isinstance(value, Tensor):
+                    name = f"{role.name}: {key} of optimizer {index}"
+                    found.append(Held(name=name, tensor=local(value), holders=holders))
+    return found
+
+
+def _holders(role: ParameterRole, topology: Topology, *, divided: bool) -> Holders | None:
+    """Who holds the same part of a parameter; None where nobody else does.
+
+    Args:
+        role: of the parameter.
+        topology: the layout.
+        divided: whether data-parallel ranks have different parts.
+    """
+    axes = ["dp_replicate", "cp"]
+    if not divided:
+        axes.append("dp_shard")
+    if role.shard is None or role.shard.dim is None:
+        axes.append("tp")
+    if role.outside or role.tied_ranks:
+        axes.append("pp")
+    axes = [axis for axis in axes if getattr(topology, axis).size > 1]
+    if not axes:
+        return None
+    ranks = next(g for g in groups_along(axes, topology.degrees) if topology.rank in g)
+    if role.tied_ranks and not role.outside:
+        stages = (*axes, *map(str, role.tied_ranks))
+        return stages, min(ranks)
+    return tuple(axes), min(ranks)
+
+
+def _gather(mine: Any, strategy: Any) -> list[Any]:
+    """What every rank says, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=strategy.host_group)
+    return found
+
+
+def _heal(found: Sequence[Difference], held: Sequence[Held], strategy: Any) -> None:
+    """Give the ranks that are wrong what one that is right holds; through the host."""
+    mine = {(one.holders, one.name): one.tensor for one in held}
+    rank, group = strategy.global_rank, strategy.host_group
+    for one in found:
+        source, tensor = one.groups[0][0], mine.get((one.holders, one.name))
+        if tensor is None:
+            continue
+        for wrong in one.wrong:
+            if rank == source:
+                dist.send(_bytes(tensor.cpu()), dst=wrong, group=group)
+            elif rank == wrong:
+                received = torch.empty(tensor.shape, dtype=tensor.dtype)
+                raw = _bytes(received)
+                dist.recv(raw, src=source, group=group)
+                with torch.no_grad():
+                    tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _told(found: Sequence[Difference], wrong: Sequence[int], unclear: Sequence[Difference]) -> str:
+    names = [one.name for one in found]
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    if not unclear:
+        return f"other bits than their peers on {in_words(wrong)}, in {len(names)} tensors: {shown}"
+    groups = " and ".join(in_words(group) for group in unclear[0].groups)
+    return (
+        f"{groups} hold different bits in {len(names)} tensors ({shown}), and no bits are those of "
+        "most: which are right cannot be told; nearest valid: go on from a checkpoint of before, "
+        "and test the machines of both"
+    )

@@ -1,0 +1,1 @@
+"""Restarts: `RestartPolicy` ends a run that fails again and again at the same step."""

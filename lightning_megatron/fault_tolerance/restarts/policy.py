@@ -1,0 +1,217 @@
+"""When a run that fails again and again is to stay down.
+
+Restarting cures what was bad luck: a machine that died, memory that another job took. It does not
+cure a batch on which the model fails every time, and a launcher cannot tell the two apart: it
+counts restarts. What tells them apart is progress. Rank 0 notes how far each attempt came
+(`fault_tolerance.restarts.attempt_log`); attempts that end where earlier ones ended, several in a
+row, are a cycle. It also notes why, as far as it lives to hear of it, so that the last attempt can
+tell.
+"""
+
+import os
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_megatron import env
+from lightning_megatron.errors import ConfigError, RestartLimitError
+from lightning_megatron.fault_tolerance.announce import announce
+from lightning_megatron.fault_tolerance.restarts.attempt_log import (
+    AttemptLog,
+    AttemptRecord,
+    cycles_without_progress,
+)
+from lightning_megatron.monitoring.events import events_of
+
+
+class RestartPolicy(pl.Callback):
+    """Ends a run for good that has been restarted too often, or that makes no progress any more.
+
+    It looks before anything is loaded, so that an attempt costs no more than its start, and raises
+    `RestartLimitError` on every rank. Under torchrun, which would restart the workers all the same,
+    it also ends torchrun on each node, by SIGTERM, whatever its ``--max-restarts``.
+
+    Attempts that a signal ended in order, and those that finished, do not count.
+
+    Args:
+        max_restarts: how often a run may be started again after a failure; None leaves that to the
+            launcher.
+        cycles: how many attempts in a row may end without a new step; 0 for any number.
+        run_dir: where the attempts are noted, in ``attempts/``; by default the Trainer's
+            ``default_root_dir``. On several machines it must be shared, if rank 0 may move.
+
+    Attributes:
+        earlier: the attempts before this one, on rank 0.
+
+    Raises:
+        ConfigError: a number is negative.
+    """
+
+    def __init__(
+        self,
+        max_restarts: int | None = None,
+        cycles: int = 3,
+        run_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        for name, value in (("max_restarts", max_restarts), ("cycles", cycles)):
+            if value is not None and value < 0:
+                raise ConfigError(
+                    f"RestartPolicy({name}={value}): it counts; nearest valid: {name}=0"
+                )
+        self._max_restarts, self._cycles = max_restarts, cycles
+        self._run_dir = run_dir
+        self._log: AttemptLog | None = None
+        self._failed: AttemptLog | None = None
+        """Of an attempt that has ended, until it is known why."""
+        self._run = ""
+        self._step = -1
+        self.earlier: list[AttemptRecord] = []
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        attempt = getattr(trainer.strategy, "attempt", None)
+        self._run = attempt.run_id if attempt is not None else ""
+        self._step = -1
+        if trainer.is_global_zero:
+            self._open(trainer, attempt.number if attempt is not None else 0)
+            events_of(trainer.strategy, 0).follow(self._hear)
+        self._decide(trainer)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        events_of(trainer.strategy, trainer.global_rank).unfollow(self._hear)
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        """Note what others find out: a root cause is looked for after all callbacks were told."""
+        log = self._log or self._failed
+        if log is None:
+            return
+        if event["kind"] == "hang":
+            said = f"rank {event['rank_of_fault']} hung in {event['section']}"
+            log.update(why=event.get("silence") or said)
+        elif event["kind"] == "fault" and event["what"] == "peer lost":
+            log.update(why=event["detail"])
+
+    def _open(self, trainer: pl.Trainer, number: int) -> None:
+        if self._failed is not None:
+            self._failed.close()
+            self._failed = None
+        run_dir = self._run_dir or trainer.default_root_dir
+        if "://" in os.fspath(run_dir):
+            rank_zero_warn(
+                f"RestartPolicy: {os.fspath(run_dir)} is no directory of this machine, so nothing "
+                "is known of earlier attempts; give it a run_dir"
+            )
+            return
+        try:
+            self._log = AttemptLog(run_dir, self._run, number)
+        except OSError as error:
+            rank_zero_warn(f"RestartPolicy: {error}; nothing is known of earlier attempts")
+
+    def _decide(self, trainer: pl.Trainer) -> None:
+        """Go on, or end on all ranks."""
+        why = ""
+        if self._log is not None:
+            self.earlier = self._log.chain()
+            why = self._why_not()
+        why = trainer.strategy.broadcast(why)
+        if not why:
+            return
+        if trainer.is_global_zero:
+            announce(f"not restarted again: {why}", map(_line, self.earlier[-8:]), rank=0)
+        events = getattr(trainer.strategy, "events", None)
+        if events is not None:
+            events.write("fault", what="restart limit", detail=why, action="end")
+        self._note_end("failed")
+        self._end_torchrun(trainer)
+        raise RestartLimitError(why)
+
+    def _why_not(self) -> str:
+        failed = [a for a in self.earlier if a.end not in ("finished", "stopped")]
+        best = max((attempt.step for attempt in self.earlier), default=-1)
+        if self._max_restarts is not None and len(failed) > self._max_restarts:
+            return (
+                f"the run has failed {len(failed)} times, and RestartPolicy(max_restarts="
+                f"{self._max_restarts}) allows for {self._max_restarts} restarts"
+            )
+        cycles = cycles_without_progress(self.earlier)
+        if self._cycles and cycles >= self._cycles:
+            return (
+                f"{cycles} attempts in a row ended without a step beyond step {max(best, 0)} "
+                f"(RestartPolicy(cycles={self._cycles})). What fails there fails every time: look "
+                "at the root causes that they reported; to try again nonetheless, remove "
+                "the folder attempts of the run directory"
+            )
+        return ""
+
+    def _end_torchrun(self, trainer: pl.Trainer) -> None:
+        """By its own SIGTERM handling, where it would start the workers again."""
+        elastic = env.torch_elastic()
+        restarts = elastic is not None and elastic.max_restarts > elastic.restarts
+        if restarts and trainer.local_rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._decide(trainer)  # a checkpoint has told which run this one continues
+        self._step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._log is not None and trainer.global_step > self._step:
+            self._step = trainer.global_step
+            self._log.reached(self._step)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._note_end("finished")
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        leaves = isinstance(exception, SIGTERMException | KeyboardInterrupt)
+        name = type(exception).__name__
+        why = "" if leaves else " ".join(f"{name}: {exception}".split())
+        self._note_end("stopped" if leaves else "failed", why)
+
+    def _note_end(self, end: str, why: str = "") -> None:
+        log, self._log = self._log, None
+        if log is None:
+            return
+        log.update(end=end, why=why)
+        if end == "failed":
+            self._failed = log
+        else:
+            log.close()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self._run}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict.get("run", "")
+        if self._log is not None and saved != self._run:
+            self._log.update(continues=saved)
+
+
+def _line(attempt: AttemptRecord) -> str:
+    step = "did no step" if attempt.step < 0 else f"came to step {attempt.step}"
+    why = f": {attempt.why}" if attempt.why else ""
+    end = f"{attempt.end or 'was killed'}{why}"
+    return f"attempt {attempt.number} of run {attempt.run} {step}, {end}"

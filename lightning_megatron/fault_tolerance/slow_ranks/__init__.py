@@ -1,0 +1,1 @@
+"""Slow ranks: `SlowRankDetector` compares the times of ranks that do the same work."""

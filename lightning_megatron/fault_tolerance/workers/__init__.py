@@ -1,0 +1,1 @@
+"""DataLoader workers that die, hang or raise: `WorkerGuard` replaces them."""

@@ -1,0 +1,135 @@
+"""Optimizers and learning rate schedules by name, for modules whose configuration chooses.
+
+A name stands for an optimizer with its usual parameter groups: vectors do not decay, and Muon
+leaves embeddings and heads to AdamW. A module of your own that wants other groups makes its
+optimizer itself.
+"""
+
+import difflib
+import math
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.optim.adafactor import Adafactor
+from lightning_megatron.optim.adamw import AdamW
+from lightning_megatron.optim.lion import Lion
+from lightning_megatron.optim.lr_schedules import (
+    WarmupCosine,
+    WarmupInverseSqrt,
+    WarmupStableDecay,
+    scheduler,
+)
+from lightning_megatron.optim.muon import Muon
+from lightning_megatron.optim.param_groups import decay_groups, muon_groups
+
+OptimizerName = Literal[
+    "adamw",
+    "adamw-bfloat16",
+    "adamw-int8",
+    "muon",
+    "muon-bfloat16",
+    "muon-int8",
+    "lion",
+    "lion-bfloat16",
+    "lion-int8",
+    "adafactor",
+]
+ScheduleName = Literal["cosine", "stable-decay", "inverse-sqrt", "constant"]
+FALL = 0.2
+"""Part of the steps after the warmup in which ``stable-decay`` falls."""
+
+
+def choice_problems(optimizer: str, schedule: str) -> list[str]:
+    """Faults of the names."""
+    problems = []
+    for what, given, names in (
+        ("optimizer", optimizer, get_args(OptimizerName)),
+        ("schedule", schedule, get_args(ScheduleName)),
+    ):
+        if given not in names:
+            close = difflib.get_close_matches(str(given), names, n=1, cutoff=0.0)
+            problems.append(
+                f"{what}={given!r}: must be one of {', '.join(names)}; nearest valid: {close[0]!r}"
+            )
+    return problems
+
+
+def make_optimizer(
+    name: OptimizerName,
+    module: nn.Module,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+) -> Optimizer:
+    """Return the optimizer of a name.
+
+    Args:
+        name: ``adamw`` is torch's; a suffix is the format of the state.
+        module: all its parameters are optimized.
+        lr: peak learning rate; of ``adafactor`` relative to the size of the weights.
+        weight_decay: of matrices.
+        betas: of ``adamw`` (that beside ``muon`` too) and ``lion``.
+
+    Raises:
+        ConfigError: there is no such name, or a number is out of range.
+    """
+    raise_if_any(choice_problems(name, "constant"))
+    kind, _, suffix = name.partition("-")
+    kept: Any = {"state_dtype": suffix} if suffix else {}
+    if kind == "muon":
+        groups: Any = muon_groups(module, weight_decay)
+        return Muon(groups, lr=lr, weight_decay=weight_decay, betas=betas, **kept)
+    groups = decay_groups(module, weight_decay)
+    if kind == "lion":
+        return Lion(groups, lr=lr, betas=betas, **kept)
+    if kind == "adafactor":
+        return Adafactor(groups, lr=lr)
+    if suffix:
+        return AdamW(groups, lr=lr, betas=betas, **kept)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas)
+
+
+def make_schedule(
+    name: ScheduleName,
+    optimizer: Optimizer,
+    *,
+    warmup_steps: int,
+    total_steps: float,
+    min_lr_ratio: float,
+) -> LambdaLR | None:
+    """Return the schedule of a name, by the step.
+
+    Args:
+        name: of what follows the linear warmup.
+        optimizer: its groups' learning rates are the peaks.
+        warmup_steps: steps of the warmup.
+        total_steps: all steps; may be infinite.
+        min_lr_ratio: end of ``cosine`` and ``stable-decay``, as a part of the peak.
+
+    Returns:
+        None where the schedule has an end, and the run has none.
+
+    Raises:
+        ConfigError: there is no such name, or a number is out of range.
+    """
+    raise_if_any(choice_problems("adamw", name))
+    if name == "inverse-sqrt":
+        return scheduler(optimizer, WarmupInverseSqrt(max(warmup_steps, 1)))
+    if name == "constant":
+        return scheduler(optimizer, WarmupStableDecay(warmup_steps, 0, _LONG, 1.0))
+    if not math.isfinite(total_steps) or total_steps < 1:
+        return None
+    total = int(total_steps)
+    if name == "cosine":
+        return scheduler(optimizer, WarmupCosine(warmup_steps, total, min_lr_ratio))
+    fall = int(FALL * max(total - warmup_steps, 0))
+    return scheduler(optimizer, WarmupStableDecay(warmup_steps, fall, total, min_lr_ratio))
+
+
+_LONG = 2**62

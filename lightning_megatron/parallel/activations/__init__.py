@@ -1,0 +1,1 @@
+"""Activation memory: recomputation, offloading, and distributed inputs of blocks."""

@@ -1,0 +1,347 @@
+"""Recomputing activations in the backward instead of keeping them.
+
+What autograd keeps of a block from its forward to its backward (for a transformer block of hidden
+size ``h`` about ``34 s b h`` bytes in 16 bits, and ``5 s^2 b n`` for attention that is not fused)
+is usually most of the memory of a training step. A block that is *recomputed* keeps its input
+only, ``2 s b h``, and runs forward once more when its backward begins: a third more computation
+if all blocks do it (Chen et al., arXiv 1604.06174). With ``every=n`` each n-th block does; with
+``group=k`` runs of k blocks keep one input (`parallel.activations.groups`). If the
+recomputation is *selective*, a block also keeps the results of chosen operations, and repeats only
+the others (`parallel.activations.selective`).
+
+Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the instance. So
+
+- names of parameters and the class of the block stay; hooks of the block, those of ZeRO among them,
+  lie outside and run once: parameters that ZeRO 3 gathers for the block's backward serve the
+  recomputation too, which needs no gathering of its own;
+- collectives of tp are repeated, in the same order on every rank (in a graph those that the
+  backward needs, see `comm.operators`);
+- dropout draws the same masks again, those of tensors that tp shards included, as all of them
+  follow from the default generator (`topology.rng`), and autocast and the default dtype are what
+  they were;
+- running statistics (batch norm) count every batch once;
+- the input part of a split backward recomputes, and the weight part uses the factors that it left.
+
+Without gradients (evaluation, generation) blocks run as they are.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_megatron._torch import compile_with_callers_only, tree_flatten
+from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron.parallel.activations.knapsack import BlockCosts
+from lightning_megatron.parallel.activations.offload import Offloader
+from lightning_megatron.parallel.activations.selective import (
+    Notes,
+    Noting,
+    Replaying,
+    kept_operations,
+    traced_contexts,
+)
+from lightning_megatron.parallel.forward_wrapper import BlockForward, address, outermost
+from lightning_megatron.parallel.plan import class_name
+from lightning_megatron.parallel.whole_reductions import is_seen, unseen
+
+_FULL = MemoryConfig(recompute="full")
+_REPETITIONS = 3
+"""Measurements of a run of a block, of which the shortest times count: the first takes memory anew,
+and whatever else a machine does only ever adds to a time."""
+
+
+def recompute(
+    module: nn.Module,
+    chosen: Collection[nn.Module],
+    config: MemoryConfig = _FULL,
+    offloader: Offloader | None = None,
+) -> None:
+    """Let ``chosen`` blocks inside ``module``, and no others, forget as ``config`` says.
+
+    Args:
+        module: whose blocks may forget already.
+        chosen: some modules inside.
+        config: which results they keep.
+        offloader: where these results wait.
+    """
+    kept = dict.fromkeys(chosen, config.kept)
+    recompute_each(module, kept, offloader, traced=config.forgets_in_graphs)
+
+
+def recompute_each(
+    module: nn.Module,
+    chosen: Mapping[nn.Module, Sequence[str]],
+    offloader: Offloader | None = None,
+    *,
+    traced: bool = False,
+) -> None:
+    """Let blocks inside ``module``, and no others, forget all but results of some operations.
+
+    Args:
+        module: whose blocks may forget already.
+        chosen: some modules inside, and the operations.
+        offloader: where the results wait.
+        traced: whether they will run inside of what is compiled.
+    """
+    if traced:
+        never_trace_alone(_Forgetful)
+    for child in module.modules():
+        held = outermost(child)
+        if isinstance(held, _Forgetful):
+            held.remove()
+        if child in chosen:
+            _Forgetful(child, chosen[child], offloader, traced=traced)
+
+
+def measure(
+    blocks: Iterable[nn.Module],
+    now: Callable[[], float] | None,
+    kept: Sequence[str] = (),
+    *,
+    compiled: bool = False,
+) -> list[list[BlockCosts]]:
+    """Have recomputed blocks measure themselves in their forwards from now on; with None, no more.
+
+    Args:
+        blocks: all of which are recomputed.
+        now: the time in seconds.
+        kept: operations whose results they would keep if they were recomputed selectively.
+        compiled: whether the blocks are.
+
+    Returns:
+        Of every block what it has measured since it was told to, one entry for each of its runs.
+    """
+    if compiled:
+        compile_with_callers_only(_Sizes.note)  # which graphs call
+    found, places = [], itertools.count()
+    for block in blocks:
+        held = outermost(block)
+        assert isinstance(held, _Forgetful)
+        found.append(held.measured)
+        held.now, held.selection, held.measured, held.places = now, kept, [], places
+    return found
+
+
+class _Forgetful(BlockForward):
+    """A forward that runs again in the backward.
+
+    Args:
+        block: whose activations are forgotten.
+        kept: operations whose results are not.
+        offloader: where these results wait.
+        traced: whether it is meant to become a part of a graph.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        kept: Sequence[str],
+        offloader: Offloader | None = None,
+        *,
+        traced: bool = False,
+    ) -> None:
+        super().__init__(block)
+        self.now: Callable[[], float] | None = None
+        self.selection: Sequence[str] = ()
+        self.measured: list[BlockCosts] = []
+        self.places: Iterator[int] = itertools.count()
+        self._counting = _counting([block])
+        self._options = checkpoint_options([block], kept, offloader)
+        self._traced_options = traced_options(kept)
+        self._outside_is_news = traced and bool(kept)
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            options = self._traced_options
+            return checkpoint(self._forward, *args, use_reentrant=False, **options, **kwargs)
+        if self._outside_is_news:
+            _warn_of_break(self._block)
+            self._outside_is_news = False
+        if self.now is not None:
+            self.measured.append(self._measure(self.now, args, kwargs))
+        return checkpoint(self._forward, *args, use_reentrant=False, **self._options, **kwargs)
+
+    def _measure(self, now: Callable[[], float], args: Any, kwargs: Any) -> BlockCosts:
+        """Run more often for its own sake: plainly, noting results, and with these results."""
+        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        devices = {t.device.index or 0 for t in inputs if t.device.type == "cuda"}
+        own = {address(t) for t in (*self._block.parameters(), *self._block.buffers())}
+        held = _Sizes(inputs).bytes
+
+        def run(context: AbstractContextManager[Any], pack: Callable[[Tensor], Any]) -> float:
+            with (
+                torch.random.fork_rng(devices=list(devices)),
+                _without_counting(self._counting),
+                saved_tensors_hooks(pack, lambda packed: packed),
+                context,
+            ):
+                start = now()
+                self._forward(*args, **kwargs)
+                return now() - start
+
+        plain: list[float] = []
+        noting: list[float] = []
+        replaying: list[float] = []
+        kept = noted = 0
+        for _ in range(_REPETITIONS):
+            sizes = _Sizes(inputs, without=own)
+            plain.append(run(nullcontext(), sizes.note))
+            kept = max(kept, sizes.bytes)
+            if self.selection:
+                notes = Notes(kept_operations(self.selection))
+                noting.append(run(Noting(notes), lambda tensor: None))
+                noted = notes.bytes
+                replaying.append(run(Replaying(notes), lambda tensor: tensor))
+        again = None
+        if self.selection:
+            again = max(min(noting) - min(plain), 0.0) + min(replaying)
+        return BlockCosts(
+            seconds=min(plain),
+            kept=kept,
+            input=held,
+            selective_seconds=again,
+            selective_kept=held + noted,
+            place=next(self.places),
+        )
+
+
+class _Sizes:
+    """Bytes of tensors, each storage once.
+
+    Args:
+        tensors: the first ones.
+        without: addresses of those that do not count.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], without: Collection[int] = ()) -> None:
+        self._sizes = {address(t): t.untyped_storage().nbytes() for t in tensors}
+        self._without = without
+
+    @property
+    def bytes(self) -> int:
+        """Of all that were noted."""
+        return sum(self._sizes.values())
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """One more; returned as it is."""
+        if address(tensor) not in self._without:
+            self._sizes[address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def checkpoint_options(
+    blocks: Iterable[nn.Module], kept: Sequence[str] = (), offloader: Offloader | None = None
+) -> dict[str, Any]:
+    """What torch's ``checkpoint`` of some blocks needs to be told.
+
+    Args:
+        blocks: which run in it.
+        kept: operations whose results are not forgotten.
+        offloader: where these results wait.
+    """
+    return {"context_fn": partial(_contexts, _counting(blocks), kept, offloader)}
+
+
+def traced_options(kept: Sequence[str] = ()) -> dict[str, Any]:
+    """The same for a ``checkpoint`` that a compiler traces, which sees to the rest itself.
+
+    Args:
+        kept: operations whose results are not forgotten.
+    """
+    return {"context_fn": partial(traced_contexts, tuple(kept))} if kept else {}
+
+
+def never_trace_alone(forward: type) -> None:
+    """Have ``forward``'s calls traced with their callers or not at all.
+
+    If there is something in a block that breaks the graph, ``checkpoint`` has to run as it is, with
+    what it needs then; a compiler that begins with the call would have chosen otherwise before it
+    meets the break.
+    """
+    compile_with_callers_only(forward.__call__)
+
+
+def _warn_of_break(block: nn.Module) -> None:
+    rank_zero_warn(
+        f"memory.recompute='selective': a {class_name(block)} runs as it is, not compiled, as "
+        "something in it breaks the graph (TORCH_LOGS=graph_breaks tells what; schedules that "
+        "split the backward do, and under tp dropout on shards and products in FP8). "
+        "recompute='full' compiles what lies between"
+    )
+
+
+def _counting(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules with running statistics."""
+    return [m for b in blocks for m in b.modules() if getattr(m, "track_running_stats", False)]
+
+
+def _contexts(
+    counting: Sequence[nn.Module], kept: Sequence[str], offloader: Offloader | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What a block runs in first, and what it runs in again."""
+    if not kept:
+        return nullcontext(), _Again(counting, None)
+    notes = Notes(kept_operations(kept), offloader)
+    return Noting(notes), _Again(counting, notes)
+
+
+class _Again(AbstractContextManager[None]):
+    """Around a recomputation; can be entered once per backward of the same forward."""
+
+    def __init__(self, counting: Sequence[nn.Module], notes: Notes | None) -> None:
+        self._counting, self._notes = counting, notes
+        # Precision plugins change it around forwards only.
+        self._dtype = torch.get_default_dtype()
+        self._is_seen = is_seen()
+
+    @override
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        if not self._is_seen:
+            self._entered.enter_context(unseen())
+        self._entered.enter_context(_default_dtype(self._dtype))
+        self._entered.enter_context(_without_counting(self._counting))
+        if self._notes is not None:
+            self._entered.enter_context(Replaying(self._notes))
+
+    @override
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _without_counting(counting: Sequence[nn.Module]) -> Iterator[None]:
+    """Within the block, running statistics change in copies only.
+
+    Copies, because autograd would notice a change of the tensors themselves.
+    """
+    kept = [(m, name, value) for m in counting for name, value in m._buffers.items()]
+    for m, name, value in kept:
+        m._buffers[name] = None if value is None else value.clone()
+    try:
+        yield
+    finally:
+        for m, name, value in kept:
+            m._buffers[name] = value

@@ -1,1 +1,0 @@
-"""Mechanisms that notice and survive faults; none of them knows Lightning."""

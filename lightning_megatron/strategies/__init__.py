@@ -1,1 +1,0 @@
-"""The Lightning face of the library: hooks that delegate downwards."""

@@ -1,0 +1,1 @@
+"""Data loading under a layout: shares of each batch, seeds, and the position to resume from."""

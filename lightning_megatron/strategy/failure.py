@@ -1,0 +1,182 @@
+"""What a rank does when the run breaks off: find out who began, say so, and let nobody wait.
+
+The rank that failed by itself posts that (`fault_tolerance.failures.board`). The others, whose
+exceptions are echoes, look for the cause, mark their own exception as secondary, and the first of
+them prints one block. If there is no cause to be found, it names the machines that have not
+answered. Under torchrun each leaves its error file, so that torchrun's summary names the same rank.
+No collective: the peers may be gone, or in another one.
+"""
+
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lightning_megatron import env
+from lightning_megatron._torch import default_store, own_connection
+from lightning_megatron.errors import MegatronError
+from lightning_megatron.fault_tolerance.announce import announce
+from lightning_megatron.fault_tolerance.failures.board import Ending, EndingBoard
+from lightning_megatron.fault_tolerance.failures.peer_watch import PeerWatch
+from lightning_megatron.fault_tolerance.failures.root_cause import is_echo, write_error_file
+from lightning_megatron.fault_tolerance.failures.search import (
+    SEARCH_S,
+    VERDICT_S,
+    find_cause,
+    looks,
+)
+from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
+from lightning_megatron.launch import interfaces
+from lightning_megatron.launch.attempt import Attempt
+from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.strategy.processes.launcher import Launcher
+
+_GRACE_S = 3.0
+"""How long after a failure of rank 0 the processes that it started may go on."""
+_LAUNCHER_S = 0.5
+"""How long a rank with an echo lives on, for torchrun to see first who died before."""
+_PAUSE_S = 0.05
+
+
+class EndingHooks(ParallelStrategy):
+    """The part of the strategy that ends the processes.
+
+    Attributes:
+        board: where ranks post how they end; exists once the processes are connected.
+        held: whether a hang was found for which all ranks are about to be ended: then no rank is
+            to say of others why they died. Set by who looks for hangs.
+    """
+
+    events: EventLog
+    stop_flag: StopFlag
+    board: EndingBoard | None = None
+    held: Callable[[], bool] | None = None
+    _watch: PeerWatch | None = None
+
+    def begin_watch(self, attempt: Attempt) -> None:
+        """Begin a run of connected processes."""
+        self.end_watch()
+        if len(attempt.peers) > 1:
+            store = own_connection(default_store())
+            elastic = env.torch_elastic()
+            board = self.board = EndingBoard(
+                store,
+                self.global_rank,
+                attempt.peers,
+                held_by_rank_0=elastic is None or not elastic.agent_store,
+                address=interfaces.address_towards(self._meeting_address()),
+            )
+            run, world = weakref.ref(self), weakref.ref(dist.group.WORLD)
+
+            def causes() -> list[Ending] | None:
+                strategy = run()
+                if strategy is None or world() is not dist.group.WORLD:
+                    return None
+                if strategy.held is not None and strategy.held():
+                    return []
+                return board.deaths(strategy._codes())
+
+            answer = board.answer if board.answers else None
+            self._watch = PeerWatch(causes, self.global_rank, answer=answer)
+
+    def end_watch(self) -> None:
+        """Leave in order."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        board, self.board = self.board, None
+        if board is not None:
+            board.post("left")
+
+    def _meeting_address(self) -> str:
+        return "" if self.cluster_environment is None else self.cluster_environment.main_address
+
+    def _codes(self) -> dict[int, int]:
+        return self._launcher.codes() if isinstance(self._launcher, Launcher) else {}
+
+    def note_ending(self, exception: BaseException) -> None:
+        """Post the cause, or find it; the first thing to do after an exception."""
+        if self._watch is not None:
+            self._watch.close()
+        if self.board is None or isinstance(exception, SIGTERMException | SystemExit):
+            return  # teardown posts that it has left
+        if isinstance(exception, KeyboardInterrupt):
+            self.board.post("failed", "was interrupted (KeyboardInterrupt)")
+            return  # others may have been as well, or wait for this one
+        if is_echo(exception):
+            self._find_cause(exception, self.board)
+            return
+        text = f"{type(exception).__name__}: {exception}"
+        what = f"failed with {text.splitlines()[0]}"
+        self.board.post("failed", what)
+        if isinstance(exception, MegatronError) and self.global_rank:
+            exception.told_by_rank_0 = self._rank_0_says(what, self.board)
+        self._tell_torchrun(exception, text, time.time())
+
+    def _rank_0_says(self, what: str, board: EndingBoard) -> bool:
+        """Whether rank 0 fails with the same; it posts that at about the same time."""
+        found: Ending | None = None
+        for _ in looks(SEARCH_S):
+            found = board.of(0)
+            if found is not None or board.is_gone:
+                break
+        return board.is_gone or (found is not None and found.what == what)
+
+    def _find_cause(self, exception: BaseException, board: EndingBoard) -> None:
+        causes, first = find_cause(board, str(exception), self._codes)
+        what = str(causes[0]) if causes else "a peer has gone; which one is not known"
+        if first:
+            announce(f"root cause: {what}", self._lines(causes), rank=self.global_rank)
+        self.events.write(
+            "fault",
+            what="peer lost",
+            rank_of_fault=causes[0].rank if causes else None,
+            detail=what,
+            action="end",
+        )
+        mark_secondary(exception, what)
+        summary = f"secondary failure; root cause: {what}"
+        self._tell_torchrun(exception, summary, time.time() + SEARCH_S)
+        self._let_others_look(board)
+
+    def _lines(self, causes: list[Ending]) -> list[str]:
+        others = [f"then: {cause}" for cause in causes[1:9]]
+        return [*others, "the other ranks lost their connections to it, which is secondary"]
+
+    def _let_others_look(self, board: EndingBoard) -> None:
+        """Live on until the launcher has seen who died before, and others have read the cause."""
+        elastic = env.torch_elastic()
+        wait = _LAUNCHER_S if elastic is not None and elastic.agent_store else 0.0
+        if board.holds_store and len(board.machines) > 1:
+            wait = VERDICT_S
+        deadline = time.monotonic() + wait
+        while not self.stop_flag.number and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+
+    def _tell_torchrun(self, exception: BaseException, message: str, at: float) -> None:
+        file = env.error_file()
+        if file is not None:
+            plain = isinstance(exception, MegatronError) and not env.shows_tracebacks()
+            write_error_file(file, message, message if plain else traceback.format_exc(), at)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """End the processes that this one started, which may wait for it for ever.
+
+        They get a moment to fail by themselves: when this exception is but the echo of theirs, it
+        is their traceback that tells the user what went wrong. An error of ours tells it already.
+        """
+        if isinstance(self._launcher, Launcher):
+            tells_all = isinstance(exception, MegatronError) and not is_echo(exception)
+            self._launcher.end_children(0.0 if tells_all else _GRACE_S)
+
+
+def mark_secondary(exception: BaseException, cause: str) -> None:
+    """Have the traceback of an echo say what it is an echo of."""
+    if len(exception.args) == 1 and isinstance(exception.args[0], str):
+        exception.args = (f"SECONDARY FAILURE (root cause: {cause})\n{exception.args[0]}",)

@@ -1,0 +1,1 @@
+"""Checks of a run before any process group forms."""

@@ -1,0 +1,411 @@
+"""Finds everything that is wrong with a run before any process group forms.
+
+The module may be built in ``configure_model``, which Lightning calls only after the processes are
+connected. So the hook is rehearsed on the meta device, the structure it makes is examined, and the
+module is put back as it was.
+"""
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
+from lightning_megatron.parallel.zero import ComputeTypes, ShardingConfig
+from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
+from lightning_megatron.problems import switches
+from lightning_megatron.schedules.schedule import (
+    CUSTOM,
+    Schedule,
+    make_schedule,
+    schedule_problems,
+)
+from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_problem
+from lightning_megatron.strategy.preflight.averaging import averaging_problems
+from lightning_megatron.strategy.preflight.layers import has_unknown_sizes, layer_problems
+from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
+from lightning_megatron.topology.degrees import (
+    Degrees,
+    degree_problems,
+    divisibility_problem,
+    infer_degrees,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """What the user asked of the strategy, in numbers."""
+
+    tp: int
+    pp: int
+    zero: int
+    dp_replicate: int
+    sequence_parallel: bool
+    microbatch_size: int | None
+    num_microbatches: int | None
+    schedule: str
+    pipeline: PipelineConfig
+
+    def degrees(self, world_size: int) -> Degrees:
+        """The full layout on so many processes."""
+        degrees = infer_degrees(
+            world_size, tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, zero=self.zero
+        )
+        return replace(degrees, origin=self.stage_ranks[-1])
+
+    def lasting(self, world_size: int, precision: Precision) -> str:
+        """What a module keeps for all Trainers that it meets."""
+        degrees = self.degrees(world_size)
+        return (
+            f"tp={degrees.tp}, pp={degrees.pp}, dp={degrees.dp}, dp_replicate="
+            f"{degrees.dp_replicate}, sequence_parallel={self.sequence_parallel}, "
+            f"zero={self.zero}, precision={precision.precision!r}"
+        )
+
+    def microbatches(self) -> MicrobatchRule:
+        """How batches are cut."""
+        default = 1 if self.pp == 1 else DEFAULT_PER_RANK * self.pp
+        return MicrobatchRule(
+            size=self.microbatch_size, number=self.num_microbatches, default=default
+        )
+
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of every stage; raises `ConfigError` where the schedule is not legal."""
+        return self.pipeline.placement(self._begins_with, self.pp) if self.pp > 1 else (0,)
+
+    @property
+    def _begins_with(self) -> str:
+        """Schedule of the first steps."""
+        if self.schedule != AUTO:
+            return self.schedule
+        config = self.pipeline
+        return first_schedule(config.stages_per_rank, config.activation_gib is not None)
+
+    def make_schedule(self, count: int) -> Schedule:
+        """Pipeline schedule of a batch of ``count`` microbatches."""
+        config = self.pipeline
+        name = self._begins_with
+        return make_schedule(name, self.pp, count, config.stages_per_rank, config.table)
+
+    def _schedule_problems(self) -> list[str]:
+        pp, count = _whole(self.pp), self.num_microbatches
+        config, name = self.pipeline, self.schedule
+        limit = config.activation_gib
+        problems = []
+        if limit is not None and (name != AUTO or not limit > 0):
+            problems.append(
+                f"pipeline.activation_gib={limit}, schedule={name!r}: it is a number above 0 that "
+                "limits the choice of schedule='auto'; nearest valid: activation_gib=None"
+            )
+        if name == AUTO:
+            if config.stages_per_rank not in (None, *PLACED):
+                problems.append(
+                    f"schedule='auto', stages_per_rank={config.stages_per_rank}: it chooses among "
+                    "schedules with 1 or 2 stages per rank; nearest valid: stages_per_rank=2"
+                )
+            return problems
+        problems += schedule_problems(
+            name, max(pp, 1), max(_whole(count), 1), config.stages_per_rank, config.table
+        )
+        if problems or name != CUSTOM or pp < 1:
+            return problems
+        if count is None:
+            return [
+                f"schedule='custom', num_microbatches=None: the table {config.table} is for one "
+                "number of microbatches; nearest valid: num_microbatches=<its number>"
+            ]
+        try:
+            self.make_schedule(_whole(count))
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+
+    def problems(self, world_size: int) -> list[str]:
+        """Faults that can be found without the module."""
+        problems = degree_problems(
+            world_size,
+            tp=self.tp,
+            pp=self.pp,
+            cp=1,
+            dp_replicate=self.dp_replicate,
+            zero=self.zero,
+        )
+        problems += self._schedule_problems()
+        problems += switches(sequence_parallel=self.sequence_parallel)
+        if self.sequence_parallel is True and self.tp == 1:
+            problems.append(
+                "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
+                "valid: sequence_parallel=False, or tp=2"
+            )
+        problems += self.pipeline.problems(self.pp)
+        return problems + self._microbatch_problems()
+
+    def _microbatch_problems(self) -> list[str]:
+        problems = [
+            f"{name}={value!r}: must be a whole number of at least 1; nearest valid: {name}=1"
+            for name, value in (
+                ("microbatch_size", self.microbatch_size),
+                ("num_microbatches", self.num_microbatches),
+            )
+            if value is not None and _whole(value) < 1
+        ]
+        if self.microbatch_size is not None and self.num_microbatches is not None:
+            problems.append(
+                f"microbatch_size={self.microbatch_size}, num_microbatches="
+                f"{self.num_microbatches}: one follows from the other and the batch size; nearest "
+                "valid: give only one"
+            )
+        return problems
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the rehearsal showed."""
+
+    problems: tuple[str, ...]
+    """Everything that is wrong."""
+    real_because: str | None
+    """Why ``configure_model`` cannot run on the meta device, if that is known."""
+
+
+def examine(
+    trainer: Trainer,
+    module: LightningModule,
+    options: LayoutOptions,
+    sharding: ShardingConfig,
+    memory: MemoryConfig,
+    world_size: int,
+) -> Findings:
+    """Examine a run; touches nothing."""
+    problems = options.problems(world_size)
+    layout_is_legal = not problems
+    problems += sharding.problems(None) + memory.problems(None)
+    if memory.recompute == "adaptive" and options.schedule == AUTO:
+        problems.append(
+            "memory.recompute='adaptive', schedule='auto': how many microbatches are under way, "
+            "and so what fits, would change after it was measured; nearest valid: schedule='1f1b'"
+        )
+    if sharding.offload_optimizer and options.zero == 0:
+        problems.append(
+            "sharding.offload_optimizer=True, zero=0: it is each rank's part of the optimizer that "
+            "is kept in host memory; nearest valid: zero=1, or offload_optimizer=False"
+        )
+    if sharding.offload_parameters and options.zero != 3:
+        problems.append(
+            f"sharding.offload_parameters=True, zero={options.zero}: below ZeRO 3 every rank "
+            "computes with whole parameters; nearest valid: zero=3, or offload_optimizer=True"
+        )
+    if memory.distribute_inputs and (options.tp == 1 or options.sequence_parallel):
+        problems.append(
+            f"memory.distribute_inputs=True, tp={options.tp}, sequence_parallel="
+            f"{options.sequence_parallel}: it divides what several tensor-parallel ranks hold "
+            "whole; nearest valid: distribute_inputs=False"
+        )
+    problems += _loop_problems(module, options)
+    if layout_is_legal and memory.compile != "none":
+        problems += _compile_problems(options, memory.compile)
+    problems += _folder_problems(trainer)
+    problems += _data_problems(trainer, options) + averaging_problems(
+        trainer, module, whole=world_size == 1 or (options.zero != 3 and _is_flat(options))
+    )
+    degrees = options.degrees(world_size) if layout_is_legal else None
+    with _rehearsal(trainer, module) as outcome:
+        if isinstance(outcome.error, ConfigError):
+            problems += outcome.error.problems
+        elif outcome.error is not None:
+            # It may need what ``setup`` makes. Lightning's own call shows what is wrong with it.
+            log.debug("configure_model cannot be rehearsed: %s", outcome.error)
+        else:
+            types = getattr(trainer.precision_plugin, "types", ComputeTypes())
+            alone = degrees is not None and degrees.dp == 1 and types.parameters is None
+            tp = 1 if degrees is None else degrees.tp
+            problems += layer_problems(module, alone=alone, tp=tp)
+            if any(has_unknown_sizes(child) for child in module.modules()):
+                degrees = None  # what follows asks for sizes
+            problems += sharding.problems(module) + memory.problems(module)
+            if degrees is not None:
+                plan = ModulePlan(module, degrees, options.pipeline, options.stage_ranks)
+                problems += plan.problems(sequence_parallel=options.sequence_parallel)
+                problems += _shape_problems(trainer, module, options)
+                if not problems:
+                    _warn_of_estimates(plan)
+    return Findings(tuple(dict.fromkeys(problems)), outcome.real_because)
+
+
+def _warn_of_estimates(plan: ModulePlan) -> None:
+    if plan.estimated_items:
+        rank_zero_warn(
+            "partition='flops': the operations of these items could not be counted, as they do not "
+            "run on the meta device; 2 per parameter and token are taken for them: "
+            f"{', '.join(plan.estimated_items)}. A method flops(sequence_length) of an item tells "
+            "them, example_input_array of the module what the first item takes."
+        )
+
+
+class _Outcome:
+    error: Exception | None = None
+    real_because: str | None = None
+
+
+@contextmanager
+def _rehearsal(trainer: Trainer, module: LightningModule) -> Iterator[_Outcome]:
+    """Within the block the module is as ``configure_model`` makes it, on the meta device."""
+    outcome = _Outcome()
+    if not is_overridden("configure_model", module) or _is_parallel(module):
+        yield outcome
+        return
+    attempt = Attempt(module)
+    module._device_mesh = _NoMeshYet()  # type: ignore[assignment]
+    try:
+        with _quiet(), attempt.running(), trainer.precision_plugin.module_init_context():
+            module.configure_model()
+        outcome.error = attempt.error
+        if attempt.needs_values or (attempt.error is None and attempt.written() is None):
+            outcome.real_because = attempt.reason
+        yield outcome
+    finally:
+        attempt.undo()
+
+
+class _NoMeshYet:
+    """Stand-in for the device mesh, before there are processes."""
+
+    def __getitem__(self, name: object) -> Any:
+        if name in OTHER_AXES:
+            raise ConfigError(axis_problem(name))
+        raise RuntimeError("the device mesh exists once the processes are connected")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block nothing is said that Lightning's own call of the hook says again."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    return any(isinstance(m, ParallelLayer) and m.topology is not None for m in module.modules())
+
+
+def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]:
+    """Faults of the module's code, as opposed to its layers."""
+    several = options.pp != 1 or not _is_single(options)
+    given = f"pp={options.pp}" if options.pp != 1 else "several microbatches"
+    problems = []
+    if several and not module.automatic_optimization:
+        problems.append(
+            f"{given}, automatic_optimization=False: forward and backward of microbatches are "
+            "interleaved by the strategy, so the module cannot call manual_backward; nearest "
+            "valid: automatic_optimization=True, or pp=1 and num_microbatches=1"
+        )
+    if several and is_overridden("backward", module):
+        problems.append(
+            f"{given}: {type(module).__name__}.backward is overridden, but the strategy runs "
+            "backward per microbatch and stage and would not call it; nearest valid: remove the "
+            "override, or pp=1 and num_microbatches=1"
+        )
+    return problems
+
+
+def _compile_problems(options: LayoutOptions, compiled: str) -> list[str]:
+    """Whether what is compiled as one would have to be timed in parts."""
+    if compiled != "model" or options.pp == 1 or options.pipeline.partition != MEASURED:
+        return []
+    return [
+        "memory.compile='model', partition='measured': it is items that are timed, and a stage "
+        "that is one graph has none; nearest valid: compile='block', or partition='parameters'"
+    ]
+
+
+def _is_single(options: LayoutOptions) -> bool:
+    return options.microbatch_size is None and options.num_microbatches in (None, 1)
+
+
+def _is_flat(options: LayoutOptions) -> bool:
+    return options.tp == 1 and options.pp == 1
+
+
+def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
+    """Faults that show in the data already attached to the trainer."""
+    source = trainer.fit_loop._data_source.instance if trainer.fit_loop is not None else None
+    size = source.batch_size if isinstance(source, DataLoader) else _option(trainer, "batch_size")
+    wanted = options.microbatch_size
+    if isinstance(size, int) and wanted is not None and _whole(wanted) > size:
+        return [
+            f"microbatch_size={wanted}, batch_size={size}: a microbatch is a part of the batch "
+            f"that one data-parallel rank reads; nearest valid: microbatch_size={size}"
+        ]
+    return []
+
+
+def _folder_problems(trainer: Trainer) -> list[str]:
+    """Folders of this machine that the run is to write to and cannot."""
+    if trainer.num_nodes > 1:
+        return []  # those of the first machine count, and all ranks have to say the same
+    loggers = [
+        (f"{type(logger).__name__}(save_dir=)", logger.save_dir) for logger in trainer.loggers
+    ]
+    saving = trainer.checkpoint_callbacks
+    places = loggers + [
+        (f"{type(callback).__name__}(dirpath=)", getattr(callback, "dirpath", None))
+        for callback in saving
+    ]
+    if saving and not loggers:
+        places.append(("default_root_dir", trainer.default_root_dir))
+    problems = []
+    for option, place in places:
+        if place is None or "://" in os.fspath(place):
+            continue
+        path = Path(place).absolute()
+        nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            why = "cannot be written to" if nearest.is_dir() else "is no folder"
+            problems.append(
+                f"{option}={os.fspath(place)!r}: {nearest} {why}; nearest valid: a folder that "
+                "this process may write to"
+            )
+    return problems
+
+
+def _shape_problems(trainer: Trainer, module: LightningModule, options: LayoutOptions) -> list[str]:
+    length = _option(trainer, "seq_len")
+    uses_layers = any(isinstance(m, ParallelLayer) for m in module.modules())
+    if not (options.sequence_parallel and uses_layers and isinstance(length, int)):
+        return []
+    problem = divisibility_problem("seq_len", length, "tp", options.tp)
+    return [] if problem is None else [f"sequence_parallel=True, {problem}"]
+
+
+def _option(trainer: Trainer, name: str) -> Any:
+    """An option of the datamodule, as an attribute or a hyper-parameter."""
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is None:
+        return None
+    hparams = getattr(datamodule, "hparams", {})
+    in_hparams = hparams.get(name) if isinstance(hparams, Mapping) else None
+    return getattr(datamodule, name, in_hparams)
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

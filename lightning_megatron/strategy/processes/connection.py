@@ -1,0 +1,477 @@
+"""How the processes of a run are started, know each other, connect and end."""
+
+import atexit
+import difflib
+import hashlib
+import logging
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
+    _get_default_process_group_backend_for_device,
+)
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from typing_extensions import override
+
+from lightning_megatron import env
+from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
+from lightning_megatron.comm.tree_group import BACKEND
+from lightning_megatron.errors import ConfigError, ConnectError
+from lightning_megatron.launch import interfaces
+from lightning_megatron.launch.attempt import Attempt, Peer, recall, remember
+from lightning_megatron.launch.rendezvous import describe_differing, dismiss, join
+from lightning_megatron.launch.rendezvous_store import host_store, reach_store
+from lightning_megatron.strategy.failure import EndingHooks
+from lightning_megatron.strategy.processes.checks import (
+    REACH_S,
+    start_problems,
+    tell_others,
+    unclear_interface,
+)
+from lightning_megatron.strategy.processes.fork_launcher import ForkLauncher
+from lightning_megatron.strategy.processes.launcher import Launcher, watch_parent
+
+logger = logging.getLogger(__name__)
+
+_OWN_PATIENCE_S = 30.0
+"""How long a rank of another node than the first waits for rank 0 on its own machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionConfig:
+    """How the processes find and talk to each other."""
+
+    backend: str | None = None
+    """``torch.distributed`` backend; None: nccl on GPUs, gloo on CPUs."""
+    timeout_s: float = 1800.0
+    """Seconds after which a collective that a peer does not join fails."""
+    init_timeout_s: float = 600.0
+    """Seconds that the ranks wait for each other at the start, before they name who is missing."""
+    bind: str | None = None
+    """Network interface ("eth0") that the processes listen on. None: on a single machine only
+    loopback; on several the one that the host's name stands for, or, if that is loopback as on
+    Debian, the one that leads to MASTER_ADDR. "0.0.0.0": the store of rank 0 listens on all, as it
+    has to where MASTER_ADDR is forwarded to it from an address of another machine."""
+    start: Literal["auto", "script", "fork"] = "auto"
+    """How the processes of this machine are started unless torchrun, Slurm or MPI has done so:
+    ``"script"`` starts the script again for each rank but the first; ``"fork"`` forks every rank
+    from this process, as notebooks need it; ``"auto"`` takes ``"fork"`` in an interactive session
+    with several devices. One device needs no further process unless ``"fork"`` asks for one."""
+
+    def problems(self, from_host: bool = False) -> list[str]:
+        """Faults of the options; ``from_host`` if tensors in host memory will be sent too."""
+        problems = []
+        known = [b for b in dist.Backend.backend_list if b not in ("undefined", "fake", BACKEND)]
+        # "cpu:gloo,cuda:nccl" names one for each kind of device.
+        named = [part.rpartition(":")[2] for part in (self.backend or "gloo").split(",")]
+        for name in named:
+            if name.lower() not in known:
+                close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.0)
+                problems.append(
+                    f"connection.backend={self.backend!r}: torch.distributed has {', '.join(known)}"
+                    f"; nearest valid: backend={close[0]!r}"
+                )
+        if from_host and self.backend is not None and "gloo" not in self.backend.lower():
+            problems.append(
+                f"connection.backend={self.backend!r}, sharding.offload_parameters=True: gradients "
+                "in host memory are sent by gloo; nearest valid: backend=None, or "
+                "backend='cpu:gloo,cuda:nccl'"
+            )
+        for name, default in (("timeout_s", 1800), ("init_timeout_s", 600)):
+            if not getattr(self, name) > 0:
+                problems.append(
+                    f"connection.{name}={getattr(self, name)}: must be positive; nearest valid: "
+                    f"{name}={default}"
+                )
+        names = interfaces.interface_names()
+        if self.bind not in (None, interfaces.EVERY, *names):
+            problems.append(
+                f"connection.bind={self.bind!r}: this machine has the network interfaces "
+                f"{', '.join(names)}; nearest valid: bind=None, or bind='0.0.0.0' for all of them"
+            )
+        return problems
+
+    def forks(self, processes: int, nodes: int, interactive: bool) -> bool:
+        """Whether the processes are forked from this one.
+
+        Args:
+            processes: of this machine.
+            nodes: of the run.
+            interactive: whether this is a notebook or a Python prompt.
+
+        Raises:
+            ConfigError: they cannot be started in the way that is asked for.
+        """
+        if self.start not in (known := get_args(type(self).__annotations__["start"])):
+            [nearest] = difflib.get_close_matches(str(self.start), known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"connection.start={self.start!r}: must be 'auto', 'script' or 'fork'; nearest "
+                f"valid: start={nearest!r}"
+            )
+        several = processes * nodes > 1
+        if self.start == "script" and interactive and several:
+            raise ConfigError(
+                f"connection.start='script', {processes} devices: an interactive session is no "
+                "script that could be started again; nearest valid: start='fork', or devices=1"
+            )
+        if not (self.start == "fork" or (self.start == "auto" and interactive and several)):
+            return False
+        if nodes > 1:
+            raise ConfigError(
+                f"connection.start={self.start!r}, num_nodes={nodes}: fork starts processes on "
+                "this machine only; nearest valid: num_nodes=1, or a script under torchrun or Slurm"
+            )
+        if "fork" not in multiprocessing.get_all_start_methods():
+            raise ConfigError(
+                f"connection.start={self.start!r}: {sys.platform} has no fork; nearest valid: "
+                "devices=1, or a script with start='script'"
+            )
+        return True
+
+
+def connect(
+    config: ConnectionConfig,
+    environment: ClusterEnvironment,
+    device: torch.device,
+    options: Mapping[str, str],
+    *,
+    single_machine: bool,
+    from_host: bool = False,
+) -> Attempt:
+    """Form the default process group of ranks that were given the same.
+
+    Args:
+        config: backend and timeouts.
+        environment: who this process is.
+        device: of this process.
+        options: what every rank was given, by name; compared before the group forms.
+        single_machine: whether all processes run on this one.
+        from_host: whether tensors in host memory will be sent too, beside those on the device.
+
+    Raises:
+        ConfigError: ranks were given different options; on all of them.
+        ConnectError: the ranks did not find each other; it says why, or who is missing.
+    """
+    backend = _get_default_process_group_backend_for_device(device)
+    if from_host and device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    if not dist.is_initialized():
+        backend = config.backend or backend
+        return _form_group(config, environment, device, backend, single_machine, options)
+    _compare(options, device)
+    return recall(default_store())
+
+
+def _compare(options: Mapping[str, str], device: torch.device) -> None:
+    """Compare options over a group that is there: by a hash, and only if that differs by name."""
+    text = repr(sorted(options.items())).encode()
+    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    largest = torch.tensor([number, -number], device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if int(largest[0]) == -int(largest[1]):
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (dict(options), Peer.here().host))
+    first, host = everyone[0]
+    problems = {}
+    for other, _ in everyone:
+        if other == first or repr(other) in problems:
+            continue
+        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        pairs = {name: (other.get(name, "unset"), first.get(name, "unset")) for name in names}
+        there = [(r, where) for r, (given, where) in enumerate(everyone) if given == other]
+        problems[repr(other)] = describe_differing(pairs, there, [(0, host)])
+    raise ConfigError(list(problems.values()))
+
+
+def _form_group(
+    config: ConnectionConfig,
+    environment: ClusterEnvironment,
+    device: torch.device,
+    backend: str,
+    single_machine: bool,
+    options: Mapping[str, str],
+) -> Attempt:
+    rank, world_size = environment.global_rank(), environment.world_size()
+    elastic = env.torch_elastic()
+    begun = time.monotonic()
+    store = _open_store(config, environment, single_machine)
+    left = max(begun + config.init_timeout_s - time.monotonic(), 1.0)
+    run_id = None if elastic is None else elastic.run_id
+    fresh = elastic is None or not elastic.agent_store
+    try:
+        attempt = join(store, rank, world_size, left, run_id, options=options, fresh=fresh)
+    except RuntimeError as error:
+        if isinstance(error, ConnectError):
+            raise
+        raise ConnectError(
+            f"the store at {environment.main_address}:{environment.main_port} has gone while the "
+            f"ranks were connecting ({str(error).splitlines()[0]}): look at the output of rank 0"
+        ) from None
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(attempt.prefix(), store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=config.timeout_s),
+            device_id=device if device.type != "cpu" else None,
+        )
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise ConnectError(_why_not_connected(rank, error)) from None
+    if "nccl" in backend:  # torch warns about a group that still is there at exit
+        atexit.register(_destroy_dist_connection)
+    rank_zero_info(
+        f"{world_size} {'process' if world_size == 1 else 'processes'} connected over {backend}"
+        + (f", attempt {attempt.number}" if attempt.number else "")
+    )
+    if rank == 0:  # the others have read it just now
+        remember(default_store(), attempt)
+    return attempt
+
+
+def _why_not_connected(rank: int, error: RuntimeError) -> str:
+    interface = env.chosen_interface() or "the address of its name"
+    return (
+        f"the ranks have met at the store, but gloo cannot connect them with each other: rank "
+        f"{rank} on {Peer.here().host}, which listens on {interface}: {str(error).splitlines()[0]}."
+        " Either a firewall between the machines closes ports, which gloo chooses among those above"
+        " 1024, or they reach each other by another interface: ConnectionConfig(bind=...), or "
+        "GLOO_SOCKET_IFNAME"
+    )
+
+
+def _open_store(
+    config: ConnectionConfig, environment: ClusterEnvironment, single_machine: bool
+) -> Store:
+    """The store where the ranks meet, which rank 0 holds unless torchrun does."""
+    address, port = environment.main_address, environment.main_port
+    env.set_meeting_place(address, port)
+    elastic, timeout_s = env.torch_elastic(), config.init_timeout_s
+    if elastic is not None and elastic.agent_store:
+        return reach_store(address, port, timeout_s, "torchrun")
+    if environment.world_size() == 1:
+        return HashStore()
+    rank, first_node = environment.global_rank(), environment.node_rank() == 0
+    local = interfaces.is_local(address)
+    if single_machine and not local and not isinstance(environment, SLURMEnvironment):
+        raise ConfigError(
+            f"MASTER_ADDR={address}: all {environment.world_size()} processes run on this machine, "
+            "which has no such name or address; nearest valid: leave MASTER_ADDR unset"
+        )
+    listen_on = None
+    if local or single_machine:  # or somebody else listens
+        listen_on = _listening_address(config, address, single_machine)
+        address = listen_on or address
+    if rank == 0:
+        return host_store(address if local else "127.0.0.1", port, listen_on, timeout_s)
+    if not local or single_machine or first_node or timeout_s <= _OWN_PATIENCE_S:
+        return reach_store(address, port, timeout_s, "rank 0")
+    try:
+        return reach_store(address, port, _OWN_PATIENCE_S, "rank 0")
+    except ConnectError:
+        host = Peer.here().host
+        raise ConfigError(
+            f"MASTER_ADDR={environment.main_address} is {host} itself, which is node "
+            f"{environment.node_rank()} of the run, and rank 0 did not answer there within "
+            f"{_OWN_PATIENCE_S:g} s: it runs on the first node; nearest valid: MASTER_ADDR=<name "
+            "or address of the first node>"
+        ) from None
+
+
+def _listening_address(config: ConnectionConfig, address: str, single_machine: bool) -> str | None:
+    """Address that the store of rank 0 listens at, if this is its machine; None for all."""
+    if config.bind == interfaces.EVERY:
+        return None
+    if config.bind is not None or single_machine:
+        return interfaces.address_of(config.bind or interfaces.loopback())
+    place = interfaces.leading_to(address, env.chosen_interface())
+    if place is None:
+        raise ConfigError(unclear_interface(address))
+    return place.address
+
+
+class Processes(EndingHooks):
+    """The part of the strategy that starts and ends the processes of this node."""
+
+    num_nodes = 1
+    _connection: ConnectionConfig
+    attempt: Attempt
+    """Which start of the processes this is; exists once they are connected."""
+    _interface_before: dict[str, str | None] = {}
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @override
+    def _configure_launcher(self) -> None:
+        environment, processes, nodes = self.cluster_environment, self.num_processes, self.num_nodes
+        assert environment is not None
+        self._launcher = None
+        external = environment.creates_processes_externally
+        if self._connection.forks(processes, nodes, _IS_INTERACTIVE and not external):
+            self._launcher = None if external else ForkLauncher(self, processes)
+        elif processes * nodes > 1 and not external:
+            self._launcher = Launcher(environment, processes, nodes, self.check_start)
+
+    @property
+    def _nodes(self) -> int:
+        """How many nodes the run has, also before the ranks are numbered."""
+        elastic = env.torch_elastic()
+        return self.num_nodes if elastic is None else elastic.nodes
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all processes of the run are on this node."""
+        return self._nodes == 1
+
+    def check_start(self) -> None:
+        """Raise if this process was started with numbers or names that cannot be right.
+
+        Raises:
+            ConfigError: they cannot; the other nodes are told so, where they can be reached.
+        """
+        environment, nodes, processes = self.cluster_environment, self._nodes, self.num_processes
+        assert environment is not None
+        problems = start_problems(environment, nodes, processes, self._connection.bind)
+        if problems:
+            error = ConfigError(problems)
+            tell_others(environment, nodes, processes, error)
+            raise error
+
+    @contextmanager
+    def told_to_others(self) -> Iterator[None]:
+        """Within the block a `ConfigError` of this process ends the other nodes as well."""
+        try:
+            yield
+        except ConfigError as error:
+            if self._nodes > 1 and not dist.is_initialized():
+                self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: ConfigError) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        elastic = env.torch_elastic()
+        if environment.global_rank() or (elastic is not None and elastic.agent_store):
+            tell_others(environment, self._nodes, self.num_processes, error)
+            return
+        known = (interfaces.EVERY, *interfaces.interface_names())
+        bind = self._connection.bind if self._connection.bind in known else None
+        right = ConnectionConfig(bind=bind)  # the mistake may be one of these options
+        with suppress(ConfigError, ConnectError, OSError, RuntimeError):  # one error is enough
+            store = _open_store(right, environment, single_machine=False)
+            dismiss(store, environment.world_size(), error.problems, REACH_S)
+
+    def find_peers(
+        self, config: ConnectionConfig, options: Mapping[str, str], from_host: bool
+    ) -> None:
+        """Find the other ranks; see `connect`."""
+        assert self.cluster_environment is not None
+        watch = watch_parent()
+        interface = self._interface(config)
+        if interface is not None:
+            explicit = config.bind is not None
+            self._interface_before = env.use_interface(interface, explicit=explicit)
+        self.attempt = connect(
+            config,
+            self.cluster_environment,
+            self.root_device,
+            {"num_nodes": str(self._nodes), "devices": str(self.num_processes), **options},
+            single_machine=self.on_one_machine,
+            from_host=from_host,
+        )
+        if watch is not None:
+            watch.close()
+        self.events.identify(run=self.attempt.run_id, attempt=self.attempt.number)
+        self.begin_watch(self.attempt)
+
+    def _interface(self, config: ConnectionConfig) -> str | None:
+        """Network interface that gloo and NCCL are to listen on; None: what they choose."""
+        if config.bind not in (None, interfaces.EVERY):
+            return config.bind
+        if self.on_one_machine:
+            return None if config.bind is not None else interfaces.loopback()
+        if env.chosen_interface() is not None or interfaces.is_reached_by_name():
+            return None
+        assert self.cluster_environment is not None
+        address = self.cluster_environment.main_address
+        place = interfaces.leading_to(address)
+        if place is None:
+            raise ConfigError(unclear_interface(address))
+        logger.info(
+            "no other machine reaches this one by its name, %s: gloo and NCCL listen on %s (%s), "
+            "which leads to MASTER_ADDR=%s",
+            Peer.here().host,
+            place.interface,
+            place.address,
+            address,
+        )
+        return place.interface
+
+    def node_names(self) -> list[str]:
+        """Name of the node of every rank; collective where somebody else connected the ranks."""
+        if len(self.attempt.peers) == dist.get_world_size():
+            return [peer.node for peer in self.attempt.peers]
+        names: list[Any] = [""] * dist.get_world_size()
+        dist.all_gather_object(names, Peer.here().node)
+        return names
+
+    def forget_interface(self) -> None:
+        """Leave to the environment the choice of an interface that `find_peers` made."""
+        env.restore(self._interface_before)
+        self._interface_before = {}
+
+    def batch_share(self, global_batch: int) -> int:
+        """Batch size of this run's loaders for a batch that all ranks read together.
+
+        For ``train_dataloader`` of a module or data module whose run may go on with fewer or more
+        nodes (``torchrun --nnodes 1:2``): the optimizer's steps then stay what they were. With
+        ``microbatch_size`` a rank's larger share takes more time and not more memory.
+
+        Raises:
+            ConfigError: the data-parallel ranks cannot share it evenly.
+        """
+        ranks: int = self.topology.batch.size  # type: ignore[attr-defined]
+        share, left = divmod(global_batch, ranks)
+        if left or share < 1:
+            nearest = max(round(global_batch / ranks), 1) * ranks
+            raise ConfigError(
+                f"batch_share({global_batch}): {ranks} data-parallel ranks read equal parts of a "
+                f"batch; nearest valid: {nearest}, or a number of nodes whose ranks divide it"
+            )
+        return share
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero helpers who this process is."""
+        self.num_nodes = self._nodes  # they may join and leave; Trainer(num_nodes=) says how many
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for function in (rank_zero_only, utilities_rank_zero_only):
+            setattr(function, "rank", self.global_rank)  # noqa: B010 (of a function)

@@ -1,0 +1,392 @@
+"""One Lightning step: microbatches, pipeline, loss, gradients, logs.
+
+Lightning's closure calls ``training_step``, then ``zero_grad``, then ``backward``. When the step
+runs on microbatches, forward and backward are interleaved inside ``training_step``; their gradients
+are therefore kept aside until ``backward`` is called, so that ``zero_grad`` clears what it is meant
+to clear and every hook fires in the ordinary order. A batch that is one microbatch on one pipeline
+stage takes Lightning's ordinary path: `StepEngine.interleaved` says which it is.
+
+A step that returns ``{"loss": sum, "num_tokens": n}`` gives the *sum* of its token losses: the loss
+is then the global sum over the global number of tokens, which is the mean that a single process
+would compute however unevenly the tokens are spread over microbatches and ranks.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.layers.splits import whole
+from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.parallel.gradients import HeldGradient
+from lightning_megatron.pipeline.executor import Executor, NoPipeline
+from lightning_megatron.pipeline.microbatch import (
+    Microbatches,
+    MicrobatchRule,
+    batch_size_of,
+    merge,
+    split,
+    weighted_mean,
+)
+from lightning_megatron.pipeline.runner import Pipeline
+from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
+from lightning_megatron.schedules.schedule import Schedule
+from lightning_megatron.strategy.collectives import refuse_shards
+from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
+from lightning_megatron.strategy.stage_state import unchanged
+from lightning_megatron.strategy.tuners.schedule import AutoSchedule
+from lightning_megatron.topology.mesh import Topology
+
+_NOTHING, _OBJECT = 0.0, 1.0
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class StepEngine:
+    """Runs the steps of one module on its layout.
+
+    Args:
+        module: the user's.
+        parallel: the module on its layout.
+        rule: how batches are cut.
+        schedule: from a number of microbatches, the pipeline schedule for training.
+        host_group: gloo group along pp, where the device's own backend is another.
+
+    Attributes:
+        last_rank: rank on pp of the last stage.
+        auto: chooses another schedule after the first steps; None where there is no choice.
+        by_token: whether steps return sums over tokens; None until one has. It decides when
+            gradients are reduced, so a resumed run must know it from the start.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        parallel: ParallelModule,
+        rule: MicrobatchRule,
+        schedule: Callable[[int], Schedule],
+        host_group: dist.ProcessGroup | None = None,
+        scatter_gather: ScatterGatherChoice = "auto",
+    ) -> None:
+        self._module, self._parallel, self._rule = module, parallel, rule
+        topology = parallel.topology
+        self._topology, self._seeds = topology, topology.step_seeds
+        self.executor: Executor = NoPipeline()
+        last_rank = topology.pp.size - 1
+        if topology.pp.size > 1:
+            assert parallel.trunk is not None
+            stage_ranks = parallel.transforms.stage_ranks or range(topology.pp.size)
+            self.executor = Pipeline(
+                topology, parallel.trunk, schedule, stage_ranks, host_group, scatter_gather
+            )
+            last_rank = stage_ranks[-1]
+        self.last_rank = last_rank
+        self._share_output = ObjectBroadcast(
+            topology.pp, topology.pp.ranks[last_rank], topology.device, host_group
+        )
+        self.interleaved = topology.pp.size > 1 or not rule.single
+        wide = any(p.dtype == torch.float64 for p in module.parameters())
+        self._dtype = torch.float64 if wide else torch.float32
+        self._replay = LogReplay(
+            module, topology.pp, last_rank, topology.device, self._dtype, host_group
+        )
+        self.auto: AutoSchedule | None = None
+        self.count = 1
+        self.by_token: bool | None = None
+        self._kept: list[HeldGradient] = []
+        speaks = topology.batch.rank == topology.tp.rank == 0  # on each stage, which has its own
+        self._coupling = SampleCoupling(module, speaks=speaks)
+        self._in_step = False
+
+    def gathers_samples(self) -> None:
+        """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch."""
+        if self._in_step and self.count > 1:
+            self._coupling.warn("calls self.all_gather in its step", self.count)
+
+    @property
+    def owns_output(self) -> bool:
+        """Whether the user's step runs to its end on this rank."""
+        return self.executor.is_last
+
+    def train(
+        self,
+        args: Sequence[Any],
+        context: Context,
+        *,
+        fresh: bool,
+        blocked: bool,
+        divisor: int,
+        scaled: Callable[[Tensor], Tensor],
+    ) -> Any:
+        """Forward and backward of a whole batch.
+
+        Args:
+            args: of ``training_step``, the batch first.
+            context: entered around each forward (autocast).
+            fresh: whether older gradients are about to be cleared.
+            blocked: whether more batches are accumulated before the optimizer step.
+            divisor: batches per optimizer step; the loss of each counts so much less.
+            scaled: from the loss of a microbatch, what to differentiate (loss scaling).
+
+        Returns:
+            What ``training_step`` returned, merged over microbatches, with the loss detached; on
+            every rank of the pipeline.
+        """
+        pieces = self._split(args[0], at_least=self._common_count(args[0]))
+        self.count = len(pieces)
+        if pieces.counted > 1:
+            self._coupling.check(pieces.counted)
+        recorder = LogRecorder(self._module)
+        data = self._parallel.data
+        defer = blocked and self.by_token is False
+        # Gradients of deferred batches stay in place, to be reduced with this batch's.
+        together = data.accumulates_in_grad and self.by_token is False and not fresh
+        gradients = self._parallel.gradients
+        older = [] if together else gradients.take_out()
+        if fresh:
+            older = []
+
+        def loss_of(output: Any, index: int) -> Tensor | None:
+            loss, tokens = loss_and_tokens(output)
+            self.by_token = tokens is not None
+            weight = float(index < pieces.counted) if self.by_token else pieces.weights[index]
+            return scaled(loss * (weight / divisor))
+
+        gradients.begin()
+        data.begin(blocked=defer)
+        if self.auto is not None:
+            self.auto.before_step()
+        self._in_step = True
+        try:
+            with recorder.recording(), self._seeds.batch():
+                outputs = self.executor.train(
+                    self._step("training_step", args, pieces, recorder, context),
+                    loss_of,
+                    len(pieces),
+                    data,
+                )
+        finally:
+            self._in_step = False
+        data.finish()
+        if self.auto is not None:
+            self.auto.after_step(len(pieces), self._topology.pp.size, self._topology.pp.group)
+        outputs = outputs[: pieces.counted]  # of the last stage; elsewhere there are none
+        loss, tokens = self._share_loss(recorder, outputs, pieces)
+        self.by_token = tokens is not None
+        if tokens is not None:
+            gradients.scale(self._topology.batch.size / tokens)
+        self._kept = gradients.take_out()
+        gradients.add(older)
+        return self._training_output(outputs, pieces, loss)
+
+    def release_gradients(self) -> None:
+        """Add the kept gradients of the latest `train` to those that are there."""
+        self._parallel.gradients.add(self._kept)
+        self._kept = []
+
+    def evaluate(self, name: str, args: Sequence[Any], context: Context) -> Any:
+        """Forward of a whole batch; the merged output of the step, on every rank."""
+        if not isinstance(self.executor, Pipeline):
+            return self._whole(self.step_on_batch(name, args, context))
+        pieces = self._split(args[0], at_least=self._common_count(args[0]))
+        recorder = LogRecorder(self._module)
+        with recorder.recording(), self._seeds.batch():
+            outputs = self.executor.evaluate(
+                self._step(name, args, pieces, recorder, context), len(pieces), pieces.repeated
+            )
+        merged = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
+        output = self._whole(merged)
+        kind: float | Tensor = _NOTHING if output is None else _OBJECT
+        if name != "predict_step":
+            [kind] = self._replay.share(name, recorder, [kind])
+        elif recorder.calls:
+            raise RuntimeError("self.log cannot be called in predict_step")
+        else:
+            kind = _OBJECT
+        return self._share_output(output) if kind == _OBJECT else None
+
+    def step_on_batch(self, name: str, args: Sequence[Any], context: Context) -> Any:
+        """Run a step of the user's once, on the whole batch, in a process that has all stages."""
+        with self._seeds.batch(), context():
+            self._seeds.microbatch(0)
+            return self._parallel.step(name, *args)
+
+    def _whole(self, output: Any) -> Any:
+        """What an evaluation step returns may be pickled, or looked at by one rank alone."""
+        return whole(output) if self._topology.tp.size > 1 else output
+
+    def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
+        own = getattr(self._module, "split_batch", None)
+        return split(batch, self._rule, own, at_least=at_least)
+
+    def _common_count(self, batch: Any) -> int:
+        """The number of microbatches that every rank needs, where they have to be equal.
+
+        ZeRO 2 and 3 communicate in every microbatch; ranks may have batches of different sizes (at
+        the end of the data, or always, by a batch sampler that fills batches with tokens).
+        """
+        if not self._parallel.data.communicates_every_microbatch:
+            return 1
+        if self._rule.size is None:
+            return self._rule.count(None)
+        count = self._rule.count(batch_size_of(batch))
+        highest = torch.tensor(count, device=self._topology.device)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._topology.batch.group)
+        return int(highest)
+
+    def _step(
+        self,
+        name: str,
+        args: Sequence[Any],
+        pieces: Microbatches,
+        recorder: LogRecorder,
+        context: Context,
+    ) -> Callable[[int, bool], Any]:
+        # Under a pipeline the step may end by an exception, which ZeRO's hooks around the whole
+        # step would not survive; there they surround the stage's items instead.
+        pipelined = isinstance(self.executor, Pipeline)
+        device = self._topology.device
+
+        def run(index: int, to_end: bool) -> Any:
+            counts = index < pieces.counted
+            # What a step logs before its trunk, the last stage logs too.
+            recorder.begin_microbatch(pieces.weights[index] if to_end and counts else None)
+            self._seeds.microbatch(index)
+            with context(), nullcontext() if counts else unchanged(self._module, device):
+                if pipelined:
+                    return getattr(self._module, name)(pieces.batches[index], *args[1:])
+                return self._parallel.step(name, pieces.batches[index], *args[1:])
+
+        return run
+
+    def _share_loss(
+        self, recorder: LogRecorder, outputs: Sequence[Any], pieces: Microbatches
+    ) -> tuple[Tensor, Tensor | None]:
+        """Loss of the batch and, if the step counts tokens, their global number; on all stages.
+
+        Without a pipeline no number leaves the device.
+        """
+        total: float | Tensor = 0.0
+        tokens: float | Tensor = -1.0
+        if outputs:
+            found = [loss_and_tokens(output) for output in outputs]
+            losses = [loss.to(torch.float64) for loss, _ in found]
+            counts = [count.to(torch.float64) for _, count in found if count is not None]
+            if counts:
+                total, tokens = torch.stack(losses).sum(), torch.stack(counts).sum()
+            else:
+                total = weighted_mean(losses, pieces.weights[: len(losses)])
+        total, tokens = self._replay.share("training_step", recorder, [total, tokens])
+        device = self._topology.device
+        loss, count = (
+            torch.as_tensor(x, dtype=torch.float64, device=device) for x in (total, tokens)
+        )
+        if not isinstance(tokens, Tensor) and tokens < 0:
+            return loss.to(self._dtype), None
+        total_loss, total_tokens = sum_over_samples(torch.stack([loss, count]), self._topology)
+        return (total_loss / total_tokens).to(self._dtype), total_tokens
+
+    def _training_output(self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor) -> Any:
+        if not outputs:
+            return loss
+        merged = merge(outputs, pieces.weights[: len(outputs)])
+        return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
+
+
+class SampleCoupling:
+    """Warns, once, of losses that couple samples of a batch which is cut into microbatches.
+
+    A contrastive loss has as many negatives, and a batch norm computes its statistics from as many
+    samples, as are in a microbatch. No loss tells; what is looked for is ``self.all_gather``, batch
+    norms in training mode, and what a module says of itself by an attribute ``couples_samples``.
+
+    Args:
+        module: the user's.
+        speaks: whether this rank is one that warns.
+    """
+
+    def __init__(self, module: LightningModule, *, speaks: bool) -> None:
+        self._module, self._speaks = module, speaks
+        self._told: bool | None = getattr(module, "couples_samples", None)
+        self._checked, self._done = False, self._told is False
+
+    def check(self, count: int) -> None:
+        """Look for what couples samples, before the first batch of ``count`` microbatches."""
+        if self._checked or self._done:
+            return
+        self._checked = True
+        if self._told:
+            self.warn("has couples_samples = True", count)
+        norms = [
+            name
+            for name, child in self._module.named_modules()
+            if isinstance(child, _BATCH_NORMS) and child.training
+        ]
+        if norms:
+            several = f" and {len(norms) - 1} more" if norms[1:] else ""
+            self.warn(f"has batch norms in training mode ({norms[0]}{several})", count)
+
+    def warn(self, what: str, count: int) -> None:
+        """Say it, unless something of the kind has been said."""
+        if self._done:
+            return
+        self._done = True
+        if not self._speaks:
+            return
+        warnings.warn(
+            f"{type(self._module).__name__} {what}, and its training_step runs on each of {count} "
+            f"microbatches of a batch: every sample meets those of its microbatch only, so that "
+            f"the weights are not those of a whole batch; num_microbatches=1 keeps batches whole, "
+            f"and couples_samples = False in the module says that this is as it should be",
+            stacklevel=2,
+        )
+
+
+def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss in a step's output, and the number of tokens it is the sum over, if given.
+
+    Raises:
+        RuntimeError: there is no loss.
+        ConfigError: it was computed from shards.
+    """
+    if isinstance(output, Tensor):
+        refuse_shards(output, "the loss")
+        return output, None
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        tokens = output.get("num_tokens")
+        refuse_shards(output["loss"], "the loss")
+        if tokens is None:
+            return output["loss"], None
+        return output["loss"], torch.as_tensor(tokens, device=output["loss"].device)
+    raise RuntimeError(
+        f"training_step returned {type(output).__name__}; with several processes or microbatches "
+        "it must return the loss as a tensor, or a dict with the key 'loss', for every batch"
+    )
+
+
+def mean_over_tokens(output: Any, topology: Topology) -> Any:
+    """Make of ``{"loss": sum, "num_tokens": n}`` a loss whose mean over ranks is per token."""
+    if not isinstance(output, Mapping) or output.get("num_tokens") is None:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor):
+            refuse_shards(loss, "the loss")
+        return output
+    loss, tokens = loss_and_tokens(output)
+    assert tokens is not None
+    factor = topology.loss.size / sum_over_samples(tokens.detach().to(torch.float64), topology)
+    return {**output, "loss": loss * factor.to(loss.dtype)}
+
+
+def sum_over_samples(values: Tensor, topology: Topology) -> Tensor:
+    """The sum of ``values`` over the ranks that computed the loss of other samples."""
+    if topology.loss.group is None:
+        return values
+    total = values.clone()
+    dist.all_reduce(total, group=topology.loss.group)
+    return total

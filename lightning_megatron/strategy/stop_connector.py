@@ -1,0 +1,107 @@
+"""Handlers of signals that communicate nothing, in place of Lightning's."""
+
+import os
+import signal
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.connectors.signal_connector import (
+    _HandlersCompose,
+    _SignalConnector,
+)
+from lightning.pytorch.trainer.states import TrainerStatus
+from typing_extensions import override
+
+from lightning_megatron.fault_tolerance.preemption.signals import StopFlag, interrupt_once
+
+_INTERRUPTS = (signal.default_int_handler, interrupt_once)
+
+
+class StopConnector(_SignalConnector):
+    """What a Trainer installs when it runs, and takes back at the end.
+
+    Args:
+        trainer: whose handlers these are.
+        flag: what they set.
+        signals: that end the run, beside SIGTERM.
+        replaces_requeue: whether someone else sees to Slurm's requeue.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        flag: StopFlag,
+        signals: tuple[int, ...],
+        *,
+        replaces_requeue: bool,
+    ) -> None:
+        super().__init__(trainer)
+        self._flag, self._signals = flag, signals
+        self._replaces_requeue = replaces_requeue
+        self.requeue_signal: int | None = None
+        """What Slurm sends when the job is to be saved and queued again; None if others see to it.
+        """
+
+    @override
+    def register_signal_handlers(self) -> None:
+        self.received_sigterm = False
+        _dismiss_flags()
+        self._original_handlers = self._get_current_signal_handlers()
+        self._flag.clear()
+        numbers = {signal.SIGTERM, *self._signals}
+        self.requeue_signal = None
+        environment = self.trainer._accelerator_connector.cluster_environment
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            asks = environment.requeue_signal or signal.SIGUSR1
+            numbers.add(asks)
+            if not self._replaces_requeue:
+                self.requeue_signal = asks
+        for number in numbers:
+            existing = signal.getsignal(number)
+            handlers: list[Any] = [self._flag]
+            # Python's own handler of interrupts would break off the batch.
+            if callable(existing) and existing not in _INTERRUPTS:
+                handlers.append(existing)
+            self._register_signal(number, _HandlersCompose(handlers))
+        self._flag.speaks = self.trainer.is_global_zero
+        self._flag.watch(numbers)
+
+    def requeue(self) -> None:
+        """Save a checkpoint and have Slurm queue the job again; collective."""
+        assert self.requeue_signal is not None
+        frame: Any = None  # which Lightning's handler does not look at
+        self._slurm_sigusr_handler_fn(self.requeue_signal, frame)
+
+    @override
+    def teardown(self) -> None:
+        had = bool(self._original_handlers)
+        super().teardown()
+        self._flag.release()
+        number, acted = self._flag.number, self.received_sigterm
+        self._flag.clear()
+        failed = self.trainer.state.status == TrainerStatus.INTERRUPTED
+        if had and number and not acted and not failed:
+            # No batch was left to agree in: let it do what it does after the run.
+            os.kill(os.getpid(), number)
+
+
+def _dismiss_flags() -> None:
+    """Take away the handlers of a run that was never torn down, which nobody asks any more."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        existing = signal.getsignal(number)
+        others = _without_flags(existing)
+        if others != [existing]:
+            rest: Any = _HandlersCompose(others) if others else signal.SIG_DFL
+            signal.signal(number, rest)
+
+
+def _without_flags(handler: Any) -> list[Any]:
+    if isinstance(handler, StopFlag):
+        return []
+    if not isinstance(handler, _HandlersCompose):
+        return [handler]
+    kept = [_without_flags(part) for part in handler.signal_handlers]
+    if all(part == [one] for part, one in zip(kept, handler.signal_handlers, strict=True)):
+        return [handler]
+    return [one for part in kept for one in part]

@@ -1,0 +1,1 @@
+"""Measure the first steps, then change the schedule, the recomputation or the partition."""

@@ -1,0 +1,207 @@
+"""``partition="measured"``: stages of equal time, by the times of this very model.
+
+Training begins with stages of about equal numbers of parameters. The first step pays for whatever
+happens once; the next ones are measured, item by item (`pipeline.item_times`). Then, before a batch
+at whose beginning no gradients are pending, other stages are planned (`schedules.repartition`); if
+they promise to save enough, weights and optimizer state move (`parallel.repartition`), and training
+goes on: the same loss, in less time. Rank 0 reports what was measured, what was expected, and a few
+steps later what came of it.
+
+It happens once in the life of a module. Checkpoints know nothing of it; a run that resumes from one
+in a new process measures again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_megatron.errors import raise_if_any
+from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.parallel.layer_skeletons import changed_since
+from lightning_megatron.parallel.repartition import Recut, group_problems
+from lightning_megatron.pipeline.item_times import ItemTimes
+from lightning_megatron.pipeline.runner import Pipeline
+from lightning_megatron.schedules.repartition import Repartition, repartition
+from lightning_megatron.topology.mesh import Topology
+
+LEAST_GAIN = 0.02
+"""Share of the step time below which nothing moves: times differ as much from run to run."""
+SKIPPED, MEASURED = 1, 3
+"""Optimizer steps that are left alone, and that are measured then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionReport:
+    """What measuring led to."""
+
+    before: tuple[int, ...]
+    """Items on every stage at first."""
+    after: tuple[int, ...]
+    """Items on every stage now; the same if nothing moved."""
+    item_seconds: tuple[float, ...]
+    """Forward and backward of a microbatch in each item."""
+    step_before: float
+    """Seconds of forward and backward of a batch with the first stages, measured."""
+    step_expected: float
+    """The same with the new stages, as planned."""
+    step_after: float | None = None
+    """The same, measured; None until then, and if nothing moved."""
+
+
+class Host(Protocol):
+    """What the strategy gives."""
+
+    optimizers: list[Optimizer]
+
+    @property
+    def parallel(self) -> ParallelModule:
+        """The module on its layout."""
+        ...
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What runs its pipeline."""
+        ...
+
+    def let_go(self) -> None:
+        """Forget the module's layout and everything made for it."""
+        ...
+
+    def adopt(self, parallel: ParallelModule) -> None:
+        """Train the module on this layout from now on."""
+        ...
+
+
+class MeasuredPartition:
+    """Measures the first steps of a pipeline and moves items to other stages once.
+
+    Args:
+        host: the strategy, with optimizers.
+
+    Attributes:
+        report: None until there is one.
+
+    Raises:
+        ConfigError: the optimizers' groups are not the same on all stages.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.report: PartitionReport | None = None
+        self._seen = 0
+        self._done = False
+        pp = host.parallel.topology.pp
+        raise_if_any(group_problems(host.optimizers, pp.size, pp.group))
+
+    def before_step(self) -> None:
+        """A batch begins, and no gradients are pending; collective over all processes."""
+        if self._done:
+            return
+        pipeline = self._host.pipeline
+        assert pipeline is not None
+        if self._seen == SKIPPED:
+            pipeline.profile(True)
+        elif self._seen == SKIPPED + MEASURED:
+            self._seen = 0
+            times = pipeline.profile(False)
+            assert times is not None
+            if self.report is None:
+                self._decide(times)
+            else:
+                self._conclude(times, self.report)
+        self._seen += 1
+
+    def _decide(self, times: ItemTimes) -> None:
+        parallel = self._host.parallel
+        assert parallel.trunk is not None
+        assert parallel.spare is not None
+        hindrance = changed_since(parallel.trunk, parallel.spare)
+        forward, backward, weight, step, hindered = _over_all_ranks(
+            times, sum(len(part) for part in parallel.stages), hindrance, parallel.topology
+        )
+        assert times.schedule is not None
+        split = sum(weight) / sum(backward) if any(weight) else 0.5
+        plan = repartition(
+            times.schedule, parallel.stages, forward, backward, weight_share=min(split, 1.0)
+        )
+        self.report = PartitionReport(
+            before=_sizes(parallel.stages),
+            after=_sizes(plan.stages),
+            item_seconds=tuple(f + b for f, b in zip(forward, backward, strict=True)),
+            step_before=step,
+            step_expected=step * (1.0 - plan.gain),
+        )
+        if hindered or plan.gain < LEAST_GAIN:
+            why = "the items were changed since" if hindered else f"saves only {plan.gain:.1%}"
+            if hindrance is not None:
+                why = f"{why}: {hindrance}"
+            self._stay(self.report, why)
+            return
+        rank_zero_info(_moving(self.report, plan))
+        recut = Recut(parallel, self._host.optimizers)
+        self._host.let_go()
+        del parallel
+        self._host.adopt(recut.finish(plan.stages))
+
+    def _stay(self, report: PartitionReport, why: str) -> None:
+        self._done = True
+        rank_zero_info(
+            f'partition="measured": the best partition is {list(report.after)}, which is not taken '
+            f"({why}); stages stay {list(report.before)}, {1e3 * report.step_before:.4g} ms a step"
+        )
+        self.report = replace(report, after=report.before, step_expected=report.step_before)
+
+    def _conclude(self, times: ItemTimes, report: PartitionReport) -> None:
+        self._done = True
+        step = _largest(median(times.steps), self._host.parallel.topology)
+        self.report = replace(report, step_after=step)
+        rank_zero_info(
+            f'partition="measured": {1e3 * report.step_before:.4g} ms a step before, '
+            f"{1e3 * report.step_expected:.4g} expected, {1e3 * step:.4g} measured now"
+        )
+
+
+def _moving(report: PartitionReport, plan: Repartition) -> str:
+    costs = ", ".join(f"{1e3 * seconds:.3g}" for seconds in report.item_seconds)
+    return (
+        f'partition="measured": stages of {list(report.before)} items become {list(report.after)}; '
+        f"{1e3 * report.step_before:.4g} ms a step, {1e3 * report.step_expected:.4g} expected "
+        f"({plan.gain:.1%} less). Milliseconds of the items: {costs}"
+    )
+
+
+def _sizes(stages: Sequence[range]) -> tuple[int, ...]:
+    return tuple(len(stage) for stage in stages)
+
+
+def _over_all_ranks(
+    times: ItemTimes, num_items: int, hindrance: str | None, topology: Topology
+) -> tuple[list[float], list[float], list[float], float, bool]:
+    """Mean times of all items over the ranks that hold them, and the longest step; the same on all.
+
+    Returns:
+        Forward, backward and its weight part by item, the step, and whether any rank is hindered.
+    """
+    table = torch.zeros(3, num_items, dtype=torch.float64)
+    for item, seconds in times.by_item().items():
+        table[:, item] = torch.tensor(seconds, dtype=torch.float64)
+    table = table.to(topology.device)
+    dist.all_reduce(table)
+    # Rank 0 decides: sums of floats may differ between ranks.
+    dist.broadcast(table, src=0)
+    table *= topology.pp.size / topology.world_size
+    forward, backward, weight = table.tolist()
+    step = _largest(median(times.steps), topology)
+    return forward, backward, weight, step, _largest(float(hindrance is not None), topology) > 0
+
+
+def _largest(value: float, topology: Topology) -> float:
+    found = torch.tensor(value, dtype=torch.float64, device=topology.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)

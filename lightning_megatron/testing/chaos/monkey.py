@@ -1,0 +1,390 @@
+"""A run that is made to fail, so that one knows what happens when it does.
+
+`ChaosMonkey` commits the faults of `testing.chaos.faults` from within the training process, where a
+real one would strike: in the fetching of a batch, in the forward (when ``training_step`` is
+called), in the backward (when a gradient reaches the first module that the step called), before the
+optimizer's step, while a checkpoint is put together, in a validation batch. It works under any
+strategy.
+
+Each deed is written down before it is done, in ``RUN_DIR/chaos``, as an event ``injected`` where
+the strategy keeps a log of events, and as a block on stderr. A fault strikes once in a run unless
+it says otherwise, and not again in the steps that a restart does anew. A run that begins at step 0
+without having been restarted is another run, and forgets what an earlier one left there.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_megatron import env
+from lightning_megatron._torch import tree_flatten
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.fault_tolerance.announce import announce
+from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.testing.chaos.actions import (
+    ACTS,
+    fill_disk,
+    flip_bit,
+    flip_bit_of_newest,
+    kill_loader_worker,
+    make_readonly,
+)
+from lightning_megatron.testing.chaos.faults import Fault, FaultMemory, Moment, parse_faults
+from lightning_megatron.topology.coordinates import groups_along
+from lightning_megatron.topology.rng import derive_seed
+
+_OF_THE_LOSS = ("nan_loss", "spike")
+_POISONS = (*_OF_THE_LOSS, "nan_gradient")
+
+
+class ChaosMonkey(pl.Callback):
+    """Injects faults by rank, step, section, probability and seed.
+
+    Args:
+        faults: as text (see `testing.chaos.faults`) or as `Fault` objects; by default those in the
+            environment variable ``LIGHTNING_MEGATRON_CHAOS``, and none without it.
+        directory: where it remembers what it did; by default ``chaos`` in the Trainer's
+            ``default_root_dir``. Restarts must find it again.
+
+    Raises:
+        ConfigError: there is no such fault, or no such rank.
+
+    Example:
+        >>> monkey = ChaosMonkey("kill:rank=1,step=5,section=backward; slow:rank=0,amount=20")
+        >>> [fault.kind for fault in monkey.faults]
+        ['kill', 'slow']
+    """
+
+    def __init__(
+        self,
+        faults: str | Sequence[str | Fault] | None = None,
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        given = env.chaos_faults() or "" if faults is None else faults
+        entries = [given] if isinstance(given, str) else given
+        self.faults: tuple[Fault, ...] = tuple(
+            fault
+            for entry in entries
+            for fault in (parse_faults(entry) if isinstance(entry, str) else [entry])
+        )
+        self._directory = env.chaos_directory() if directory is None else os.fspath(directory)
+        self._diary = EventLog() if env.chaos_directory() else None
+        """Of a rehearsal that somebody else started: the steps, for its ledger."""
+        self._last_batch = 0.0
+        self._full_disk = ExitStack()
+        self._batches = 0
+        self._memory: FaultMemory | None = None
+        self._began = 0.0
+        self._until: dict[int, int] = {}
+        """Of faults that last: the first step without them."""
+        self._struck: dict[int, int] = {}
+        """The last step in which each fault struck."""
+        self._spent: dict[int, int] = {}
+        """Of poisoned losses: the last step whose batch is through with its forward. All of its
+        microbatches are poisoned; but when it is run again, the fault is over."""
+        self._filled = -1
+        """The fault that filled the disk."""
+        self._unwrap: Callable[[], None] | None = None
+
+    # Hooks ---------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or not self.faults:
+            return
+        for fault in self.faults:
+            fault.ranks(trainer.world_size)
+        self._memory = FaultMemory(self._place(trainer), trainer.global_rank)
+        self._began = self._memory.started()
+        listed = "; ".join(map(str, self.faults))
+        rank_zero_warn(f"CHAOS: this run is made to fail. Faults to be injected: {listed}")
+        self._strike("start", trainer)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._memory is None:
+            return
+        if self._diary is not None:
+            self._open_diary(self._diary, trainer)
+        elif not env.restart_count() and not trainer.global_step:
+            self._memory.forget()
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop._on_before_fetch = partial(self._before_fetch, loop._on_before_fetch, trainer)
+
+    def _before_fetch(self, original: Callable[[], None], trainer: pl.Trainer) -> None:
+        original()
+        self._strike("data", trainer)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._release()
+        if self._due("forward", trainer) or self._due("backward", trainer):
+            self._wrap(trainer, pl_module)
+
+    @override
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        for index, step in self._struck.items():
+            if step == trainer.global_step:
+                self._spent[index] = step
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._strike("backward", trainer)  # if nothing in the step had a gradient to wait for
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        self._strike("optimizer", trainer)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._release()
+        self._batches += 1
+        if self._diary is not None and trainer.global_step > self._diary.step:
+            now, before = time.monotonic(), self._last_batch
+            self._last_batch, self._diary.step = now, trainer.global_step
+            self._diary.write("step", seconds=now - before)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._make_room()
+        if self._diary is not None and self._memory is not None:
+            self._diary.write("end", status="completed")
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._strike("checkpoint", trainer)
+
+    @override
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._strike("validation", trainer)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._release()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        self._full_disk.close()
+        self._filled = -1
+
+    def _open_diary(self, diary: EventLog, trainer: pl.Trainer) -> None:
+        diary.identify(rank=trainer.global_rank, run="rehearsal", attempt=env.restart_count())
+        diary.step, self._last_batch = trainer.global_step, time.monotonic()
+        diary.open(self._place(trainer))
+        events = getattr(trainer.strategy, "events", None)
+        where = None if events is None or events.run_dir is None else str(events.run_dir.absolute())
+        diary.write("start", run_dir=where)
+
+    # What is due ---------------------------------------------------------------------------------
+
+    def _place(self, trainer: pl.Trainer) -> Path:
+        root = self._directory or os.path.join(trainer.default_root_dir, "chaos")
+        if "://" in root:
+            raise ConfigError(
+                f"ChaosMonkey(directory={root!r}): it is written to while processes die, which "
+                "takes a local directory; nearest valid: directory='chaos'"
+            )
+        return Path(root)
+
+    def _due(self, section: str, trainer: pl.Trainer) -> list[tuple[int, Fault]]:
+        """Faults that may strike now, with their places in the list."""
+        if self._memory is None or trainer.state.fn != "fit":
+            return []
+        now, due = self._moment(section, trainer), []
+        for index, fault in enumerate(self.faults):
+            done = self._spent if fault.kind in _OF_THE_LOSS else self._struck
+            if done.get(index) == now.step:
+                continue
+            lasting = now.step < self._until.get(index, -1) and section == fault.section
+            if lasting or any(fault.is_due(moment) for moment in _moments(fault, now, trainer)):
+                due.append((index, fault))
+        return due
+
+    def _moment(self, section: str, trainer: pl.Trainer) -> Moment:
+        return Moment(
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            step=trainer.global_step,
+            section=section,
+            attempt=env.restart_count(),
+            elapsed_s=time.time() - self._began,
+            batches=self._batches,
+        )
+
+    def _claim(self, index: int, fault: Fault, section: str, trainer: pl.Trainer) -> bool:
+        """Write down that a fault strikes; False if it may not."""
+        assert self._memory is not None
+        now = self._moment(section, trainer)
+        lasting = now.step < self._until.get(index, -1)
+        if not lasting:
+            if not self._memory.claim(index, fault, now):
+                return False
+            self._until[index] = now.step + fault.steps
+            _announce(fault, now, trainer)
+        self._struck[index] = now.step
+        return True
+
+    def _strike(self, section: str, trainer: pl.Trainer) -> None:
+        """Commit what is due in a section; may not return."""
+        if self._filled >= 0 and trainer.global_step >= self._until[self._filled]:
+            self._make_room()
+        for index, fault in self._due(section, trainer):
+            if fault.kind not in _POISONS and self._claim(index, fault, section, trainer):
+                self._commit(index, fault, trainer)
+
+    def _commit(self, index: int, fault: Fault, trainer: pl.Trainer) -> None:
+        draw = derive_seed(fault.seed, fault.kind, trainer.global_step)
+        if fault.kind == "bitflip":
+            done = flip_bit(trainer.lightning_module.parameters(), draw)
+        elif fault.kind == "worker_kill":
+            done = kill_loader_worker(draw)
+        elif fault.kind in ("corrupt", "readonly"):
+            found = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+            folders = [folder for folder in found if folder and "://" not in str(folder)]
+            corrupt = fault.kind == "corrupt"
+            done = (
+                flip_bit_of_newest(folders, draw)
+                if corrupt
+                else make_readonly(folders, fault.amount)
+            )
+        elif fault.kind == "disk_full":
+            if self._filled == index:
+                return
+            self._make_room()
+            self._full_disk, self._filled = fill_disk(), index
+            done = "no space left for checkpoints"
+        else:
+            ACTS[fault.kind](fault)
+            return
+        announce("CHAOS", [done], rank=trainer.global_rank)
+
+    # Within a step -------------------------------------------------------------------------------
+
+    def _wrap(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Have this batch's calls of ``training_step`` come by here."""
+        own = module.__dict__.get("training_step")
+        original = module.training_step
+        module.__dict__["training_step"] = partial(self._step, original, trainer)
+
+        def unwrap() -> None:
+            module.__dict__.pop("training_step")
+            if own is not None:
+                module.__dict__["training_step"] = own
+
+        self._unwrap = unwrap
+
+    def _release(self) -> None:
+        unwrap, self._unwrap = self._unwrap, None
+        if unwrap is not None:
+            unwrap()
+
+    def _step(self, original: Any, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        self._strike("forward", trainer)
+        with ExitStack() as watching:
+            if self._due("backward", trainer):
+                self._watch_backward(watching, trainer)
+            output = original(*args, **kwargs)
+        return self._poison_loss(output, trainer)
+
+    def _watch_backward(self, watching: ExitStack, trainer: pl.Trainer) -> None:
+        """Strike when the gradient of the first module's output is there."""
+
+        def on_output(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
+            for leaf in tree_flatten(output)[0]:
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(partial(self._in_backward, trainer))  # type: ignore[no-untyped-call]
+                    watching.close()
+                    return
+
+        watching.callback(register_module_forward_hook(on_output).remove)
+
+    def _in_backward(self, trainer: pl.Trainer, gradient: Tensor) -> Tensor | None:
+        self._strike("backward", trainer)
+        for index, fault in self._due("backward", trainer):
+            if fault.kind == "nan_gradient" and self._claim(index, fault, "backward", trainer):
+                return gradient * float("nan")
+        return None
+
+    def _poison_loss(self, output: Any, trainer: pl.Trainer) -> Any:
+        for index, fault in self._due("forward", trainer):
+            if fault.kind in _OF_THE_LOSS and self._claim(index, fault, "forward", trainer):
+                factor = float("nan") if fault.kind == "nan_loss" else fault.amount
+                output = _scaled(output, factor)
+        return output
+
+
+def chaos_from_environment() -> list[pl.Callback]:
+    """What `lightning-megatron chaos` has every Trainer of its command take along."""
+    return [ChaosMonkey()] if env.chaos_faults() else []
+
+
+def _moments(fault: Fault, now: Moment, trainer: pl.Trainer) -> list[Moment]:
+    """The moment, as those see it whose fault this is to commit.
+
+    A loss belongs to all ranks that work on the same samples: whichever has it poisons it.
+    """
+    topology = getattr(trainer.strategy, "topology", None)
+    if fault.kind not in _OF_THE_LOSS or topology is None:
+        return [now]
+    groups = groups_along(("pp", "cp", "tp"), topology.degrees)
+    peers = next(group for group in groups if now.rank in group)
+    return [replace(now, rank=rank) for rank in peers]
+
+
+def _scaled(output: Any, factor: float) -> Any:
+    if isinstance(output, Tensor):
+        return output * factor
+    if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
+        return {**output, "loss": output["loss"] * factor}
+    return output
+
+
+def _announce(fault: Fault, now: Moment, trainer: pl.Trainer) -> None:
+    where = f"rank {now.rank}, step {now.step}, {now.section}, attempt {now.attempt}"
+    announce(f"CHAOS: injecting '{fault}'", [where], rank=now.rank)
+    events = getattr(trainer.strategy, "events", None)
+    if events is not None:
+        sections = getattr(trainer.strategy, "sections", None)
+        doing = now.section if sections is None else sections.current
+        about = {"section": now.section, "doing": doing, "detail": str(fault), "step": now.step}
+        events.write("injected", what=fault.kind, **about)

@@ -1,0 +1,182 @@
+"""Runs that go on from what their nodes have kept."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch import LightningModule
+
+from lightning_megatron.testing import WorkerPool
+from tests.checkpoint.damage import flip
+from tests.checkpoint.local.local_training import checkpoints, disk, lose, train
+from tests.strategy.resuming import Noisy, differences
+
+TP = {"tp": 2, "zero": 1}
+
+
+def begun_at(results: list[Any]) -> set[str]:
+    """Which checkpoint each rank went on from."""
+    return {"none" if path is None else Path(path).name for _, path in results}
+
+
+def assert_goes_on(whole: list[Any], rest: list[Any], first: tuple[int, int], name: str) -> None:
+    """Every step of the second run is to the bit that of the undisturbed one."""
+    assert begun_at(rest) == {name}
+    for (ours, _), (expected, _) in zip(rest, whole, strict=True):
+        assert differences(expected, ours, first) == []
+
+
+@pytest.fixture(scope="module")
+def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The run that nothing happens to."""
+    root = tmp_path_factory.mktemp("whole")
+    results = pool.run(4, train, root, [0, 0, 1, 1], TP, ckpt_path=None)
+    assert checkpoints(root, 0) == checkpoints(root, 1) == []  # deleted in the end
+    return results
+
+
+def test_a_lost_node(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> None:
+    """Another node has its place, and its ranks are the first now."""
+    pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4)
+    for node in (0, 1):
+        names = [path.name for path in checkpoints(tmp_path, node)]
+        assert names == ["step=00000003.ckpt", "step=00000004.ckpt"]
+    lose(tmp_path, 1)
+    rest = pool.run(4, train, tmp_path, [2, 2, 0, 0], TP, seed=8)
+    assert_goes_on(whole, rest, (1, 2), "step=00000004.ckpt")
+    assert checkpoints(tmp_path, 0) == checkpoints(tmp_path, 2) == []
+    assert not list(disk(tmp_path, 0).iterdir())
+
+
+@pytest.mark.thorough
+def test_nodes_that_change_places(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> None:
+    pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4, replicas=0)
+    rest = pool.run(4, train, tmp_path, [1, 0, 1, 0], TP, seed=8)
+    assert_goes_on(whole, rest, (1, 2), "step=00000004.ckpt")
+
+
+def test_a_node_less(pool: WorkerPool, tmp_path: Path) -> None:
+    """The other has all files, and goes on with fewer ranks."""
+    pool.run(4, train, tmp_path, [0, 0, 1, 1], {"zero": 3}, crash=4)
+    lose(tmp_path, 0)
+    rest = pool.run(2, train, tmp_path, [1, 1], {"zero": 1}, seed=8)
+    assert begun_at(rest) == {"step=00000004.ckpt"}
+    assert [min(points) for points, _ in rest] == [(1, 2)] * 2
+
+
+def test_what_is_damaged(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> None:
+    """One copy is as good as another; where none is good, the checkpoint before is taken."""
+    pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4)
+    newest = [checkpoints(tmp_path, node)[-1] for node in (0, 1)]
+    flip(newest[0] / "__1_0.distcp", 900)
+    (newest[1] / "__2_0.distcp").unlink()
+    rest = pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, crash=4, seed=8)
+    assert begun_at(rest) == {"step=00000004.ckpt"}
+    assert (newest[0] / "__1_0.distcp.corrupt").exists()
+    for path in newest:
+        flip(path / "__3_0.distcp", 900)
+    rest = pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, seed=8)
+    assert_goes_on(whole, rest, (1, 0), "step=00000003.ckpt")
+
+
+class Looking(Noisy):
+    """Looks at the weights of the checkpoint before they are its own."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.sums = [float(value.sum()) for value in checkpoint["state_dict"].values()]
+
+
+@pytest.mark.parametrize("module", [Noisy, pytest.param(Looking, marks=pytest.mark.thorough)])
+def test_four_nodes_of_which_none_has_all(
+    pool: WorkerPool, tmp_path: Path, module: type[LightningModule]
+) -> None:
+    layout, nodes = {"pp": 2, "num_microbatches": 2, "zero": 2}, [0, 1, 2, 3]
+    options: dict[str, Any] = {"module": module, "shared_every": 2}
+    pool.run(4, train, tmp_path, nodes, layout, crash=3, **options)
+    kept = [{p.name for p in checkpoints(tmp_path, node)[-1].glob("*.distcp")} for node in nodes]
+    assert len(set.union(*kept)) == 4
+    assert {len(names) for names in kept} == {2}
+    lose(tmp_path, 1)
+    rest = pool.run(4, train, tmp_path, [3, 4, 0, 2], layout, crash=4, **options)
+    assert begun_at(rest) == {"step=00000003.ckpt"}
+    lose(tmp_path, 0)
+    lose(tmp_path, 4)  # two neighbours: something is on neither of the others
+    rest = pool.run(4, train, tmp_path, [3, 5, 6, 2], layout, **options)
+    assert begun_at(rest) == {"step=4.ckpt"}
+
+
+def test_the_newest_of_both_kinds(pool: WorkerPool, tmp_path: Path) -> None:
+    def run(every: int, crash: int) -> set[str]:
+        options = {"shared_every": 2, "every": every, "crash": crash}
+        return begun_at(pool.run(2, train, tmp_path, [0, 1], {}, **options))
+
+    assert run(every=3, crash=4) == {"none"}
+    assert run(every=1, crash=5) == {"step=4.ckpt"}  # the local one is of step 3
+    assert run(every=1, crash=5) == {"step=00000005.ckpt"}
+    for folder in ("shared", "node0", "node1"):
+        shutil.rmtree(tmp_path / folder)
+    assert run(every=1, crash=4) == {"none"}
+    assert run(every=1, crash=4) == {"step=00000004.ckpt"}  # made after the shared one
+
+
+class Spoil(pl.Callback):
+    """Puts a file where a node's directory was, for two steps."""
+
+    def __init__(self, root: Path) -> None:
+        self.disk = disk(root, 1)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.local_rank == 0:
+            return
+        if trainer.global_step == 1 and self.disk.is_dir():
+            self.disk.rename(self.disk.with_name("away"))
+            self.disk.touch()
+        elif trainer.global_step == 3 and not self.disk.is_dir():
+            self.disk.unlink()
+            self.disk.with_name("away").rename(self.disk)
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def spoiled(root: Path) -> tuple[int, list[str]]:
+    heard = Heard()
+    logger = logging.getLogger("lightning_megatron.checkpoint")
+    logger.addHandler(heard)
+    train(root, [0, 1], {"tp": 2}, more=[Spoil(root)], crash=5)
+    logger.removeHandler(heard)
+    return len(checkpoints(root, 0)), heard.said
+
+
+def test_a_save_that_fails_costs_a_warning(pool: WorkerPool, tmp_path: Path) -> None:
+    """Of one node that cannot write; both keep what they had, and go on when it can again."""
+    (kept, said), (_, said_elsewhere) = pool.run(2, spoiled, tmp_path)
+    assert kept == 2
+    assert said_elsewhere == []
+    failed = [text for text in said if "training goes on" in text]
+    assert len(failed) == len(said) == 2
+    assert failed[0].startswith("saving the local checkpoint step=00000002.ckpt: rank 1: ")
+    assert failed[0].endswith("(1 save failed in a row; this run has 1 local checkpoint)")
+    assert [path.name for path in checkpoints(tmp_path, 1)] == [
+        "step=00000004.ckpt",
+        "step=00000005.ckpt",
+    ]
+
+
+@pytest.mark.parametrize("every", [None, 2])
+def test_one_process_alone(pool: WorkerPool, tmp_path: Path, every: int | None) -> None:
+    """It goes on from what its machine has, which another process has written."""
+    options: dict[str, Any] = {"every": every, "process": "process"}
+    assert begun_at(pool.run(1, train, tmp_path, [0], {}, crash=4, **options)) == {"none"}
+    [name] = begun_at(pool.run(1, train, tmp_path, [0], {}, **options))
+    assert name.startswith("step=0000000")
+    assert checkpoints(tmp_path, 0) == []

@@ -1,0 +1,23 @@
+"""`kill -9` while saving: the newest checkpoint is always whole, and nothing stays behind."""
+
+import os
+
+import pytest
+
+from tests.checkpoint.save.kills import kill_job
+
+KILLS = int(os.environ.get("LM_TEST_KILLS", "50"))
+"""Of all cases together."""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_killed_at_random_times_while_saving(pool, tmp_path, mode, size):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    kills = -(-KILLS // 4)
+    seed = 10 * size + len(mode)
+    (seen,) = pool.run(1, kill_job, directory, mode, size, kills, seed, timeout=240 + kills)
+    assert seen["kills"] == kills
+    assert seen["steps"] > 3
+    assert seen["torn"] > 0, "no kill was in the midst of a save"

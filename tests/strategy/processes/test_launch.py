@@ -1,0 +1,143 @@
+"""How a run begins: names, command lines, and several Trainers in one process.
+
+The launchers are in `tests/launched`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.strategy.small import (
+    Small,
+    assert_same,
+    dp_of,
+    loader,
+    make_trainer,
+    merged,
+    weights,
+)
+
+
+def test_the_strategy_is_known_by_name() -> None:
+    trainer = pl.Trainer(strategy="megatron", accelerator="cpu", devices=1, logger=False)
+    assert isinstance(trainer.strategy, MegatronStrategy)
+    assert trainer.strategy.options.tp == 1
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
+def test_lightning_cli_parses_every_option() -> None:
+    """Plain values and nested dataclasses alike."""
+    options = {
+        "tp": "1",
+        "pp": "1",
+        "zero": "3",
+        "sharding.dp_replicate": "1",
+        "sequence_parallel": "false",
+        "num_microbatches": "2",
+        "schedule": "gpipe",
+        "pipeline.partition": "[2, 2]",
+        "sharding.min_numel": "10",
+        "sharding.wrap": "[Linear]",
+        "memory.recompute": "full",
+        "connection.timeout_s": "20",
+    }
+    args = ["--trainer.strategy=MegatronStrategy", "--trainer.accelerator=cpu"]
+    args += ["--trainer.devices=1", "--trainer.logger=false"]
+    args += [f"--trainer.strategy.{name}={value}" for name, value in options.items()]
+    cli = LightningCLI(
+        Small, args=args, run=False, save_config_callback=None, seed_everything_default=False
+    )
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, MegatronStrategy)
+    assert strategy.options.zero == 3
+    assert strategy.options.num_microbatches == 2
+    assert strategy.options.schedule == "gpipe"
+    assert strategy.options.pipeline.partition == [2, 2]
+    assert strategy._sharding.wrap == ["Linear"]
+    assert strategy._sharding.min_numel == 10
+    assert strategy._connection.timeout_s == 20
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
+def test_lightning_cli_names_an_unknown_option(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--trainer.strategy=MegatronStrategy", "--trainer.strategy.tpp=2"]
+    with pytest.raises(SystemExit) as error:
+        LightningCLI(
+            Small, args=args, run=False, save_config_callback=None, seed_everything_default=False
+        )
+    assert error.value.code == 2
+    assert "tpp" in capsys.readouterr().err
+
+
+def two_layouts(
+    first: Mapping[str, Any], second: Mapping[str, Any], devices: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    results = []
+    for layout in (first, second):
+        module = Small()
+        data = loader(dp=dp_of(devices, layout))
+        make_trainer(layout, devices, gradient_clip_val=0.1).fit(module, data)
+        results.append(weights(module))
+    return results[0], results[1]
+
+
+def fit_plain() -> dict[str, Tensor]:
+    module = Small()
+    make_trainer(None, 1, gradient_clip_val=0.1).fit(module, loader())
+    return weights(module)
+
+
+@pytest.mark.parametrize(
+    ("devices", "first", "second"),
+    [(2, {"pp": 2}, {"zero": 3}), (4, {"tp": 2}, {"pp": 2, "zero": 0})],
+)
+def test_two_trainers_with_different_layouts_do_not_see_each_other(
+    pool: WorkerPool, devices: int, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    [plain] = pool.run(1, fit_plain)
+    results = pool.run(devices, two_layouts, first, second, devices)
+    for number in (0, 1):
+        assert_same(merged([result[number] for result in results]), plain)
+
+
+def fit_twice(layouts: list[dict[str, Any]], devices: int) -> dict[str, Tensor]:
+    module = Small()
+    for layout in layouts:
+        make_trainer(layout, devices).fit(module, loader(dp=dp_of(devices, layout)))
+    return weights(module)
+
+
+def fit_plain_twice() -> dict[str, Tensor]:
+    module = Small()
+    for _ in range(2):
+        make_trainer(None, 1).fit(module, loader())
+    return weights(module)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"zero": 1}, {"zero": 3}])
+def test_a_module_goes_on_under_a_second_trainer_of_the_same_layout(
+    pool: WorkerPool, layout: dict[str, Any]
+) -> None:
+    [plain] = pool.run(1, fit_plain_twice)
+    assert_same(merged(pool.run(2, fit_twice, [layout, layout], 2)), plain)
+
+
+def test_a_module_that_is_whole_may_change_its_layout(pool: WorkerPool) -> None:
+    [plain] = pool.run(1, fit_plain_twice)
+    assert_same(merged(pool.run(2, fit_twice, [{"zero": 1}, {"zero": 3}], 2)), plain)
+
+
+@pytest.mark.parametrize("other", [{"zero": 1}, {"zero": 2}, {"tp": 2}])
+def test_a_module_cannot_change_its_layout(pool: WorkerPool, other: dict[str, Any]) -> None:
+    first = {"pp": 2} if other != {"zero": 2} else {"zero": 3}
+    with pytest.raises(WorkerError, match="earlier Trainer") as failure:
+        pool.run(2, fit_twice, [first, other], 2, grace=30.0)
+    assert isinstance(failure.value.__cause__, ConfigError)
+    assert len(failure.value.failures) == 2
