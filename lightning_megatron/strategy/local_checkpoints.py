@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
+from lightning_megatron.checkpoint.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.run import LocalRun
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.save_job import SaveOutcome

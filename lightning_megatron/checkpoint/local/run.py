@@ -29,10 +29,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
 from lightning_megatron.checkpoint.directory.candidates import Places
 from lightning_megatron.checkpoint.directory.commit import remove
-from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.directory import (
     RunLock,
     bases,
