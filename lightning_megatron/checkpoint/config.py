@@ -56,10 +56,6 @@ class CheckpointConfig:
     mode: Literal["async", "sync"] = "sync"
     """``"async"`` copies the state and writes while training goes on; whoever reads a checkpoint
     during training (a logger that uploads it) then finds it later than the call that saved it."""
-    process: Literal["thread", "process"] = "thread"
-    """What writes in the background: a thread, or a process of each rank, which takes nothing from
-    training but disk and idle cores, and holds its copy of the tensors in shared memory.
-    Checkpoints in object stores are uploaded by a thread all the same."""
     on_error: Literal["continue", "raise"] = "continue"
     """Whether training goes on, with one warning, after a save that failed."""
     max_failed_saves: int | None = None
@@ -99,7 +95,6 @@ class CheckpointConfig:
         problems = []
         for name, choices in (
             ("mode", ("async", "sync")),
-            ("process", ("thread", "process")),
             ("on_error", ("continue", "raise")),
             ("when_busy", ("wait", "supersede")),
         ):
@@ -108,11 +103,6 @@ class CheckpointConfig:
                     f"checkpoint.{name}={value!r}: must be one of {', '.join(choices)}; nearest "
                     f"valid: {name}={choices[0]!r}"
                 )
-        if self.process == "process" and self.mode == "sync":
-            problems.append(
-                "checkpoint.process='process', mode='sync': another process writes only in the "
-                "background; nearest valid: mode='async', or process='thread'"
-            )
         limit = self.max_failed_saves
         faults = [] if limit is None else whole_numbers(1, max_failed_saves=limit)
         faults += lists_of_names(exclude=self.exclude)
