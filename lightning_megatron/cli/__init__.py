@@ -41,7 +41,6 @@ _COMMANDS = {
 _ALIASES = {"train": "fit", "evaluate": "validate", "sample": "generate"}
 """Other names that users may try, with the right one, which the error then tells them."""
 
-
 _NEEDED = ("torch", "lightning", "jsonargparse", "numpy", "safetensors", "torchmetrics")
 """Packages without which most commands do not run; `doctor` does."""
 
