@@ -49,22 +49,22 @@ from lightning_megatron.topology.mesh import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Transforms:
-    """What to do to the module, beyond the layout itself."""
+    """Transforms of the module beyond the layout itself."""
 
     zero: int
     """ZeRO stage."""
     types: ComputeTypes
     """Number formats."""
     pipeline: PipelineConfig
-    """How the trunk is cut."""
+    """Partition of the trunk."""
     sharding: ShardingConfig
-    """What ZeRO treats as a unit."""
+    """Units of ZeRO."""
     memory: MemoryConfig = MemoryConfig()
-    """Which activations are forgotten."""
+    """Blocks whose activations are recomputed or offloaded."""
     stage_ranks: tuple[int, ...] | None = None
     """Pipeline rank of every stage; one stage per rank by default."""
     lasting: str = ""
-    """What of all this no later Trainer can change, in words."""
+    """Description of the choices that no later Trainer can change."""
     manual_optimization: bool = False
     """Whether the user drives backward: under ZeRO 3 every child of the module is then a root of
     its own."""
@@ -97,7 +97,7 @@ class ParallelModule:
     topology: Topology
     """The layout."""
     transforms: Transforms
-    """What was done."""
+    """Transforms that were applied."""
     data: DataParallel
     """Steers ZeRO's communication."""
     gradients: GradientSet

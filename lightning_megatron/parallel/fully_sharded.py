@@ -308,11 +308,11 @@ class FullySharded(DataParallel):
 
     @override
     def gather_all(self) -> None:
-        """Nothing: shards are what parameters are made of."""
+        """No-op: parameters consist of shards."""
 
     @override
     def show_gradients(self, whole: bool) -> None:
-        """Nothing: only shards of gradients fit."""
+        """No-op: only shards of gradients fit."""
 
     def gather_ahead(self, stage: int, units: Sequence[nn.Module]) -> None:
         """Fix the order of gathering for ``units`` of a stage that run one after another.

@@ -28,10 +28,10 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """What the other ranks know of a tensor; travels as an object."""
+    """Description of a tensor for the other ranks; travels as an object."""
 
     shape: tuple[int, ...]
-    """Of what this rank holds."""
+    """Shape of this rank's part."""
     dtype: torch.dtype
     whole_shape: tuple[int, ...] | None = None
     """Shape of what the data-parallel ranks hold together; None if this rank holds it whole."""
@@ -48,19 +48,19 @@ class Parcel:
     tensor: Tensor
     """Plain, contiguous in no particular way; on the host if there was to be room on the device."""
     about: About
-    """What the others are told."""
+    """Description for the others."""
     cut: "Cut | None"
-    """How it is a part of a whole."""
+    """Place in the whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How ZeRO has cut a tensor."""
+    """Shard of a tensor under ZeRO."""
 
     mesh: DeviceMesh
     placements: tuple[object, ...]
     shape: tuple[int, ...]
-    """Of the whole (which may be a slice over tp)."""
+    """Shape of the whole (which may be a slice over tp)."""
     stride: tuple[int, ...]
 
     @classmethod
@@ -161,7 +161,7 @@ def relocate(
 def _routes(
     announced: Sequence[Mapping[Key, About]], wishes: list[Mapping[Key, bool]]
 ) -> Iterator[tuple[Key, list[tuple[int, int]]]]:
-    """For every tensor, who gives it to whom; a rank that has it takes its own."""
+    """Sender and receivers of every tensor; a rank that has it takes its own."""
     first: dict[Key, int] = {}
     for rank, given in enumerate(announced):
         for key in given:

@@ -37,18 +37,18 @@ Members = dict[str, Any]
 
 @dataclass
 class _Notes:
-    """What one rank tells the others of its pipeline."""
+    """Description of one rank's part of the pipeline, for the others."""
 
     tensors: dict[Key, About] = field(default_factory=dict)
     buffers: dict[str, tuple[Key, bool]] = field(default_factory=dict)
-    """By every name of a buffer: its key, and whether it is saved in checkpoints."""
+    """Key of each buffer and whether it is persistent, by each of its names."""
     trainable: dict[str, bool] = field(default_factory=dict)
-    """By canonical name."""
+    """``requires_grad`` by canonical name."""
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Plain attributes that differ from the copies', by module."""
     extra: dict[str, Any] = field(default_factory=dict)
     groups: list[list[Members]] = field(default_factory=list)
-    """By optimizer and group."""
+    """Members of the parameter groups, by optimizer and group."""
     state: list[dict[str, dict[str, tuple[Any, bool]]]] = field(default_factory=list)
     """Small state, by optimizer, canonical name and key, and whether it lives on the host."""
 

@@ -176,7 +176,7 @@ class WholeParameters(DataParallel):
 
     @override
     def before_forward(self, stage: int = 0) -> None:
-        """Nothing: what a forward needs is there."""
+        """No-op: the parameters are whole."""
 
     @override
     def before_backward(self, stage: int = 0, *, last: bool = True, split: bool = False) -> None:
@@ -230,7 +230,7 @@ class WholeParameters(DataParallel):
 
     @override
     def come_to_rest(self) -> None:
-        """Nothing: parameters are what they should be at all times."""
+        """No-op: parameters are whole at all times."""
 
     @override
     def resume(self) -> None:

@@ -51,7 +51,7 @@ class Traffic:
 
     @cached_property
     def incoming(self) -> dict[int, tuple[Action, ...]]:
-        """For every other rank what it sends here, in order."""
+        """Messages from every other rank to this one, in order."""
         found: dict[int, list[Action]] = {}
         for sender, actions in enumerate(self.schedule.actions):
             for action in actions:
@@ -62,7 +62,7 @@ class Traffic:
 
     @cached_property
     def outgoing(self) -> dict[int, tuple[int, ...]]:
-        """For every other rank, at each message to it, the earlier ones that it has received.
+        """Number of earlier messages that a rank has received, for each message to it.
 
         These may be waited for: where every action takes its ideal time (`simulate`) the receiver
         asked for them at least a forward and a backward before. Every wait is for something earlier
@@ -203,7 +203,7 @@ class Links:
             channel.send(tree)
 
     def receive(self, action: Action) -> Any:
-        """What ``action`` needs from another stage."""
+        """Inputs of ``action`` that another stage sends."""
         kind, stage, microbatch = action
         kind = Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD
         wanted = Action(kind, stage, microbatch)

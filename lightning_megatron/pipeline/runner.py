@@ -90,7 +90,7 @@ class _Port:
 
 @dataclass
 class _Saved:
-    """What a backward needs of its forward."""
+    """Tensors of a forward that its backward needs."""
 
     inputs: list[Tensor]
     roots: list[Any]

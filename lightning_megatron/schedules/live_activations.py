@@ -24,9 +24,9 @@ class Moment:
     """Microbatches that a rank holds something of, by stage."""
 
     waiting: Mapping[int, int]
-    """Whose backward has not begun."""
+    """Microbatches whose backward has not begun, by stage."""
     spent: Mapping[int, int]
-    """Whose backward has its second half before it, or is in the first."""
+    """Microbatches between the two halves of their backward, or in the first, by stage."""
     running: int | None
     """Stage of the backward in one piece that runs, of a microbatch that is not among the others.
     """
@@ -37,7 +37,7 @@ class Moment:
 
 
 ALONE = (Moment(waiting={0: 0}, spent={0: 0}, running=0),)
-"""Those of a process without a pipeline: one microbatch after the other, forward and backward."""
+"""Counts of a process without a pipeline: one microbatch after the other, forward and backward."""
 
 
 def moments(actions: Sequence[Action]) -> tuple[Moment, ...]:
@@ -66,7 +66,7 @@ def moments(actions: Sequence[Action]) -> tuple[Moment, ...]:
 
 
 def beside(found: Sequence[Moment], stage: int, count: int) -> tuple[Moment, ...]:
-    """The same of a rank that holds ``count`` microbatches of something else throughout.
+    """Counts of a rank that holds ``count`` microbatches of another stage throughout as well.
 
     Args:
         found: moments of its stages.

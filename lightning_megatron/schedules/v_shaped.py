@@ -60,7 +60,7 @@ _PERIOD = 6
 """Units of work per microbatch on a rank: forward and two halves of a backward, on two stages."""
 
 Way = list[list[tuple[int, Kind, int]]]
-"""For every rank start, kind and stage of what it does for one microbatch, weight halves apart."""
+"""Start, kind and stage of the work on one microbatch, by rank, weight halves apart."""
 
 
 def repeat(way: Way, num_microbatches: int) -> list[list[Action]]:
@@ -81,9 +81,9 @@ class Pattern:
     """One microbatch's way through the V: units of time from rank to rank."""
 
     down: int
-    """From rank 0 to the last: forwards of first stages, backwards of second ones."""
+    """Way from rank 0 to the last: forwards of first stages, backwards of second ones."""
     up: int
-    """From the last rank to rank 0: forwards of second stages, backwards of first ones."""
+    """Way from the last rank to rank 0: forwards of second stages, backwards of first ones."""
 
     def way(self, num_ranks: int) -> Way:
         """Forwards and input halves of one microbatch.

@@ -231,7 +231,7 @@ class _Sizes:
 
     @property
     def bytes(self) -> int:
-        """Of all that were noted."""
+        """Bytes of all results that were noted."""
         return sum(self._sizes.values())
 
     def note(self, tensor: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class _Sizes:
 def checkpoint_options(
     blocks: Iterable[nn.Module], kept: Sequence[str] = (), offloader: Offloader | None = None
 ) -> dict[str, Any]:
-    """What torch's ``checkpoint`` of some blocks needs to be told.
+    """Options of torch's ``checkpoint`` for some blocks.
 
     Args:
         blocks: which run in it.
@@ -255,7 +255,7 @@ def checkpoint_options(
 
 
 def traced_options(kept: Sequence[str] = ()) -> dict[str, Any]:
-    """The same for a ``checkpoint`` that a compiler traces, which sees to the rest itself.
+    """Options for a ``checkpoint`` that a compiler traces, which sees to the rest itself.
 
     Args:
         kept: operations whose results are not forgotten.
@@ -290,7 +290,7 @@ def _counting(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 def _contexts(
     counting: Sequence[nn.Module], kept: Sequence[str], offloader: Offloader | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What a block runs in first, and what it runs in again."""
+    """Contexts of a block's forward and of its recomputation."""
     if not kept:
         return nullcontext(), _Again(counting, None)
     notes = Notes(kept_operations(kept), offloader)

@@ -41,7 +41,7 @@ from typing import Any, Literal
 from lightning_megatron.schedules.live_activations import ALONE, Moment
 
 _PARTS = 40_000
-"""Of the room, divided by the number of blocks: smaller differences do not count."""
+"""Resolution: the room, divided by this and the number of blocks, is the least that counts."""
 _PAIRS = 20_000
 """Choices of two stages that are combined at most."""
 _RAISES = 4
@@ -49,27 +49,27 @@ _RAISES = 4
 _WORTH = 200
 """Part of the limit that is worth to be used."""
 Way = Literal["none", "selective", "full"]
-"""How a block is recomputed."""
+"""Way in which a block is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """What was measured of a block."""
+    """Measured costs of a block."""
 
     seconds: float
-    """Of its forward."""
+    """Seconds of its forward."""
     kept: int
     """Bytes that autograd keeps of one microbatch, its input included."""
     input: int
     """Bytes of its input."""
     selective_seconds: float | None = None
-    """Of what of the forward selective recomputation repeats; None where it is not to be chosen."""
+    """Seconds of forward that selective recomputation repeats; None where it may not be chosen."""
     selective_kept: int = 0
     """Bytes that are kept then, the input included."""
     stage: int = 0
-    """Where in a pipeline it is."""
+    """Pipeline stage of the block."""
     place: int = 0
-    """When it runs, among all blocks of a forward."""
+    """Position among all blocks of a forward."""
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -79,18 +79,18 @@ class BlockCosts:
         return ("none", "selective", "full")
 
     def bytes(self, way: Way) -> int:
-        """What a microbatch takes that waits for its backward."""
+        """Bytes that a microbatch holds until its backward."""
         return {"none": self.kept, "selective": self.selective_kept, "full": self.input}[way]
 
     def again(self, way: Way) -> int:
-        """What comes on top while its backward runs.
+        """Bytes on top of that while the backward runs.
 
         The input is there already, and counts for what a block makes on the way and does not keep.
         """
         return 0 if way == "none" else self.kept
 
     def time(self, way: Way) -> float:
-        """What a backward takes longer."""
+        """Seconds by which the backward becomes longer."""
         return {"none": 0.0, "selective": self.selective_seconds or 0.0, "full": self.seconds}[way]
 
 
@@ -199,7 +199,7 @@ def _is_exact(moments: Sequence[Moment]) -> bool:
 
 
 def _spent(blocks: Sequence[BlockCosts], moments: Sequence[Moment]) -> dict[int, int]:
-    """What a microbatch takes between the halves of its backward, by stage."""
+    """Bytes of a microbatch between the halves of its backward, by stage."""
     found = dict.fromkeys(moments[0].waiting, 0)
     for block in blocks:
         found[block.stage] += block.kept
@@ -212,7 +212,7 @@ def _extra(
     least: dict[int, int],
     spent: dict[int, int],
 ) -> dict[int | None, int]:
-    """By the stage whose backward runs, what a rank holds beyond ``most`` of everything.
+    """Bytes that a rank holds beyond ``most``, by the stage whose backward runs.
 
     Less than nothing, where it holds less than the most of a stage: at least ``least`` of each
     microbatch that it does not hold.
@@ -234,18 +234,18 @@ class _Stage:
     """The blocks of one stage."""
 
     blocks: Sequence[BlockCosts]
-    """In order."""
+    """Blocks, in the order of the forward."""
     count: int
     """Microbatches of which it holds something."""
     extra: int | None
-    """What the rank holds besides when a backward runs here; None if none does in one piece."""
+    """Bytes held besides while a backward runs here; None if no backward runs in one piece."""
     floor: int
-    """What it holds besides in any case."""
+    """Bytes held besides in any case."""
     limit: int
     """Bytes for it and for what the rank holds besides."""
 
     def choices(self, unit: int, *, alone: bool) -> list[_Choice]:
-        """Those of all blocks that no other beats, by time."""
+        """Choices for all blocks that no other choice beats, by time."""
         found: list[_Choice] = [(0, 0, 0.0, None)]
         rest = sum(block.input for block in self.blocks)
         for block in reversed(self.blocks):
@@ -287,7 +287,7 @@ def _pairs(before: list[_Choice], here: list[_Choice], limit: int, unit: int) ->
 def _undominated(
     choices: Sequence[_Choice], keys: Sequence[tuple[int, float, int]]
 ) -> list[_Choice]:
-    """Those that no other beats in all its keys."""
+    """Choices that no other beats in all its keys."""
     found: list[_Choice] = []
     sizes: list[int] = []  # rising, of the choices so far that are the best for their last key,
     times: list[float] = []  # falling

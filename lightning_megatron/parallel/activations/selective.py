@@ -55,7 +55,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _ATEN = "aten."
 OPERATIONS: tuple[str, ...] = get_args(Operation)
 DEAR: tuple[str, ...] = ("attention", "matmul")
-"""What takes most of the time of a network, and is kept if nothing else is asked for."""
+"""Operations that take most of a network's time; kept by default."""
 
 
 def is_operation(name: str) -> bool:
@@ -88,7 +88,7 @@ def kept_operations(names: Sequence[str]) -> frozenset[Any]:
 
 
 class Keeper(Protocol):
-    """Where tensors can wait."""
+    """Place where tensors wait for the backward."""
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor."""
@@ -121,7 +121,7 @@ class Notes:
 
     @property
     def bytes(self) -> int:
-        """Of what is noted, where it is not kept elsewhere."""
+        """Bytes of the noted results that are not kept elsewhere."""
         leaves = tree_flatten([list(results) for results in self._results.values()])[0]
         return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
@@ -190,7 +190,7 @@ def _draws(func: Any, args: Sequence[Any]) -> bool:
 
 
 def traced_contexts(names: Sequence[str]) -> Any:
-    """What a compiler that traces a checkpoint wants as its ``context_fn``.
+    """``context_fn`` for a compiler that traces a checkpoint.
 
     Args:
         names: operations whose results are kept.
