@@ -33,11 +33,11 @@ from lightning_megatron.optim.sharded_step import LentRows
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.row_gather import RowCodec, RowGather
-from lightning_megatron.parallel.zero import ComputeTypes, DataParallel, has_no_rows
+from lightning_megatron.parallel.zero import ComputeTypes, ZeroDataParallel, has_no_rows
 from lightning_megatron.topology.mesh import Topology
 
 
-class WholeParameters(DataParallel):
+class WholeParameters(ZeroDataParallel):
     """Reduces gradients to the owners of rows, and gathers what they have made of them.
 
     Args:

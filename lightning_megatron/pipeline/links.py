@@ -43,7 +43,7 @@ _SLACK = 3.0
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MessagePlan:
     """The messages of one rank under a schedule; a message is named by the action that needs it."""
 
     schedule: Schedule
@@ -163,7 +163,7 @@ class Links:
         self._arrived: dict[Action, Any] = {}
         self._due: dict[int, Iterator[Action]] = {}
         self._settled: dict[int, Iterator[int]] = {}
-        self._traffic: Traffic
+        self._traffic: MessagePlan
         others = (rank for rank in range(topology.pp.size) if rank != topology.pp.rank)
         self._in_parts = {p for p in others if scatters_to(topology, p, scatter_gather)}
         self.parts: ScatterGather | None = None
@@ -171,7 +171,7 @@ class Links:
             least = {"least_bytes": 1} if scatter_gather is True else {}
             self.parts = ScatterGather(topology.tp, **least)
 
-    def begin(self, traffic: Traffic) -> None:
+    def begin(self, traffic: MessagePlan) -> None:
         """Start a step; the other ranks must do so with the same schedule."""
         self._traffic = traffic
         self._arrived.clear()

@@ -43,9 +43,9 @@ from lightning_megatron.parallel.activations.config import MemoryConfig
 from lightning_megatron.parallel.activations.knapsack import BlockCosts
 from lightning_megatron.parallel.activations.offload import Offloader
 from lightning_megatron.parallel.activations.selective import (
-    Notes,
-    Noting,
+    Recording,
     Replaying,
+    SavedResults,
     kept_operations,
     traced_contexts,
 )
@@ -93,13 +93,13 @@ def recompute_each(
         traced: whether they will run inside of what is compiled.
     """
     if traced:
-        never_trace_alone(_Forgetful)
+        never_trace_alone(CheckpointedForward)
     for child in module.modules():
         held = outermost(child)
-        if isinstance(held, _Forgetful):
+        if isinstance(held, CheckpointedForward):
             held.remove()
         if child in chosen:
-            _Forgetful(child, chosen[child], offloader, traced=traced)
+            CheckpointedForward(child, chosen[child], offloader, traced=traced)
 
 
 def measure(
@@ -125,13 +125,13 @@ def measure(
     found, places = [], itertools.count()
     for block in blocks:
         held = outermost(block)
-        assert isinstance(held, _Forgetful)
+        assert isinstance(held, CheckpointedForward)
         found.append(held.measured)
         held.now, held.selection, held.measured, held.places = now, kept, [], places
     return found
 
 
-class _Forgetful(BlockForward):
+class CheckpointedForward(BlockForward):
     """A forward that runs again in the backward.
 
     Args:
@@ -200,8 +200,8 @@ class _Forgetful(BlockForward):
             plain.append(run(nullcontext(), sizes.note))
             kept = max(kept, sizes.bytes)
             if self.selection:
-                notes = Notes(kept_operations(self.selection))
-                noting.append(run(Noting(notes), lambda tensor: None))
+                notes = SavedResults(kept_operations(self.selection))
+                noting.append(run(Recording(notes), lambda tensor: None))
                 noted = notes.bytes
                 replaying.append(run(Replaying(notes), lambda tensor: tensor))
         again = None
@@ -293,14 +293,14 @@ def _contexts(
     """Contexts of a block's forward and of its recomputation."""
     if not kept:
         return nullcontext(), _Again(counting, None)
-    notes = Notes(kept_operations(kept), offloader)
-    return Noting(notes), _Again(counting, notes)
+    notes = SavedResults(kept_operations(kept), offloader)
+    return Recording(notes), _Again(counting, notes)
 
 
 class _Again(AbstractContextManager[None]):
     """Around a recomputation; can be entered once per backward of the same forward."""
 
-    def __init__(self, counting: Sequence[nn.Module], notes: Notes | None) -> None:
+    def __init__(self, counting: Sequence[nn.Module], notes: SavedResults | None) -> None:
         self._counting, self._notes = counting, notes
         # Precision plugins change it around forwards only.
         self._dtype = torch.get_default_dtype()
