@@ -29,12 +29,12 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_megatron._lightning import call_module_hook, collect_checkpoint, uploads_checkpoints
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     chunks_of,
@@ -123,7 +123,6 @@ class CheckpointHooks:
     optimizers: list[Optimizer]
     lightning_module: LightningModule | None
     checkpoint_io: CheckpointIO
-    _checkpoint_io: CheckpointIO | None
     _checkpoint: CheckpointConfig
     _connection: ConnectionConfig
     is_global_zero: bool
@@ -233,7 +232,7 @@ class CheckpointHooks:
     def save_local(self) -> None:
         """Begin to make a local checkpoint of the present; collective over all processes."""
         assert self._local is not None
-        checkpoint = self._trainer()._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint = collect_checkpoint(self._trainer())
         self._local.run.save(**vars(self._content(checkpoint)))
 
     def _content(self, checkpoint: dict[str, Any]) -> "_Content":
@@ -311,8 +310,7 @@ class CheckpointHooks:
 
     def _warn_of_loggers(self) -> None:
         for given in self._trainer().loggers:
-            uploads = (getattr(given, f"_log_model{end}", False) for end in ("", "_checkpoints"))
-            if any(uploads):
+            if uploads_checkpoints(given):
                 rank_zero_warn(
                     f"{type(given).__name__}(log_model=...) uploads nothing: it takes files, and "
                     "checkpoints of MegatronStrategy are directories. Log a file that "
@@ -321,8 +319,8 @@ class CheckpointHooks:
 
     def checkpoint_problems(self) -> list[str]:
         """Faults of what the Trainer was given to save with."""
-        given = self._checkpoint_io
-        if given is None or type(given) is TorchCheckpointIO:
+        given = self.checkpoint_io
+        if type(given) is TorchCheckpointIO:
             return []
         name = type(given).__name__
         instead = (
@@ -431,7 +429,7 @@ class CheckpointHooks:
             if self._view.is_cut:
                 self._view.attach()
         if starts:  # Lightning restores nothing then, and calls no hook
-            _call_lightning_module_hook(module.trainer, "on_load_checkpoint", checkpoint)
+            call_module_hook(module.trainer, "on_load_checkpoint", checkpoint)
             self.load_model_state_dict(checkpoint, strict=module.strict_loading)
             rank_zero_info(f"Training starts at step 0 from the weights in {reader.directory}")
             return NoCheckpoint()

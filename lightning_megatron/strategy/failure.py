@@ -97,7 +97,7 @@ class EndingHooks(ParallelStrategy):
         return "" if self.cluster_environment is None else self.cluster_environment.main_address
 
     def _codes(self) -> dict[int, int]:
-        return self._launcher.codes() if isinstance(self._launcher, Launcher) else {}
+        return self.launcher.codes() if isinstance(self.launcher, Launcher) else {}
 
     def note_ending(self, exception: BaseException) -> None:
         """Post the cause, or find it; the first thing to do after an exception."""
@@ -171,9 +171,9 @@ class EndingHooks(ParallelStrategy):
         They get a moment to fail by themselves: when this exception is but the echo of theirs, it
         is their traceback that tells the user what went wrong. An error of ours tells it already.
         """
-        if isinstance(self._launcher, Launcher):
+        if isinstance(self.launcher, Launcher):
             tells_all = isinstance(exception, MegatronError) and not is_echo(exception)
-            self._launcher.end_children(0.0 if tells_all else _GRACE_S)
+            self.launcher.end_children(0.0 if tells_all else _GRACE_S)
 
 
 def mark_secondary(exception: BaseException, cause: str) -> None:

@@ -17,13 +17,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _set_num_threads_if_needed,
-)
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,6 +27,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import (
+    call_module_hook,
+    keep_precision,
+    limit_threads,
+    set_device_mesh,
+    synchronizes_batch_norm,
+)
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
@@ -210,7 +213,7 @@ class MegatronStrategy(
         )
         # Lightning's launcher does this for the first process of a node only; the others would
         # compute with as many threads each as there are cores.
-        _set_num_threads_if_needed(self.num_processes)
+        limit_threads(self.num_processes)
         self.set_world_ranks()
         self.events.identify(rank=self.global_rank)
         self.check_start()
@@ -227,7 +230,7 @@ class MegatronStrategy(
         )
         self.find_peers(self._connection, options, from_host=host)
         self._topology = self._make_topology(module)
-        module._device_mesh = self.topology.mesh
+        set_device_mesh(module, self.topology.mesh)
         if self.world_size > 1:
             # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
             # split of the data that ``setup`` draws is the same on all.
@@ -286,7 +289,7 @@ class MegatronStrategy(
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else sharded_precision(plugin)
+        keep_precision(self, None if plugin is None else sharded_precision(plugin))
 
     @contextmanager
     @override
@@ -314,7 +317,7 @@ class MegatronStrategy(
         reason, self._written = attempt.reason, None
         attempt.undo()
         with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
-            _call_lightning_module_hook(module.trainer, "configure_model")
+            call_module_hook(module.trainer, "configure_model")
         refuse_spread(module)
         _warn_of_real_weights(reason)
 
@@ -346,7 +349,7 @@ class MegatronStrategy(
         self.barrier()
         self.measured_partition = None
         if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
+            self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             if not (self.on_one_machine or trainer.fast_dev_run):  # type: ignore[attr-defined]
                 check_shared(trainer, Peers(self._host_world()))
@@ -427,7 +430,7 @@ class MegatronStrategy(
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
         precision = self._precision()
-        if self._layer_sync is not None:
+        if synchronizes_batch_norm(self):
             synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(
             zero=self.options.zero,
@@ -564,7 +567,7 @@ class MegatronStrategy(
         restore(parallel)
         self.unshare_metrics(module)
         remember_layout(module, None)
-        module._device_mesh = None
+        set_device_mesh(module, None)
         parallel.gradients.forget_pieces()
         self._precision().use(parallel.gradients)
         # At once, a rank that has fewer batches than others would cut these off in the midst of a

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
+from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
@@ -43,10 +44,9 @@ class LoaderHooks:
 
         Lightning would shuffle what is trained on, and repeat samples that are evaluated.
         """
-        connector = trainer._accelerator_connector
-        self._splits_data |= connector.use_distributed_sampler
+        self._splits_data |= divides_data(trainer)
         predicting = trainer.state.fn == TrainerFn.PREDICTING
-        connector.use_distributed_sampler = self._splits_data and predicting
+        divide_data(trainer, divide=self._splits_data and predicting)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -70,14 +70,7 @@ class LoaderHooks:
         trainer, seed = self.lightning_module.trainer, env.global_seed() or 0
         fitting = trainer.state.fn == TrainerFn.FITTING
         # The training loader comes first.
-        if (
-            fitting
-            and trainer.training
-            and (
-                trainer.fit_loop._combined_loader is None
-                or trainer.fit_loop._should_reload_train_dl
-            )
-        ):
+        if fitting and trainer.training and makes_training_loader(trainer):
             return self._data_position.prepare(
                 dataloader, trainer, self.topology, seed, divide=self._splits_data
             )

@@ -1,6 +1,5 @@
 """How the processes of a run are started, know each other, connect and end."""
 
-import atexit
 import difflib
 import hashlib
 import logging
@@ -17,17 +16,19 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.distributed import (
-    _destroy_dist_connection,
-    _get_default_process_group_backend_for_device,
-)
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import (
+    LauncherBase,
+    LaunchingStrategy,
+    default_backend,
+    destroy_group_at_exit,
+    is_interactive,
+)
 from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
 from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import ConfigError, ConnectError
@@ -166,7 +167,7 @@ def connect(
         ConfigError: ranks were given different options; on all of them.
         ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
-    backend = _get_default_process_group_backend_for_device(device)
+    backend = default_backend(device)
     if from_host and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
     if not dist.is_initialized():
@@ -236,7 +237,7 @@ def _form_group(
             raise
         raise ConnectError(_why_not_connected(rank, error)) from None
     if "nccl" in backend:  # torch warns about a group that still is there at exit
-        atexit.register(_destroy_dist_connection)
+        destroy_group_at_exit()
     rank_zero_info(
         f"{world_size} {'process' if world_size == 1 else 'processes'} connected over {backend}"
         + (f", attempt {attempt.number}" if attempt.number else "")
@@ -307,7 +308,7 @@ def _listening_address(config: ConnectionConfig, address: str, single_machine: b
     return place.address
 
 
-class Processes(EndingHooks):
+class Processes(LaunchingStrategy, EndingHooks):
     """The part of the strategy that starts and ends the processes of this node."""
 
     num_nodes = 1
@@ -328,15 +329,15 @@ class Processes(EndingHooks):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @override
-    def _configure_launcher(self) -> None:
+    def make_launcher(self) -> LauncherBase | None:
         environment, processes, nodes = self.cluster_environment, self.num_processes, self.num_nodes
         assert environment is not None
-        self._launcher = None
         external = environment.creates_processes_externally
-        if self._connection.forks(processes, nodes, _IS_INTERACTIVE and not external):
-            self._launcher = None if external else ForkLauncher(self, processes)
-        elif processes * nodes > 1 and not external:
-            self._launcher = Launcher(environment, processes, nodes, self.check_start)
+        if self._connection.forks(processes, nodes, is_interactive() and not external):
+            return None if external else ForkLauncher(self, processes)
+        if processes * nodes > 1 and not external:
+            return Launcher(environment, processes, nodes, self.check_start)
+        return None
 
     @property
     def _nodes(self) -> int:
