@@ -4,14 +4,14 @@ from importlib import import_module
 
 import pytest
 
-PACKAGES = ("", ".layers", ".optim", ".data")
+PACKAGES = ("", ".callbacks", ".layers", ".optim", ".data")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_name_can_be_imported(package: str) -> None:
     module = import_module(f"lightning_megatron{package}")
     for name in module.__all__:
-        home = import_module(f"{module.__name__}.{module._HOMES.get(name, 'errors')}")
+        home = import_module(f".{module._HOMES.get(name, 'errors')}", module.__name__)
         assert getattr(module, name) is getattr(home, name), name
     assert set(module._HOMES) <= set(module.__all__)
     with pytest.raises(AttributeError, match="no attribute 'ColumnParalelLinear'"):
