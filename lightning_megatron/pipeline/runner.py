@@ -136,7 +136,7 @@ class Pipeline(Executor):
         self._deferral = WeightGradients()
         self._defers = False
 
-        self.sections = SectionClock()
+        self.clock = SectionClock()
         self.activation_bytes: dict[int, int] | None = None
         self.use(make)
 
@@ -207,7 +207,7 @@ class Pipeline(Executor):
         for number, action in enumerate(row):
             kind, stage, microbatch = action
             key, last = (stage, microbatch), number in lasts
-            self.sections.enter(FORWARD if kind is Kind.FORWARD else BACKWARD)
+            self.clock.enter(FORWARD if kind is Kind.FORWARD else BACKWARD)
             self._deferral.enabled = traffic.schedule.is_split(stage, microbatch)
             if kind is Kind.FORWARD:
                 reduction.before_forward(self._position[stage])
