@@ -2,7 +2,7 @@
 
 Strategy, configurations, modules, callbacks, precision plugins and conversions are offered here.
 More is in the packages, each of which lists its names: `layers`, `models`, `optim`, `data`,
-`precision`, `topology`, `comm`.
+`precision`, `checkpoint`, `callbacks`, `topology`, `comm`.
 
 Names are imported when they are first used, so that ``import lightning_megatron`` costs nothing.
 """
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.checkpoint.config import CheckpointConfig
-    from lightning_megatron.checkpoint.gather import gather
-    from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
+    from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
+    from lightning_megatron.checkpoint.gather_state import gather
     from lightning_megatron.checkpoint.offline.export import (
         convert_to_lightning,
         export_safetensors,
@@ -93,7 +92,7 @@ _HOMES = {
     "HangDetector": "fault_tolerance.hangs.detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
-    "LocalCheckpointConfig": "checkpoint.local.config",
+    "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
     "MegatronStrategy": "strategy.megatron",
@@ -115,7 +114,7 @@ _HOMES = {
     "RollbackConfig": "fault_tolerance.numbers.responses",
     "Rule": "monitoring.alert_rules",
     "ShardingConfig": "parallel.zero",
-    "gather": "checkpoint.gather",
+    "gather": "checkpoint.gather_state",
     "SlowRankDetector": "fault_tolerance.slow_ranks.detector",
     "SpikeConfig": "fault_tolerance.numbers.spikes",
     "ThroughputMonitor": "monitoring.throughput",

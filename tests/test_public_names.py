@@ -29,7 +29,7 @@ def offered() -> dict[str, str]:
 def test_every_name_can_be_imported(package: str) -> None:
     module = import_module(package)
     for name in module.__all__:
-        home = import_module(f"{package}.{module._HOMES[name]}")
+        home = import_module(f".{module._HOMES[name]}", package)
         assert getattr(module, name) is getattr(home, name), name
         if hasattr(getattr(module, name), "__module__"):
             assert getattr(module, name).__module__ == home.__name__, name

@@ -304,7 +304,6 @@ class CheckpointHooks:
             trainer,
             Peers(self._host_world()),
             Peers(self._local_group),
-            process=config.process,
             slot=self.agreement.register("local checkpoint", by_rank=False),
             save=self.save_local,
             report=self._report_local,

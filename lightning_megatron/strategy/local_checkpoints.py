@@ -9,13 +9,13 @@ the next for all, and without ``every_n_steps`` it is rank 0 that says when one 
 
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
+from lightning_megatron.checkpoint.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.run import LocalRun
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.save_job import SaveOutcome
@@ -38,7 +38,6 @@ class LocalCheckpoints(pl.Callback):
         trainer: whose last callback this becomes.
         peers: all ranks.
         background: the same ranks over a gloo group of its own.
-        process: what writes in the background.
         slot: what ranks tell each other of it in every batch.
         save: begins to make one of the present; collective.
         report: called with what came of each, in the thread that wrote it.
@@ -54,7 +53,6 @@ class LocalCheckpoints(pl.Callback):
         peers: Peers,
         background: Peers,
         *,
-        process: Literal["thread", "process"],
         slot: Slot,
         save: Callable[[], None],
         report: Callable[[SaveOutcome], None],
@@ -68,7 +66,6 @@ class LocalCheckpoints(pl.Callback):
             checkpoint_places(trainer),
             peers,
             background,
-            process=process,
             report=self._note,
         )
         if self.run.copies < 1 + config.replicas:
