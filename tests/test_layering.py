@@ -81,6 +81,7 @@ LAYERS = {
     "testing/chaos/monkey": 9,
     "testing/chaos/runner": 9,
     # 10 and 11: the command line, the public names
+    "callbacks/__init__": 10,
     "cli": 10,
     "__init__": 11,
     "__main__": 11,
