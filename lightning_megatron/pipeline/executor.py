@@ -16,11 +16,11 @@ from lightning_megatron.pipeline.microbatch import detach
 Step = Callable[[int, bool], Any]
 """The user's step on a microbatch; the flag says whether it runs to its end."""
 LossOf = Callable[[Any, int], Tensor | None]
-"""From the step's output and the microbatch, the scalar to differentiate."""
+"""Function of the step's output and the microbatch that gives the scalar to differentiate."""
 
 
 class Reduction(Protocol):
-    """What surrounds the work on a stage: the communication of its parameters and gradients."""
+    """Communication of parameters and gradients around the work on a stage."""
 
     def before_forward(self, stage: int) -> None:
         """This rank's ``stage``-th stage will run forward once its input has arrived."""

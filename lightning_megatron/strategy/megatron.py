@@ -421,9 +421,9 @@ class MegatronStrategy(
         earlier = layout_of(module)
         if earlier is not None:
             earlier.data.resume()
-            forgetful = blocks_to_recompute(module, self.memory)
+            recomputed = blocks_to_recompute(module, self.memory)
             tp = self.topology.tp
-            transform_blocks(module, forgetful, self.memory, self.root_device, tp)
+            transform_blocks(module, recomputed, self.memory, self.root_device, tp)
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
         precision = self._precision()
