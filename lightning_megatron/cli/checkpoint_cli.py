@@ -21,7 +21,7 @@ class CheckpointCLI(BaseCLI):
 
     Example::
 
-        from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
+        from lightning_megatron import CheckpointCLI
 
         CheckpointCLI(MyModule, MyData)
 
