@@ -18,7 +18,6 @@ Evaluation is ended likewise where all ranks have the same number of batches, wh
 its beginning; elsewhere a signal waits for its end.
 """
 
-import os
 import subprocess
 import time
 import zlib
@@ -37,7 +36,7 @@ from typing_extensions import override
 
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.preemption.signals import StopFlag, name_of
-from lightning_megatron.strategy.data.position import DataPosition
+from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.stop_connector import StopConnector
 from lightning_megatron.strategy.votes import Agreement
 
@@ -73,7 +72,7 @@ class StopHooks(ParallelStrategy):
         before_leaving: called on all ranks, where they may save a checkpoint.
     """
 
-    _data_position: DataPosition
+    data: DataLoading
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +225,7 @@ class StopHooks(ParallelStrategy):
         loop = self._trainer_of_run().fit_loop
         if self.stop is None:
             type(loop).on_advance_end(loop)
-            self._data_position.after_epoch(loop.trainer)
+            self.data.position.after_epoch(loop.trainer)
             return
         with suppress(SIGTERMException):
             type(loop).on_advance_end(loop)
@@ -252,17 +251,11 @@ class StopHooks(ParallelStrategy):
             announce(f"{self.stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
         raise SIGTERMException(self.stop_flag.code_for(self.stop.number))
 
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | os.PathLike[str],
-        storage_options: Any | None = None,
-    ) -> None:
-        """Write it, with what the resumed run has to do before it reads the next batch."""
+    def mend_progress(self, checkpoint: dict[str, Any]) -> None:
+        """Change in a checkpoint what the resumed run does before it reads the next batch."""
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if self._mend is not None and progress is not None:
             self._mend(progress)
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[arg-type]
 
     @override
     def on_exception(self, exception: BaseException) -> None:

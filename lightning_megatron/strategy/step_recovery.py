@@ -60,7 +60,7 @@ class StepRecovery(StepHooks):
             # Of batches whose gradients are added up, all or none.
             self.passing = self.passed_over > 0
             if self.takes_back:
-                moment, results = self._random_state.now(), self._results()
+                moment, results = self.random_state.now(), self._results()
                 self._before = _Before(moment, self._statistics(), results)
         self.passed_over = max(0, self.passed_over - 1) if self.passing else self.passed_over
 
@@ -88,11 +88,11 @@ class StepRecovery(StepHooks):
         **kwargs: Any,
     ) -> Any:
         if self.passing:
-            self._precision().skip_step()
+            self.precision.skip_step()
         elif self.judge is not None:
             closure = self._judged(closure)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.rollback is not None and not self._precision().skipped:
+        if self.rollback is not None and not self.precision.skipped:
             self.rollback.updates += 1
         return result
 
@@ -110,7 +110,7 @@ class StepRecovery(StepHooks):
         """Undo what the present batch has changed, but for its gradients."""
         before = self._before
         assert before is not None
-        self._random_state.return_to(before.moment)
+        self.random_state.return_to(before.moment)
         with torch.no_grad():
             for held, value in zip(self._statistics_now(), before.statistics, strict=True):
                 held.copy_(value)
@@ -119,7 +119,7 @@ class StepRecovery(StepHooks):
             for name, value in sums.items():
                 begun = torch.full_like(value, float(metric._defaults[name]))
                 setattr(metric, name, before.results.get(key, {}).get(name, begun))
-        self._precision().forget_batch()
+        self.precision.forget_batch()
 
     def _collection(self) -> Any:
         """What is logged in training, as Lightning keeps it."""
@@ -147,7 +147,7 @@ class StepRecovery(StepHooks):
                 if not self.judge():
                     if self._before is not None:
                         self.take_back()
-                    self._precision().skip_step()
+                    self.precision.skip_step()
             finally:
                 self._closure = None
             return result
