@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.checkpoint.config import CheckpointConfig
-    from lightning_megatron.checkpoint.gather import gather
-    from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
+    from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
+    from lightning_megatron.checkpoint.gather_state import gather
     from lightning_megatron.checkpoint.offline.export import (
         convert_to_lightning,
         export_safetensors,
@@ -91,7 +90,7 @@ _HOMES = {
     "TextDataModule": "data.text",
     "Muon": "optim.muon",
     "LinearCrossEntropy": "layers.linear_loss",
-    "LocalCheckpointConfig": "checkpoint.local.config",
+    "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
     "MegatronStrategy": "strategy.megatron",
@@ -113,7 +112,7 @@ _HOMES = {
     "RollbackConfig": "fault_tolerance.numbers.responses",
     "Rule": "monitoring.alert_rules",
     "ShardingConfig": "parallel.zero",
-    "gather": "checkpoint.gather",
+    "gather": "checkpoint.gather_state",
     "SlowRankDetector": "fault_tolerance.slow_ranks.detector",
     "SpikeConfig": "fault_tolerance.numbers.spikes",
     "ThroughputMonitor": "monitoring.throughput",

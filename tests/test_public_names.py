@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-PACKAGES = ("", ".layers", ".optim", ".data")
+PACKAGES = ("", ".layers", ".optim", ".data", ".checkpoint")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -28,7 +28,7 @@ from lightning_megatron.topology.mesh import Axis
 
 def transform_blocks(
     module: nn.Module,
-    forgetful: Collection[nn.Module],
+    recomputed: Collection[nn.Module],
     config: MemoryConfig,
     device: torch.device,
     tp: Axis | None = None,
@@ -37,7 +37,7 @@ def transform_blocks(
 
     Args:
         module: the network, or the stages of it that this rank has.
-        forgetful: blocks of the whole network that are recomputed.
+        recomputed: blocks of the whole network that are recomputed.
         config: the options.
         device: where the network computes.
         tp: the ranks that compute each block together.
@@ -49,15 +49,15 @@ def transform_blocks(
     inside = config.forgets_in_graphs
     if inside:
         here = set(module.modules())
-        compile_if_alone([block for block in forgetful if block in here], config)
+        compile_if_alone([block for block in recomputed if block in here], config)
     else:
         compile_parts(module, config)
-    grouped = recompute_groups(module, forgetful, config.group, traced=inside)
-    recompute(module, [block for block in forgetful if block not in grouped], config, offloader)
+    grouped = recompute_groups(module, recomputed, config.group, traced=inside)
+    recompute(module, [block for block in recomputed if block not in grouped], config, offloader)
     if inside:
         compile_parts(module, config)
     if config.distribute_inputs and tp is not None and tp.size > 1:
-        for block in forgetful:
+        for block in recomputed:
             if not isinstance(block, RemoteItem):
                 SharedInputs(block, tp, offloader)
     if offloader is not None:

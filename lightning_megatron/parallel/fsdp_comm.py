@@ -41,9 +41,9 @@ class Deed:
     """Something that all ranks of a group do together."""
 
     one: str
-    """In words, of one rank; the unit's name follows."""
+    """Sentence about one rank; the unit's name follows."""
     many: str
-    """In words, of several."""
+    """Sentence about several ranks."""
 
 
 GATHER = Deed("gathers", "gather")
@@ -245,7 +245,7 @@ class UnitReduceScatter(_Memory):
             output_tensor.div_(ranks)
 
     def _exchanged(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Of every rank of a group the row for this one."""
+        """Rows for this rank from every rank of a group."""
         self._meter.exchange(_bytes(rows) * (len(rows) - 1) / len(rows), group)
         begin = time.perf_counter()
         received = torch.empty_like(rows)

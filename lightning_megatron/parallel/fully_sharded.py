@@ -46,13 +46,13 @@ from lightning_megatron.parallel.fsdp_comm import (
     count_sums,
 )
 from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.parallel.tied_half_params import LowCopies
+from lightning_megatron.parallel.tied_half_params import TiedHalfParams
 from lightning_megatron.parallel.unit_dtype import one_format
-from lightning_megatron.parallel.zero import ComputeTypes, DataParallel, has_no_rows
+from lightning_megatron.parallel.zero import ComputeTypes, ZeroDataParallel, has_no_rows
 from lightning_megatron.topology.mesh import Topology
 
 
-class FullySharded(DataParallel):
+class FullySharded(ZeroDataParallel):
     """Wraps modules with FSDP2 and steers its communication.
 
     Args:
@@ -89,7 +89,7 @@ class FullySharded(DataParallel):
         self.lends: dict[nn.Parameter, LentRows] = {}
         self._units: list[FSDPModule] = []
         self._stages: list[_Stage] = []
-        self.copies: LowCopies | None = None
+        self.copies: TiedHalfParams | None = None
         self._names: Mapping[nn.Parameter, str] = {}
         self._storages: dict[nn.Parameter, torch.UntypedStorage] = {}
         on_host = topology.device.type == "cpu"
@@ -308,11 +308,11 @@ class FullySharded(DataParallel):
 
     @override
     def gather_all(self) -> None:
-        """Nothing: shards are what parameters are made of."""
+        """No-op: parameters consist of shards."""
 
     @override
     def show_gradients(self, whole: bool) -> None:
-        """Nothing: only shards of gradients fit."""
+        """No-op: only shards of gradients fit."""
 
     def gather_ahead(self, stage: int, units: Sequence[nn.Module]) -> None:
         """Fix the order of gathering for ``units`` of a stage that run one after another.

@@ -48,7 +48,7 @@ work for the host as a large one."""
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionGroups:
-    """Who averages gradients."""
+    """Groups of ranks that average gradients."""
 
     batch: dist.ProcessGroup
     """All data-parallel ranks."""
@@ -148,7 +148,7 @@ class GradientBuckets:
             self._start_next()
 
     def finish(self) -> None:
-        """After the backward: take in what was reduced; collective.
+        """Take in what was reduced, after the backward; collective.
 
         A rank without a gradient counts as zeros and receives the mean; one that no rank has stays
         None. Rows are added up until `settle`.
@@ -327,7 +327,7 @@ class GradientBuckets:
     def _start_two_levels(
         self, bucket: _Bucket, wide: torch.dtype, flags: Tensor, wires: Wires
     ) -> None:
-        """As `_start_exchange`, so that the sum of a node leaves it once."""
+        """Start the exchange on two levels, so that the sum of a node leaves it once."""
         group = self._groups.shard
         assert group is not None
         ranks, count = group.size(), len(flags)
@@ -418,7 +418,7 @@ def _same(one: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> bool:
 
 
 def _holders(flags: Tensor, complete: bool) -> list[float]:
-    """How many ranks had each gradient.
+    """Number of ranks that had each gradient.
 
     Reading the flags waits for the device, so only a rank that misses a gradient looks.
     """

@@ -28,7 +28,7 @@ from lightning_megatron.optim.shard_spec import rows_of
 
 
 class OwnedRows:
-    """What one rank's optimizer owns of a parameter.
+    """Rows of a parameter that one rank's optimizer owns.
 
     Args:
         parameter: whole, with its values.
@@ -149,7 +149,7 @@ class OwnedRows:
             )
 
     def expected(self) -> Tensor:
-        """What the rows make of those of the parameter."""
+        """Values that the parameter's rows have when these are written back."""
         if self.round_trip is not None:
             return self.round_trip(self.values)
         return self.values.to(self.parameter.dtype)

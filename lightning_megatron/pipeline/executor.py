@@ -16,11 +16,11 @@ from lightning_megatron.pipeline.microbatch import detach
 Step = Callable[[int, bool], Any]
 """The user's step on a microbatch; the flag says whether it runs to its end."""
 LossOf = Callable[[Any, int], Tensor | None]
-"""From the step's output and the microbatch, the scalar to differentiate."""
+"""Function of the step's output and the microbatch that gives the scalar to differentiate."""
 
 
 class Reduction(Protocol):
-    """What surrounds the work on a stage: the communication of its parameters and gradients."""
+    """Communication of parameters and gradients around the work on a stage."""
 
     def before_forward(self, stage: int) -> None:
         """This rank's ``stage``-th stage will run forward once its input has arrived."""
@@ -42,10 +42,10 @@ class Executor(Protocol):
     """Runs the microbatches of a batch.
 
     Attributes:
-        sections: told of every change between forward and backward.
+        clock: told of every change between forward and backward.
     """
 
-    sections: SectionClock
+    clock: SectionClock
 
     @property
     def is_last(self) -> bool:
@@ -83,16 +83,16 @@ class NoPipeline(Executor):
     is_last = True
 
     def __init__(self) -> None:
-        self.sections = SectionClock()
+        self.clock = SectionClock()
 
     @override
     def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
         outputs = []
         for index in range(count):
-            self.sections.enter(FORWARD)
+            self.clock.enter(FORWARD)
             output = step(index, True)
             loss = loss_of(output, index)
-            self.sections.enter(BACKWARD)
+            self.clock.enter(BACKWARD)
             if loss is not None:
                 reduction.before_backward(0, last=index == count - 1, split=False)
                 loss.backward()  # type: ignore[no-untyped-call]

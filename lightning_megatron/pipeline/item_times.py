@@ -104,18 +104,18 @@ class ItemTimes:
                 self._seconds[item].setdefault(action.kind, []).append(seconds)
 
     def by_item(self) -> "dict[int, ItemSeconds]":
-        """What a microbatch takes in each item of this rank."""
+        """Times of a microbatch in each item of this rank."""
         return {item: _seconds(kinds) for item, kinds in self._seconds.items()}
 
 
 class ItemSeconds(NamedTuple):
-    """What a microbatch takes in one item."""
+    """Times of a microbatch in one item."""
 
     forward: float
     backward: float
     """Both parts."""
     weight: float
-    """Of the backward the part that can be put off; 0 where none was."""
+    """Seconds of the backward's delayed half; 0 where no backward was split."""
 
 
 def _seconds(kinds: Mapping[Kind, list[float]]) -> ItemSeconds:

@@ -33,7 +33,7 @@ from lightning_megatron.layers.splits import whole
 from lightning_megatron.monitoring.sections import BACKWARD, FORWARD, SectionClock
 from lightning_megatron.pipeline.executor import Executor, LossOf, Reduction, Step
 from lightning_megatron.pipeline.item_times import ItemTimes
-from lightning_megatron.pipeline.links import Links, Traffic
+from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.pipeline.timing import Bubble, Clock, bubble, saved_bytes
@@ -90,7 +90,7 @@ class _Port:
 
 @dataclass
 class _Saved:
-    """What a backward needs of its forward."""
+    """Tensors of a forward that its backward needs."""
 
     inputs: list[Tensor]
     roots: list[Any]
@@ -136,13 +136,13 @@ class Pipeline(Executor):
         self._deferral = WeightGradients()
         self._defers = False
 
-        self.sections = SectionClock()
+        self.clock = SectionClock()
         self.activation_bytes: dict[int, int] | None = None
         self.use(make)
 
         @lru_cache(maxsize=16)
-        def evaluation(count: int) -> Traffic:
-            return Traffic(forward_only(topology.pp.size, count, stage_ranks), self._rank)
+        def evaluation(count: int) -> MessagePlan:
+            return MessagePlan(forward_only(topology.pp.size, count, stage_ranks), self._rank)
 
         self._evaluation = evaluation
 
@@ -150,8 +150,8 @@ class Pipeline(Executor):
         """Train with other schedules from now on; the stages must lie on the same ranks."""
 
         @lru_cache(maxsize=16)
-        def training(count: int) -> Traffic:
-            return Traffic(make(count), self._rank)
+        def training(count: int) -> MessagePlan:
+            return MessagePlan(make(count), self._rank)
 
         self._training = training
 
@@ -207,7 +207,7 @@ class Pipeline(Executor):
         for number, action in enumerate(row):
             kind, stage, microbatch = action
             key, last = (stage, microbatch), number in lasts
-            self.sections.enter(FORWARD if kind is Kind.FORWARD else BACKWARD)
+            self.clock.enter(FORWARD if kind is Kind.FORWARD else BACKWARD)
             self._deferral.enabled = traffic.schedule.is_split(stage, microbatch)
             if kind is Kind.FORWARD:
                 reduction.before_forward(self._position[stage])

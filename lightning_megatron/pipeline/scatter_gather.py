@@ -210,7 +210,7 @@ def _differ(expected: Tensor, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def _limit(leaf: Tensor) -> Tensor:
-    """By how much sums of equal computations may differ.
+    """Largest difference between sums of equal computations.
 
     Elements that differ by some units of their last place, up or down, change a sum by as many
     units of the root of the sum of squares; the order of the summation changes it, too.

@@ -58,7 +58,7 @@ class Clock:
         self._marks, self._notes, self._begin = [], [], self._now()
 
     def start(self) -> None:
-        """What an action waited for is there."""
+        """Note that the inputs of an action have arrived."""
         self._marks.append(self._now())
 
     def note(self, what: int) -> None:
@@ -80,7 +80,7 @@ class Clock:
         return StepTimes(busy, self._between(self._begin, self._end))
 
     def spans(self) -> "list[list[Span]]":
-        """Of every action of the latest step, the times between its notes; waits for the device."""
+        """Times between the notes of every action of the latest step; waits for the device."""
         spans = []
         for number, (start, stop) in enumerate(
             zip(self._marks[::2], self._marks[1::2], strict=True)
@@ -119,9 +119,9 @@ class Span(NamedTuple):
     """Time between two notes within an action."""
 
     before: int | None
-    """What had been reached; None for the beginning of the action."""
+    """Note before the span; None for the beginning of the action."""
     after: int | None
-    """What was reached then; None for its end."""
+    """Note after the span; None for the end of the action."""
     seconds: float
 
 
@@ -130,7 +130,7 @@ class StepTimes:
     """One rank's step, in seconds."""
 
     busy: tuple[float, ...]
-    """Every action of the rank's row, in order."""
+    """Busy seconds of every action of the rank's row, in order."""
     step: float
     """The whole step."""
 

@@ -131,7 +131,7 @@ def _problem(text: str, rule: str, nearest: str) -> str:
 
 
 def _ends_fault(symbols: Sequence[_Symbol], parts: TrunkParts) -> str | None:
-    """What is wrong with E and L."""
+    """Fault in the places of E and L."""
     for letter, items, place, right, end in (
         ("E", parts.before, "before", 0, "beginning"),
         ("L", parts.after, "behind", len(symbols) - 1, "end"),

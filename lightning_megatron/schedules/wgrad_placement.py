@@ -136,7 +136,7 @@ class _Filler:
         return None
 
     def _arrival(self, action: Action) -> float:
-        """When the other stage's part of what ``action`` needs is there."""
+        """Time at which the other stage's input of ``action`` has arrived."""
         forward = action.kind is Kind.FORWARD
         neighbour = action.stage - 1 if forward else action.stage + 1
         if neighbour in (-1, len(self._stage_ranks)):

@@ -154,7 +154,7 @@ class Checkpointing:
         """
         # What Lightning collects after it, from callbacks and the module, is part of the save. If
         # none follows, the next batch ends the section.
-        clock = self._run.sections
+        clock = self._run.clock
         if clock.current != CHECKPOINT:
             self._section_before = clock.current
         clock.enter(CHECKPOINT)
@@ -212,10 +212,10 @@ class Checkpointing:
     ) -> None:
         """Write the directory ``filepath``; collective over all processes."""
         before, self._section_before = self._section_before, None
-        with self._run.sections.section(CHECKPOINT):
+        with self._run.clock.section(CHECKPOINT):
             self._save(checkpoint, filepath, storage_options)
         if before is not None:
-            self._run.sections.enter(before)
+            self._run.clock.enter(before)
 
     def _save(
         self,
@@ -241,7 +241,7 @@ class Checkpointing:
     def save_local(self) -> None:
         """Begin to make a local checkpoint of the present; collective over all processes."""
         assert self.local is not None
-        with self._run.sections.section(CHECKPOINT):
+        with self._run.clock.section(CHECKPOINT):
             connector = self._run.trainer._checkpoint_connector
             checkpoint = connector.dump_checkpoint(weights_only=False)
             self.local.run.save(**vars(self._content(checkpoint)))
@@ -318,8 +318,7 @@ class Checkpointing:
             trainer,
             Peers(self._run.host_group),
             Peers(self._local_group),
-            process=config.process,
-            slot=self._run.agreement.register("local checkpoint", by_rank=False),
+            vote=self._run.votes.register("local checkpoint", by_rank=False),
             save=self.save_local,
             report=self._report_local,
         )
@@ -356,7 +355,7 @@ class Checkpointing:
         """Wait for what is in flight; from now on saving takes place at once. Not collective."""
         if self.saver is None:
             return
-        with self._run.sections.section(CHECKPOINT):
+        with self._run.clock.section(CHECKPOINT):
             self._close(self.saver, timeout_s)
 
     def abandon(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.problems import instances
+from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
 from lightning_megatron.strategy.coordinated_stop import StopHooks
@@ -168,8 +169,8 @@ class MegatronStrategy(
         )
         self._sharding, self.memory = sharding, memory
         self._connection, self._checkpoint = connection, checkpoint
-        self.sections = SectionClock()
-        self.processes = Processes(self, connection, self.stop_flag)
+        self.clock = SectionClock()
+        self.processes = Processes(self, connection, self.stop.flag)
         self.data = DataLoading()
         self.checkpoints = Checkpointing(self, checkpoint, self.processes, self.data)
         self.held: Callable[[], bool] | None = None
@@ -266,7 +267,7 @@ class MegatronStrategy(
 
     @override
     def setup_environment(self) -> None:
-        self.sections.enter(sections.START)  # once more for each run
+        self.clock.enter(sections.START)  # once more for each run
         super().setup_environment()
         # Lightning 2.6 does this with torch 2.13, on every rank; the user can do nothing about it.
         warnings.filterwarnings(
@@ -420,7 +421,7 @@ class MegatronStrategy(
             self._watch_parts(trainer, module)
             if self.parallel.spare is not None:
                 self.measured_partition = MeasuredPartition(self)
-        self.start_agreement(trainer, self.host_group)
+        self.start_votes(trainer, self.host_group)
         self._share_step_state(trainer)
         self.setup_precision_plugin()
 
@@ -465,7 +466,7 @@ class MegatronStrategy(
         self._engine = StepEngine(
             module, parallel, rule, make, self._host_gloo, config.scatter_gather
         )
-        self._engine.executor.sections = self.sections
+        self._engine.executor.clock = self.clock
         if self.options.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
             self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)
@@ -484,9 +485,9 @@ class MegatronStrategy(
         earlier = layout_of(module)
         if earlier is not None:
             earlier.data.resume()
-            forgetful = blocks_to_recompute(module, self.memory)
+            recomputed = blocks_to_recompute(module, self.memory)
             tp = self.topology.tp
-            transform_blocks(module, forgetful, self.memory, self.root_device, tp)
+            transform_blocks(module, recomputed, self.memory, self.root_device, tp)
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
         precision = self.precision
@@ -569,8 +570,8 @@ class MegatronStrategy(
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.sections.step = self.trainer.global_step
-        self.sections.enter(sections.FORWARD)
+        self.clock.step = self.trainer.global_step
+        self.clock.enter(sections.FORWARD)
         super().on_train_batch_start(batch, batch_idx)
 
     @override
@@ -579,17 +580,17 @@ class MegatronStrategy(
         with self._sharing_step_state():
             output = super().training_step(*args, **kwargs)
         if not self.module.automatic_optimization:  # then this is the whole batch
-            self.sections.enter(sections.DATA)
+            self.clock.enter(sections.DATA)
         return output
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self.sections.enter(sections.BACKWARD)
+        self.clock.enter(sections.BACKWARD)
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         automatic = self.module.automatic_optimization
-        self.sections.enter(sections.OPTIMIZER if automatic else sections.FORWARD)
+        self.clock.enter(sections.OPTIMIZER if automatic else sections.FORWARD)
         return loss
 
     @override
@@ -607,9 +608,9 @@ class MegatronStrategy(
     ) -> Any:
         automatic = self.module.automatic_optimization
         if not automatic:
-            self.sections.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
+            self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.sections.enter(sections.DATA if automatic else sections.FORWARD)
+        self.clock.enter(sections.DATA if automatic else sections.FORWARD)
         return result
 
     @contextmanager
@@ -617,15 +618,15 @@ class MegatronStrategy(
     def block_backward_sync(self) -> Iterator[None]:
         with super().block_backward_sync():
             yield
-        self.sections.enter(sections.DATA)  # a batch without an optimizer step has ended
+        self.clock.enter(sections.DATA)  # a batch without an optimizer step has ended
 
     @override
     def on_train_end(self) -> None:
-        with self.sections.section(sections.CHECKPOINT):
+        with self.clock.section(sections.CHECKPOINT):
             self.checkpoints.finish()
             # Under manual optimization what ran last is gathered.
             self.parallel.data.come_to_rest()
-        self.sections.enter(sections.OTHER)
+        self.clock.enter(sections.OTHER)
 
     # Evaluation ----------------------------------------------------------------------------------
 
@@ -645,38 +646,38 @@ class MegatronStrategy(
         super().on_predict_start()
 
     def _enter_evaluation(self) -> None:
-        self._section_outside = self.sections.current
-        self.sections.enter(sections.VALIDATION)
+        self._section_outside = self.clock.current
+        self.clock.enter(sections.VALIDATION)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.sections.enter(sections.VALIDATION)  # once more: each batch is progress
+        self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
         return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.sections.enter(sections.VALIDATION)
+        self.clock.enter(sections.VALIDATION)
         return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.sections.enter(sections.VALIDATION)
+        self.clock.enter(sections.VALIDATION)
         return super().predict_step(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self.sections.enter(self._section_outside)
+        self.clock.enter(self._section_outside)
 
     @override
     def on_test_end(self) -> None:
         super().on_test_end()
-        self.sections.enter(sections.OTHER)
+        self.clock.enter(sections.OTHER)
 
     @override
     def on_predict_end(self) -> None:
         super().on_predict_end()
-        self.sections.enter(sections.OTHER)
+        self.clock.enter(sections.OTHER)
 
     @override
     def _evaluate(self, *args: Any) -> Any:
@@ -733,7 +734,7 @@ class MegatronStrategy(
     ) -> dict[str, Any]:
         """Open a checkpoint of any layout; `load_model_state_dict` loads it. Collective."""
         del weights_only  # nothing that could execute code is read
-        with self.sections.section(sections.CHECKPOINT):
+        with self.clock.section(sections.CHECKPOINT):
             return self.checkpoints.load(checkpoint_path)
 
     @override
@@ -747,7 +748,7 @@ class MegatronStrategy(
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, on rank zero; after the saves that are in flight."""
-        with self.sections.section(sections.CHECKPOINT):
+        with self.clock.section(sections.CHECKPOINT):
             self.checkpoints.remove(filepath)
 
     # Data -----------------------------------------------------------------------------------------
@@ -939,6 +940,13 @@ def _built_once(module: LightningModule | None) -> Iterator[None]:
 
 def _warn_of_real_weights(reason: str) -> None:
     rank_zero_warn(f"configure_model builds real weights on every rank, because {reason}")
+
+
+if TYPE_CHECKING:
+
+    def _services(strategy: MegatronStrategy) -> MegatronServices:
+        """Have mypy check that the strategy has what callbacks use."""
+        return strategy
 
 
 # As Lightning's own strategies do when they are imported; `lightning_megatron` registers the name

@@ -8,12 +8,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
+from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.strategy.rng_state import RandomState
-from lightning_megatron.strategy.votes import Agreement
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -25,15 +25,15 @@ class Run(Protocol):
         lr_scheduler_configs: schedules of the learning rate, as Lightning keeps them.
         clock: tells what this rank is doing.
         events: log of this rank.
-        agreement: what ranks tell each other in every batch.
+        votes: what ranks tell each other in every batch.
         loss_per_token: whether steps return sums over tokens; None until one has.
     """
 
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
-    sections: SectionClock
+    clock: SectionClock
     events: EventLog
-    agreement: Agreement
+    votes: PerBatchVotes
     loss_per_token: bool | None
 
     @property

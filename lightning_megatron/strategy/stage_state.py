@@ -5,18 +5,18 @@ Under a pipeline the code of a step behind the trunk runs on the last stage only
 rank, log what they compute there, and loggers, checkpoints and early stopping act on it. So before
 the first hook at the end of an epoch, whatever has changed on the last stage since the time before
 goes to the other stages, which then hold the same: attributes and buffers of the module and of the
-modules beside the trunk, and with them the states of metrics. Attributes that the code of steps and
-that of hooks around a batch both mention go there after every step; those that only such hooks
-mention are filled by each rank for itself, and stay.
+modules beside the trunk, and with them the states of metrics. Attributes that hooks around a batch
+mention go there after every step that has changed them, and only then: what such hooks change is
+each rank's own. Code that reaches attributes by names that it makes up (``getattr``) may mean any.
 
 A digest of each attribute finds what changed. Values of any class that can be pickled are carried;
 of others the items of a dict, or the attributes of an object. Modules, parameters, optimizers and
-what refers to them stay what they are on each rank. Where hooks use what steps fill and nothing can
-carry, the run ends with an error (a container) or warns (another object).
+what refers to them stay what they are on each rank. Where a step has filled a container that hooks
+use and nothing can carry, the run ends with an error; of other such objects a warning tells.
 
 Cost: once per epoch of training or evaluation the attributes are pickled on the last stage, and
 those that changed are broadcast along the pipeline; per batch the same for attributes that its
-hooks use, and nothing where there are none.
+hooks use. Of containers that any hooks use, each step compares which objects they hold.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,10 @@ _AROUND_A_BATCH = frozenset(
         ),
     )
 )
+_Names: TypeAlias = frozenset[str]
+_ANY: _Names = frozenset(("getattr", "setattr", "__dict__", "vars", "eval", "exec"))
+"""Ways to attributes that code does not mention: one of them stands for all names."""
+_Shape: TypeAlias = tuple[tuple[int, int], ...]
 _BUILDERS = ("__init__", "configure_model", "configure_optimizers", "setup", "prepare_data")
 
 
@@ -154,16 +158,15 @@ class StepState(Callback):
         self._warned: set[str] = set()
         self._module, self._device, self._gives = module, device, pp.rank == source
         self._broadcast = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
-        filled = _names_of_steps(module)
         observers = (module, *callbacks)
-        around_a_batch = _names_of_hooks(observers, _AROUND_A_BATCH)
-        found = (
-            filled & _names_of_hooks(observers),
-            filled & around_a_batch,
-            around_a_batch - filled,
-        )
+        in_hooks, in_steps = _names_of_hooks(observers), _names_of_steps(module)
+        in_both = _meant_by_both(in_hooks, in_steps)
+        found = in_hooks, in_both, _names_of_hooks(observers, _AROUND_A_BATCH)
         # The last stage decides for all: code may not be the same in every process.
-        self._used, self._used_each_batch, self._filled_by_hooks = self._broadcast(found)
+        self._in_hooks, self._in_both, self._around_a_batch = self._broadcast(found)
+        self._shapes: dict[_Key, _Shape] = {}
+        self._cannot_travel: set[_Key] = set()
+        self._stuck: dict[str, None] = {}
         self._known: dict[_Key, bytes] = {}
         self._hooks_ran = True
 
@@ -210,22 +213,49 @@ class StepState(Callback):
         self.share()  # hooks may look at what training has filled
 
     def begin_step(self) -> None:
-        """Note what hooks around the batch use."""
-        if self._used_each_batch and self._gives:
-            self._before = {k: v.digest() for k, _, v in self._values() if self._serves_batch(k)}
+        """Note what hooks use, as it is before the step."""
+        if self._gives:
+            self._before = {k: v.digest() for k, _, v in self._values(self._around_a_batch)}
+            self._note_containers()
 
     def end_step(self) -> None:
-        """Give these hooks what the step has filled; collective over the pipeline."""
-        if not self._used_each_batch:
-            return
+        """Give hooks around the batch what the step has filled; collective over the pipeline."""
         changed: dict[_Key, Any] = {}
         if self._gives:
+            self._check_containers()
             changed = {
                 key: content
-                for key, content, value in self._values()
-                if self._serves_batch(key) and self._before.get(key) != value.digest()
+                for key, content, value in self._values(self._around_a_batch)
+                if self._before.get(key) != value.digest()
             }
-        self._hand_over(changed)
+        if self._around_a_batch:
+            self._hand_over(changed)
+
+    def _note_containers(self) -> None:
+        """Shapes of containers before a step; what others than steps have filled is tried anew."""
+        for key, content in self._containers():
+            shape = _shape(content)
+            if self._shapes.get(key) != shape:
+                self._shapes[key] = shape
+                self._cannot_travel.discard(key)
+                if _value_of(content, self._device) is None:
+                    self._cannot_travel.add(key)
+
+    def _check_containers(self) -> None:
+        """Find containers that the step has changed and nothing can carry.
+
+        Only items that are new are tried: a list may grow by one in each step of an epoch.
+        """
+        for key, content in self._containers():
+            before, now = self._shapes.get(key, ()), _shape(content)
+            if now == before:
+                continue
+            self._shapes[key] = now
+            old = {one for one, _ in before}
+            new = [item for item in _items(content) if id(item) not in old]
+            doubtful = key in self._cannot_travel or _value_of(new, self._device) is None
+            if doubtful and _value_of(content, self._device) is None:
+                self._stuck[f"self.{_dotted(*key)}"] = None
 
     def share(self) -> None:
         """Bring what changed on the last stage to the others; collective over the pipeline."""
@@ -233,8 +263,8 @@ class StepState(Callback):
         self._hand_over(self._changed() if self._gives else {})
 
     def _hand_over(self, changed: Mapping[_Key, Any]) -> None:
-        stuck = self._stuck() if self._gives else ()
-        received, stuck = self._broadcast((_packed(changed, self._device), stuck))
+        self._warn_of_others()
+        received, stuck = self._broadcast((_packed(changed, self._device), list(self._stuck)))
         if stuck:
             raise ConfigError(
                 f"{', '.join(stuck)}: steps fill and hooks use what cannot be pickled, so that "
@@ -251,47 +281,75 @@ class StepState(Callback):
         found: dict[_Key, Any] = {}
         for key, content, value in self._values():
             digest = value.digest()
-            if self._known.get(key) != digest and _root_of(key) not in self._filled_by_hooks:
+            if self._known.get(key) != digest and not _is_meant(key, self._around_a_batch):
                 self._known[key], found[key] = digest, content
         return found
 
-    def _values(self) -> Iterator[tuple[_Key, Any, _Value]]:
+    def _values(self, names: _Names = _ANY) -> Iterator[tuple[_Key, Any, _Value]]:
+        """Attributes that names mean, with values that can travel."""
+        if not names:
+            return
         for _, module in _beside_trunk(self._module):
             if isinstance(module, MetricCollection):
                 # Only the first of several metrics with equal states is updated.
                 list(module.values(copy_state=False))
+        for key, content in self._meant(names):
+            value = _value_of(content, self._device)
+            if value is not None:
+                yield key, content, value
+
+    def _meant(self, names: _Names) -> Iterator[tuple[_Key, Any]]:
         for path, module in _beside_trunk(self._module):
             for name, content in _attributes(module):
-                value = _value_of(content, self._device)
-                if value is not None:
-                    yield (path, name), content, value
+                if _is_meant((path, name), names):
+                    yield (path, name), content
 
-    def _serves_batch(self, key: _Key) -> bool:
-        return _root_of(key) in self._used_each_batch
+    def _containers(self) -> Iterator[tuple[_Key, Any]]:
+        """Containers that hooks may use."""
+        for key, content in self._meant(self._in_hooks):
+            if isinstance(content, _CONTAINERS):
+                yield key, content
 
-    def _stuck(self) -> tuple[str, ...]:
-        """Names of containers that hooks use and that cannot travel; warns of other objects."""
-        found = []
-        for path, module in _beside_trunk(self._module):
-            for name, content in _attributes(module):
-                used = _root_of((path, name)) in self._used
-                if not used or callable(content) or _value_of(content, self._device) is not None:
-                    continue
-                if isinstance(content, _CONTAINERS):
-                    if not _holds_modules(content):
-                        found.append(f"self.{_dotted(path, name)}")
-                elif not isinstance(content, (*_OF_A_PROCESS, *_NO_STATE)):
-                    self._warn(f"self.{_dotted(path, name)}", content)
-        return tuple(found)
+    def _warn_of_others(self) -> None:
+        """Warn of objects of which nothing tells whether steps change them."""
+        if not self._gives:
+            return
+        stay = (*_OF_A_PROCESS, *_NO_STATE, *_CONTAINERS)
+        for key, content in self._meant(self._in_both - _ANY):
+            name = f"self.{_dotted(*key)}"
+            if callable(content) or isinstance(content, stay) or name in self._warned:
+                continue
+            if _value_of(content, self._device) is None:
+                self._warned.add(name)
+                warnings.warn(
+                    f"{name} ({type(content).__name__}) cannot be pickled: what steps leave in it "
+                    "behind the trunk is there on the last pipeline stage only, and hooks use it",
+                    stacklevel=2,
+                )
 
-    def _warn(self, name: str, content: object) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(
-                f"{name} ({type(content).__name__}) cannot be pickled: what steps leave in it "
-                "behind the trunk is there on the last pipeline stage only, and hooks use it",
-                stacklevel=2,
-            )
+
+def _shape(content: Any) -> _Shape:
+    """Numbers that change when items are added to a container, taken away, replaced or written."""
+    return tuple((id(item), _mark(item)) for item in _items(content))
+
+
+def _mark(item: Any) -> int:
+    if isinstance(item, Tensor):
+        return 0 if item.is_inference() else item._version
+    return len(item) if isinstance(item, _CONTAINERS) else 0
+
+
+def _items(content: Any) -> Iterator[Any]:
+    """Items of a container and of those in it."""
+    seen, to_read = set[int](), [content]
+    while to_read:
+        container = to_read.pop()
+        if id(container) not in seen:
+            seen.add(id(container))
+            is_dict = isinstance(container, dict)
+            items = (*container.keys(), *container.values()) if is_dict else tuple(container)
+            yield from items
+            to_read += [item for item in items if isinstance(item, _CONTAINERS)]
 
 
 def _packed(changed: Mapping[_Key, Any], device: torch.device) -> dict[_Key, Any]:
@@ -339,19 +397,25 @@ def _names_of_hooks(
     return frozenset(found)
 
 
-def _root_of(key: _Key) -> str:
-    """Attribute of the user's module by which his code reaches a value."""
+def _meant_by_both(some: _Names, others: _Names) -> _Names:
+    """Names that code with ``some`` and code with ``others`` mention or may mean."""
+    found = some & others
+    if some & _ANY:
+        found |= others
+    if others & _ANY:
+        found |= some
+    return found
+
+
+def _is_meant(key: _Key, names: _Names) -> bool:
+    """Whether code with these names may reach an attribute."""
     path, name = key
-    return re.split(r"[.:]", path.lstrip(":"))[0] if path else name
+    root = re.split(r"[.:]", path.lstrip(":"))[0] if path else name
+    return root in names or bool(names & _ANY)
 
 
 def _dotted(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def _holds_modules(content: Any) -> bool:
-    values = content.values() if isinstance(content, dict) else content
-    return all(isinstance(value, nn.Module) for value in values)
 
 
 @contextmanager

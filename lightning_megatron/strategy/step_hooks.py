@@ -51,7 +51,7 @@ class StepHooks(ParallelStrategy):
         self.events = EventLog()
 
     @property
-    def parallel_gradients(self) -> GradientSet:
+    def gradients(self) -> GradientSet:
         """This rank's part of the gradients, with their global norm; for callbacks."""
         return self.parallel.gradients
 
@@ -242,7 +242,7 @@ class StepHooks(ParallelStrategy):
 
     @property
     def precision(self) -> ShardedPrecision:
-        """The precision plugin."""
+        """The precision plugin, which knows the shards."""
         assert isinstance(self.precision_plugin, ShardedPrecision)
         return self.precision_plugin
 

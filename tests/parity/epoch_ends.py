@@ -155,3 +155,78 @@ class BetweenBatches(ByHand):
         self.losses.clear()
         self.by_label.clear()
         self.phases["train"].reset()
+
+
+class AfterBatches(L.LightningModule):
+    """A hook after each batch notes what it reads; the subclasses say what steps fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
+        self.trunk = PipelineSequential(layers=layers)
+        self.train_losses: list[float] = []
+        self.meter = Average()
+        self.reduce = {"mean": lambda values: sum(values) / len(values), "last": lambda v: v[-1]}
+        self.noted: list[Any] = []
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+        return DataLoader(TensorDataset(x), batch_size=BATCH)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.trunk(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class NamedByStage(AfterBatches):
+    """The step makes up the name of the list that it fills."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.shared_step(batch, "train")
+
+    def shared_step(self, batch: Any, stage: str) -> Tensor:
+        loss = self.loss(batch)
+        getattr(self, f"{stage}_losses").append(float(loss.detach()))
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        # A list holds the losses of microbatches, as many in each batch.
+        self.noted.append(sum(self.train_losses) / len(self.train_losses))
+
+
+class WithMeter(AfterBatches):
+    """The step fills an object of a plain class."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.meter.add(float(loss.detach()), BATCH)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.noted.append(self.meter.total / self.meter.count)
+
+
+class WithFunctions(AfterBatches):
+    """The step and the hook use functions in a dict that nobody changes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.train_losses.append(self.reduce["last"]([float(loss.detach())]))
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.noted.append(self.reduce["mean"](self.train_losses))
+
+
+class NotedByRank(AfterBatches):
+    """A hook before each batch notes the rank; the step only reads that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert len(self.noted) == batch_idx + 1
+        return self.loss(batch)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.noted.append(self.global_rank)

@@ -11,8 +11,18 @@ from torch import Tensor
 
 import lightning_megatron
 from lightning_megatron import MegatronStrategy, PipelineConfig
+from lightning_megatron.strategy.stage_state import _meant_by_both
 from lightning_megatron.testing import WorkerError, WorkerPool
-from tests.parity.epoch_ends import WIDTH, BetweenBatches, ByHand
+from tests.parity.epoch_ends import (
+    WIDTH,
+    AfterBatches,
+    BetweenBatches,
+    ByHand,
+    NamedByStage,
+    NotedByRank,
+    WithFunctions,
+    WithMeter,
+)
 from tests.parity.jobs import quiet_trainer
 
 Found = tuple[dict[str, Tensor], dict[str, float], dict[str, Any]]
@@ -130,19 +140,56 @@ def test_hooks_after_a_batch_see_what_the_step_has_filled_on_every_stage(
         assert ours == [pytest.approx(expected, abs=1e-5) for expected in values]
 
 
+FILLING: tuple[type[AfterBatches], ...] = (NamedByStage, WithMeter, WithFunctions)
+
+
+def noted_by(kind: type[AfterBatches], options: dict[str, Any] | str) -> list[Any]:
+    """What hooks around the batches of a run have noted."""
+    L.seed_everything(3, verbose=False)
+    module = kind()
+    strategy = options if isinstance(options, str) else MegatronStrategy(**options)
+    quiet_trainer(strategy).fit(module)
+    return module.noted
+
+
+def noted_by_each(options: str) -> dict[str, list[Any]]:
+    return {kind.__name__: noted_by(kind, options) for kind in FILLING}
+
+
+@pytest.fixture(scope="module")
+def noted_alone(pool: WorkerPool) -> dict[str, list[Any]]:
+    """The same in plain Lightning."""
+    found: dict[str, list[Any]] = pool.run(1, noted_by_each, "auto")[0]
+    return found
+
+
+@pytest.mark.parametrize("kind", FILLING)
+def test_hooks_after_a_batch_read_what_steps_fill_in_any_way(
+    pool: WorkerPool, noted_alone: dict[str, list[Any]], kind: type[AfterBatches]
+) -> None:
+    expected = noted_alone[kind.__name__]
+    assert len(set(expected)) == 3
+    for noted in pool.run(2, noted_by, kind, {"pp": 2}):
+        assert noted == pytest.approx(expected, abs=1e-12)
+
+
+def test_what_only_hooks_fill_stays_that_of_each_rank(pool: WorkerPool) -> None:
+    assert pool.run(2, noted_by, NotedByRank, {"pp": 2}) == [[0] * 3, [1] * 3]
+
+
 class Unshareable(ByHand):
-    """Hooks read a container of what no process can give to another."""
+    """Hooks read a container that holds, further in, what no process can give to another."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Any] = []
+        self.calls: dict[str, list[Any]] = {"val": []}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         value = float(self.trunk(batch[0]).sum())
-        self.calls.append(lambda: value)
+        self.calls["val"].append(lambda: value)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("val", sum(call() for call in self.calls))
+        self.log("val", sum(call() for call in self.calls["val"]))
 
 
 def unshareable_job() -> None:
@@ -152,3 +199,9 @@ def unshareable_job() -> None:
 def test_what_hooks_use_and_nothing_can_carry_is_refused_by_name(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match=r"self\.calls: steps fill and hooks use"):
         pool.run(2, unshareable_job)
+
+
+def test_names_that_code_makes_up_meet_all_that_other_code_mentions() -> None:
+    literal, made_up = frozenset({"meter", "log"}), frozenset({"getattr", "loss"})
+    assert _meant_by_both(literal, frozenset({"meter", "loss"})) == {"meter"}
+    assert _meant_by_both(literal, made_up) == _meant_by_both(made_up, literal) == literal

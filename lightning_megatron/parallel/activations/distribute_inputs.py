@@ -97,7 +97,7 @@ class SharedInputs(BlockForward):
 
 
 class _Part:
-    """What one rank keeps of a tensor."""
+    """Part of a tensor that one rank keeps."""
 
     def __init__(self, held: Any, shape: torch.Size) -> None:
         self.held, self.shape = held, shape

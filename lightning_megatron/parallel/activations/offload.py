@@ -68,7 +68,7 @@ class Offloader:
         self._streams: tuple[Any, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of the network begins with: nothing is under way in it."""
+        """State of a copy of the network: no transfer is under way in it."""
         return {
             **self.__dict__,
             **{"held": 0, "most": 0, "_latest": None, "_leaving": None, "_streams": None},
@@ -241,10 +241,10 @@ class _Passage:
         self._previous = weakref.ref(previous) if previous is not None and follows else None
         self._stored: dict[int, weakref.ref[_Stored]] = {}
         self.sent: Any = None
-        """What marks the end of the copies to the host."""
+        """Event at the end of the copies to the host."""
 
     def stored_at(self, place: int) -> _Stored | None:
-        """What was taken from an address of the device, if it is still kept."""
+        """Entry of the tensor at a device address, if it is still kept."""
         found = self._stored.get(place)
         return None if found is None else found()
 
@@ -253,7 +253,7 @@ class _Passage:
         self._stored[place] = weakref.ref(stored)
 
     def alive(self) -> list[_Stored]:
-        """What is still kept."""
+        """Entries that are still kept."""
         return [found for entry in self._stored.values() if (found := entry()) is not None]
 
     def take_previous(self) -> "_Passage | None":

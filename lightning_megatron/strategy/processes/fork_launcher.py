@@ -49,7 +49,7 @@ from lightning_megatron._torch import (
     end_kernel_threads,
     forget_meshes,
 )
-from lightning_megatron.checkpoint.gather import gather
+from lightning_megatron.checkpoint.gather_state import gather
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.failures.root_cause import describe_exit, is_echo
 from lightning_megatron.fault_tolerance.preemption.signals import interrupt_once

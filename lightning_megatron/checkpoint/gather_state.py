@@ -7,8 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron.checkpoint.assembly import Rectangle, assemble, describe
-from lightning_megatron.checkpoint.chunks import Chunk, model_chunks
+from lightning_megatron.checkpoint.chunks import (
+    Chunk,
+    ChunkForm,
+    assemble,
+    describe,
+    model_chunks,
+)
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.parallel.apply import layout_of
@@ -53,11 +58,11 @@ def gather(
             view.detach()
         return seen if mine else {}
     state = model_chunks(module, parallel.canonical, parallel.data.rows)
-    everyone: list[dict[str, tuple[Rectangle, tuple[str, ...]]]] = [{}] * world
+    everyone: list[dict[str, tuple[ChunkForm, tuple[str, ...]]]] = [{}] * world
     dist.all_gather_object(everyone, {n: describe(c) for n, c in _chunks(state)})
     found: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Chunk)}
     for name in sorted(set().union(*everyone)):
-        whole = assemble(name, state.get(name), everyone, parallel, keep=mine)
+        whole = assemble(name, state.get(name), everyone, parallel.topology.device, keep=mine)
         whole = whole if whole is None or device is None else whole.to(device)
         aliases = {alias for known in everyone if name in known for alias in known[name][1]}
         found |= dict.fromkeys((name, *sorted(aliases)), whole)
