@@ -28,12 +28,12 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_megatron._lightning import call_module_hook, collect_checkpoint, uploads_checkpoints
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     chunks_of,
@@ -242,8 +242,7 @@ class Checkpointing:
         """Begin to make a local checkpoint of the present; collective over all processes."""
         assert self.local is not None
         with self._run.clock.section(CHECKPOINT):
-            connector = self._run.trainer._checkpoint_connector
-            checkpoint = connector.dump_checkpoint(weights_only=False)
+            checkpoint = collect_checkpoint(self._run.trainer)
             self.local.run.save(**vars(self._content(checkpoint)))
 
     def _content(self, checkpoint: dict[str, Any]) -> "_Content":
@@ -325,20 +324,19 @@ class Checkpointing:
 
     def _warn_of_loggers(self) -> None:
         for given in self._run.trainer.loggers:
-            uploads = (getattr(given, f"_log_model{end}", False) for end in ("", "_checkpoints"))
-            if any(uploads):
+            if uploads_checkpoints(given):
                 rank_zero_warn(
                     f"{type(given).__name__}(log_model=...) uploads nothing: it takes files, and "
                     "checkpoints of MegatronStrategy are directories. Log a file that "
                     "`lightning-megatron convert` makes of one, or log_model=False"
                 )
 
-    def problems(self, given: CheckpointIO | None) -> list[str]:
+    def problems(self, given: CheckpointIO) -> list[str]:
         """Faults of the options, and of what the Trainer was ``given`` to save with."""
         return [*self._config.problems(), *self._problems_of(given)]
 
-    def _problems_of(self, given: CheckpointIO | None) -> list[str]:
-        if given is None or type(given) is TorchCheckpointIO:
+    def _problems_of(self, given: CheckpointIO) -> list[str]:
+        if type(given) is TorchCheckpointIO:
             return []
         name = type(given).__name__
         instead = (
@@ -452,7 +450,7 @@ class Checkpointing:
             if self._view.is_cut:
                 self._view.attach()
         if starts:  # Lightning restores nothing then, and calls no hook
-            _call_lightning_module_hook(module.trainer, "on_load_checkpoint", checkpoint)
+            call_module_hook(module.trainer, "on_load_checkpoint", checkpoint)
             self.load_weights(checkpoint, strict=module.strict_loading)
             rank_zero_info(f"Training starts at step 0 from the weights in {reader.directory}")
             return NoCheckpoint()

@@ -17,13 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _set_num_threads_if_needed,
-)
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -33,6 +29,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import (
+    LauncherBase,
+    LaunchingStrategy,
+    call_module_hook,
+    keep_precision,
+    limit_threads,
+    set_device_mesh,
+    synchronizes_batch_norm,
+)
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
@@ -93,6 +98,7 @@ from lightning_megatron.topology.rng import HostRandomness
 class MegatronStrategy(
     StopHooks,
     StepRecovery,
+    LaunchingStrategy,
 ):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
@@ -256,8 +262,8 @@ class MegatronStrategy(
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @override
-    def _configure_launcher(self) -> None:
-        self._launcher = self.processes.launcher(self)
+    def make_launcher(self) -> LauncherBase | None:
+        return self.processes.launcher(self)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers who this process is."""
@@ -275,7 +281,7 @@ class MegatronStrategy(
         )
         # Lightning's launcher does this for the first process of a node only; the others would
         # compute with as many threads each as there are cores.
-        _set_num_threads_if_needed(self.num_processes)
+        limit_threads(self.num_processes)
         self.set_world_ranks()
         self.events.identify(rank=self.global_rank)
         self.processes.check_start()
@@ -292,7 +298,7 @@ class MegatronStrategy(
         )
         self.processes.find_peers(options, from_host=host)
         self._topology = self._make_topology(module)
-        module._device_mesh = self.topology.mesh
+        set_device_mesh(module, self.topology.mesh)
         if self.world_size > 1:
             # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
             # split of the data that ``setup`` draws is the same on all.
@@ -306,7 +312,7 @@ class MegatronStrategy(
         host = self._sharding.offload_parameters
         problems = (
             *self._connection.problems(host),
-            *self.checkpoints.problems(self._checkpoint_io),
+            *self.checkpoints.problems(self.checkpoint_io),
         )
         raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.real_because is None and layout_of(module) is None
@@ -350,7 +356,7 @@ class MegatronStrategy(
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else sharded_precision(plugin)
+        keep_precision(self, None if plugin is None else sharded_precision(plugin))
 
     @contextmanager
     @override
@@ -378,7 +384,7 @@ class MegatronStrategy(
         reason, self._written = attempt.reason, None
         attempt.undo()
         with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
-            _call_lightning_module_hook(module.trainer, "configure_model")
+            call_module_hook(module.trainer, "configure_model")
         refuse_spread(module)
         _warn_of_real_weights(reason)
 
@@ -410,7 +416,7 @@ class MegatronStrategy(
         self.barrier()
         self.measured_partition = None
         if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
+            self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             if not (self.on_one_machine or trainer.fast_dev_run):  # type: ignore[attr-defined]
                 check_shared(trainer, Peers(self.host_group))
@@ -491,7 +497,7 @@ class MegatronStrategy(
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
         precision = self.precision
-        if self._layer_sync is not None:
+        if synchronizes_batch_norm(self):
             synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(
             zero=self.options.zero,
@@ -889,7 +895,7 @@ class MegatronStrategy(
         restore(parallel)
         collectives.unshare_metrics(module, self.topology)
         remember_layout(module, None)
-        module._device_mesh = None
+        set_device_mesh(module, None)
         parallel.gradients.forget_pieces()
         self.precision.use(parallel.gradients)
         # At once, a rank that has fewer batches than others would cut these off in the midst of a

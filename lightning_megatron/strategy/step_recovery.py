@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron._lightning import initial_states, training_sums
 from lightning_megatron.services import Recovery
 from lightning_megatron.strategy.rng_state import Moment
 from lightning_megatron.strategy.rollback import Rollback
@@ -124,20 +125,19 @@ class StepRecovery(StepHooks):
         for key, sums in self._results().items():
             metric = self._collection()[key]
             for name, value in sums.items():
-                begun = torch.full_like(value, float(metric._defaults[name]))
+                begun = torch.full_like(value, float(initial_states(metric)[name]))
                 setattr(metric, name, before.results.get(key, {}).get(name, begun))
         self.precision.forget_batch()
 
     def _collection(self) -> Any:
         """What is logged in training, as Lightning keeps it."""
-        return self._module().trainer.fit_loop.epoch_loop._results
+        return training_sums(self._module().trainer)
 
     def _results(self) -> dict[str, dict[str, Tensor]]:
         """The sums over the epoch of what is logged; tensors that are replaced, not changed."""
         return {
-            key: {name: getattr(metric, name) for name in metric._defaults}
+            key: {name: getattr(metric, name) for name in initial_states(metric)}
             for key, metric in self._collection().items()
-            if metric.is_tensor and metric.meta.on_epoch
         }
 
     def _asking(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
+from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
@@ -39,10 +40,9 @@ class DataLoading:
         Lightning would shuffle what is trained on, and repeat samples that are evaluated.
         """
         self.position = DataPosition()
-        connector = trainer._accelerator_connector
-        self._divides |= connector.use_distributed_sampler
+        self._divides |= divides_data(trainer)
         predicting = trainer.state.fn == TrainerFn.PREDICTING
-        connector.use_distributed_sampler = self._divides and predicting
+        divide_data(trainer, divide=self._divides and predicting)
 
     def prepare(self, dataloader: object, trainer: Trainer, topology: Topology) -> object:
         """The loader with this rank's share of the samples, and its random streams."""
@@ -51,14 +51,7 @@ class DataLoading:
         seed = env.global_seed() or 0
         fitting = trainer.state.fn == TrainerFn.FITTING
         # The training loader comes first.
-        if (
-            fitting
-            and trainer.training
-            and (
-                trainer.fit_loop._combined_loader is None
-                or trainer.fit_loop._should_reload_train_dl
-            )
-        ):
+        if fitting and trainer.training and makes_training_loader(trainer):
             return self.position.prepare(dataloader, trainer, topology, seed, divide=self._divides)
         if self._divides and trainer.state.fn != TrainerFn.PREDICTING:
             dataloader = share_of(dataloader, topology, seed, evaluates=True).loader

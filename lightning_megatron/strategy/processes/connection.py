@@ -1,6 +1,5 @@
 """How the processes of a run find each other and connect."""
 
-import atexit
 import difflib
 import hashlib
 import logging
@@ -16,13 +15,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.distributed import (
-    _destroy_dist_connection,
-    _get_default_process_group_backend_for_device,
-)
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron import env
+from lightning_megatron._lightning import (
+    default_backend,
+    destroy_group_at_exit,
+)
 from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
 from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import ConfigError, ConnectError
@@ -155,7 +154,7 @@ def connect(
         ConfigError: ranks were given different options; on all of them.
         ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
-    backend = _get_default_process_group_backend_for_device(device)
+    backend = default_backend(device)
     if from_host and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
     if not dist.is_initialized():
@@ -225,7 +224,7 @@ def _form_group(
             raise
         raise ConnectError(_why_not_connected(rank, error)) from None
     if "nccl" in backend:  # torch warns about a group that still is there at exit
-        atexit.register(_destroy_dist_connection)
+        destroy_group_at_exit()
     rank_zero_info(
         f"{world_size} {'process' if world_size == 1 else 'processes'} connected over {backend}"
         + (f", attempt {attempt.number}" if attempt.number else "")

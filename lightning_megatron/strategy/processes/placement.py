@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
+from lightning_megatron._lightning import LauncherBase
 from lightning_megatron.monitoring.events import EventLog
 
 
@@ -39,5 +39,5 @@ class Placement(Protocol):
         """Device of this process."""
 
     @property
-    def launcher(self) -> _Launcher | None:
+    def launcher(self) -> LauncherBase | None:
         """What has started the other processes of this node; None where nothing of ours has."""

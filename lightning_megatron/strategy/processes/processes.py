@@ -9,13 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 from lightning_megatron import env
+from lightning_megatron._lightning import LauncherBase, is_interactive
 from lightning_megatron.comm.tree import FAN
 from lightning_megatron.comm.tree_group import new_tree_group
 from lightning_megatron.errors import ConfigError, ConnectError
@@ -67,7 +66,7 @@ class Processes:
         assert environment is not None
         return environment
 
-    def launcher(self, strategy: ParallelStrategy) -> _Launcher | None:
+    def launcher(self, strategy: ParallelStrategy) -> LauncherBase | None:
         """Return what starts the other processes of this node; None where nobody has to.
 
         Args:
@@ -75,7 +74,7 @@ class Processes:
         """
         processes, nodes = self._placement.num_processes, self._placement.num_nodes
         external = self._environment.creates_processes_externally
-        if self._config.forks(processes, nodes, _IS_INTERACTIVE and not external):
+        if self._config.forks(processes, nodes, is_interactive() and not external):
             return None if external else ForkLauncher(strategy, processes)
         if processes * nodes > 1 and not external:
             return Launcher(self._environment, processes, nodes, self.check_start)
