@@ -151,10 +151,7 @@ def job(rounds: int, steps: int, directory: Path) -> dict[str, Times]:
 
     variants: Mapping[str, Callable[[Path], Times]] = {
         "ours, sync": lambda path: run(Model, ours(mode="sync"), steps, path),
-        "ours, async, thread": lambda path: run(Model, ours(mode="async"), steps, path),
-        "ours, async, process": lambda path: run(
-            Model, ours(mode="async", process="process"), steps, path
-        ),
+        "ours, async": lambda path: run(Model, ours(mode="async"), steps, path),
         "ours, frozen": lambda path: run(Frozen, ours(mode="sync"), steps, path),
         "ours, frozen, incremental": lambda path: run(
             Frozen, ours(mode="sync", incremental=True), steps, path

@@ -1,5 +1,9 @@
 """Plugins that train any LightningModule with tensor, pipeline and ZeRO data parallelism.
 
+Strategy, configurations, modules, callbacks, precision plugins and conversions are offered here.
+More is in the packages, each of which lists its names: `layers`, `models`, `optim`, `data`,
+`precision`, `checkpoint`, `callbacks`, `topology`, `comm`.
+
 Names are imported when they are first used, so that ``import lightning_megatron`` costs nothing.
 """
 
@@ -9,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.checkpoint.config import CheckpointConfig
-    from lightning_megatron.checkpoint.gather import gather
-    from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
+    from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
+    from lightning_megatron.checkpoint.gather_state import gather
     from lightning_megatron.checkpoint.offline.export import (
         convert_to_lightning,
         export_safetensors,
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.huggingface.import_model import import_hugging_face
     from lightning_megatron.checkpoint.offline.huggingface.transformer import load_transformer
     from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
+    from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
     from lightning_megatron.errors import ConfigError
@@ -34,10 +38,9 @@ if TYPE_CHECKING:
     from lightning_megatron.fault_tolerance.slow_ranks.detector import SlowRankDetector
     from lightning_megatron.fault_tolerance.suite import FaultTolerance
     from lightning_megatron.fault_tolerance.workers.guard import WorkerGuard
-    from lightning_megatron.layers.linear_loss import LinearCrossEntropy
     from lightning_megatron.layers.sequential import PipelineSequential
     from lightning_megatron.models.config import TransformerConfig
-    from lightning_megatron.models.generate import generate
+    from lightning_megatron.models.generation import generate
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.monitoring.alert_rules import Rule
     from lightning_megatron.monitoring.alerts import Alerts
@@ -56,7 +59,6 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.profiler_window import ProfilerWindow
     from lightning_megatron.monitoring.prometheus import PrometheusEndpoint
     from lightning_megatron.monitoring.throughput import ThroughputMonitor
-    from lightning_megatron.optim.muon import Muon
     from lightning_megatron.parallel.activations.config import ActivationConfig
     from lightning_megatron.parallel.compile import CompileConfig
     from lightning_megatron.parallel.plan import PipelineConfig
@@ -76,6 +78,7 @@ _HOMES = {
     "Bf16MixedPrecision": "precision.bf16",
     "Bf16TruePrecision": "precision.bf16",
     "ChaosMonkey": "testing.chaos.monkey",
+    "CheckpointCLI": "cli.checkpoint_cli",
     "CheckpointConfig": "checkpoint.config",
     "CheckpointMonitor": "monitoring.checkpoint_monitor",
     "CommunicationMonitor": "monitoring.communication",
@@ -92,9 +95,7 @@ _HOMES = {
     "HangDetector": "fault_tolerance.hangs.detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
-    "Muon": "optim.muon",
-    "LinearCrossEntropy": "layers.linear_loss",
-    "LocalCheckpointConfig": "checkpoint.local.config",
+    "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
     "MegatronStrategy": "strategy.megatron",
@@ -115,7 +116,7 @@ _HOMES = {
     "RollbackConfig": "fault_tolerance.numbers.responses",
     "Rule": "monitoring.alert_rules",
     "ShardingConfig": "parallel.zero",
-    "gather": "checkpoint.gather",
+    "gather": "checkpoint.gather_state",
     "SlowRankDetector": "fault_tolerance.slow_ranks.detector",
     "SpikeConfig": "fault_tolerance.numbers.spikes",
     "ThroughputMonitor": "monitoring.throughput",
@@ -123,7 +124,7 @@ _HOMES = {
     "convert_to_lightning": "checkpoint.offline.export",
     "export_hugging_face": "checkpoint.offline.huggingface.export_model",
     "export_safetensors": "checkpoint.offline.export",
-    "generate": "models.generate",
+    "generate": "models.generation",
     "import_hugging_face": "checkpoint.offline.huggingface.import_model",
     "import_lightning": "checkpoint.offline.lightning_import",
     "load_from_checkpoint": "checkpoint.offline.export",
@@ -136,6 +137,7 @@ __all__ = [
     "Bf16MixedPrecision",
     "Bf16TruePrecision",
     "ChaosMonkey",
+    "CheckpointCLI",
     "CheckpointConfig",
     "CheckpointMonitor",
     "CommunicationMonitor",
@@ -152,8 +154,6 @@ __all__ = [
     "HangDetector",
     "TransformerConfig",
     "TextDataModule",
-    "Muon",
-    "LinearCrossEntropy",
     "LanguageModel",
     "LocalCheckpointConfig",
     "LoggerGuard",

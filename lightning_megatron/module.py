@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron._lightning import trainer_of
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.offline.export import load_from_checkpoint
 from lightning_megatron.checkpoint.offline.huggingface.transformer import stored_config
@@ -29,8 +30,8 @@ from lightning_megatron.optim.build import (
     OptimizerName,
     ScheduleName,
     choice_problems,
+    make_lr_schedule,
     make_optimizer,
-    make_schedule,
 )
 from lightning_megatron.problems import at_least, holds, switches, whole_numbers
 
@@ -157,7 +158,7 @@ class LanguageModel(pl.LightningModule):
         """
         total, tokens = self._batch_loss(batch)
         self._log_mean("train_loss", total, tokens)
-        if self._trainer is None or not getattr(self.trainer.strategy, "counts_tokens", False):
+        if trainer_of(self) is None or not getattr(self.trainer.strategy, "counts_tokens", False):
             return _mean(total, tokens)
         return {"loss": total, "num_tokens": tokens}
 
@@ -194,7 +195,7 @@ class LanguageModel(pl.LightningModule):
         optimizer = make_optimizer(
             self.optimizer, self, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas
         )
-        schedule = make_schedule(
+        schedule = make_lr_schedule(
             self.schedule,
             optimizer,
             warmup_steps=self.warmup_steps,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -190,6 +191,56 @@ def local_tensor(tensor: Tensor) -> Tensor:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     assert isinstance(local, Tensor)
     return local.detach()
+
+
+ChunkForm = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape of the whole tensor, offsets, sizes, dtype."""
+
+
+def describe(chunk: Chunk) -> tuple[ChunkForm, tuple[str, ...]]:
+    """Return what other ranks have to know of a chunk: its form and its aliases."""
+    return (chunk.full_shape, chunk.offsets, chunk.sizes, chunk.tensor.dtype), chunk.aliases
+
+
+def assemble(
+    name: str,
+    chunk: Chunk | None,
+    everyone: list[dict[str, tuple[ChunkForm, tuple[str, ...]]]],
+    device: torch.device,
+    *,
+    keep: bool,
+) -> Tensor | None:
+    """Broadcast the chunks of one tensor, each from the first rank that holds it; collective.
+
+    Args:
+        name: name of the tensor.
+        chunk: this rank's part of it; None if it has none.
+        everyone: for each rank, its chunks by name (`describe`).
+        device: device of the result, and of the messages.
+        keep: whether this rank returns the whole tensor; otherwise None.
+    """
+    sources: dict[ChunkForm, int] = {}
+    for source, known in enumerate(everyone):
+        if name in known:
+            sources.setdefault(known[name][0], source)
+    here = dist.get_rank()
+    full: Tensor | None = None
+    for (shape, offsets, sizes, dtype), source in sources.items():
+        if keep and full is None:
+            full = torch.empty(shape, dtype=dtype, device=device)
+        if not torch.Size(sizes).numel():
+            continue
+        part = torch.empty(sizes, dtype=dtype, device=device)
+        if here == source:
+            assert chunk is not None
+            part.copy_(chunk.tensor)
+        dist.broadcast(part, src=source)
+        if full is not None:
+            target = full
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                target = target.narrow(dim, offset, size)
+            target.copy_(part)
+    return full
 
 
 def _with_alias(chunk: Chunk, name: str, owner: str) -> Chunk:

@@ -6,11 +6,47 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
 from lightning_megatron.problems import at_least, lists_of_names, switches, whole_numbers
 
 PARTS = ("optimizer", "lr_schedulers", "loops", "callbacks")
 """Parts of a checkpoint that `CheckpointConfig.exclude` may name, beside weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCheckpointConfig:
+    """How often checkpoints are made on the machines themselves, and where they are kept."""
+
+    every_n_steps: int | None = None
+    """Optimizer steps between two local checkpoints; None: as often as keeps training waiting for
+    at most a hundredth of the time, and the machines writing for at most a third of it. One that
+    comes due while the one before is still being written is made as soon as that stands."""
+    directory: str | None = None
+    """Directory of each machine, in memory or on a disk of its own; ``$VARIABLES`` of the
+    environment are expanded on each machine. None: ``/dev/shm`` where there is room for it, else
+    the system's directory for temporary files."""
+    replicas: int = 1
+    """Other nodes that keep a copy of each node's files; so many nodes may be lost at once. 0 for
+    none: then what a node has is lost with it, and only killed processes are survived."""
+    keep: int = 2
+    """Complete local checkpoints that are kept. While the next one is written there is one more."""
+
+    def problems(self) -> list[str]:
+        """Faults of the options."""
+        faults = whole_numbers(0, replicas=self.replicas) + whole_numbers(1, keep=self.keep)
+        if self.every_n_steps is not None:
+            faults += whole_numbers(1, every_n_steps=self.every_n_steps)
+        if self.directory is not None:
+            if not isinstance(self.directory, str) or not self.directory:
+                faults.append(
+                    f"directory={self.directory!r}: must be the path of a directory; nearest "
+                    "valid: directory=None, or directory='/local/disk'"
+                )
+            elif "://" in self.directory:
+                faults.append(
+                    f"directory={self.directory!r}: is no directory of the machine; nearest valid: "
+                    "directory=None, or a path without a scheme"
+                )
+        return [f"checkpoint.local.{fault}" for fault in faults]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +56,6 @@ class CheckpointConfig:
     mode: Literal["async", "sync"] = "sync"
     """``"async"`` copies the state and writes while training goes on; whoever reads a checkpoint
     during training (a logger that uploads it) then finds it later than the call that saved it."""
-    process: Literal["thread", "process"] = "thread"
-    """What writes in the background: a thread, or a process of each rank, which takes nothing from
-    training but disk and idle cores, and holds its copy of the tensors in shared memory.
-    Checkpoints in object stores are uploaded by a thread all the same."""
     on_error: Literal["continue", "raise"] = "continue"
     """Whether training goes on, with one warning, after a save that failed."""
     max_failed_saves: int | None = None
@@ -63,7 +95,6 @@ class CheckpointConfig:
         problems = []
         for name, choices in (
             ("mode", ("async", "sync")),
-            ("process", ("thread", "process")),
             ("on_error", ("continue", "raise")),
             ("when_busy", ("wait", "supersede")),
         ):
@@ -72,11 +103,6 @@ class CheckpointConfig:
                     f"checkpoint.{name}={value!r}: must be one of {', '.join(choices)}; nearest "
                     f"valid: {name}={choices[0]!r}"
                 )
-        if self.process == "process" and self.mode == "sync":
-            problems.append(
-                "checkpoint.process='process', mode='sync': another process writes only in the "
-                "background; nearest valid: mode='async', or process='thread'"
-            )
         limit = self.max_failed_saves
         faults = [] if limit is None else whole_numbers(1, max_failed_saves=limit)
         faults += lists_of_names(exclude=self.exclude)

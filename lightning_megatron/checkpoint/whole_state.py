@@ -30,10 +30,11 @@ from lightning_megatron._torch import (
     tree_any,
     tree_map,
 )
-from lightning_megatron.checkpoint.assembly import assemble, describe
 from lightning_megatron.checkpoint.chunks import (
     StateMapping,
+    assemble,
     clean_name,
+    describe,
     own_chunks,
     own_tensors,
     tensors_of,
@@ -211,7 +212,9 @@ class WholeState:
         for name in sorted({text for kind, text in messages if kind == "read"}):
             chunk, wanted = self._chunks.get(name), name == mine
             with torch.no_grad():
-                value = assemble(name, chunk, self._everyone, self._parallel, keep=wanted)
+                value = assemble(
+                    name, chunk, self._everyone, self._parallel.topology.device, keep=wanted
+                )
             result = value if wanted else result
         return result
 

@@ -41,9 +41,6 @@ _COMMANDS = {
 _ALIASES = {"train": "fit", "evaluate": "validate", "sample": "generate"}
 """Other names that users may try, with the right one, which the error then tells them."""
 
-_FILES = {"report": "run_report"}
-"""Where a subcommand is, if not in a file of its name."""
-
 _NEEDED = ("torch", "lightning", "jsonargparse", "numpy", "safetensors", "torchmetrics")
 """Packages without which most commands do not run; `doctor` does."""
 
@@ -99,7 +96,7 @@ def _run_trainer(args: list[str] | None) -> int:
 
 
 def _run(name: str, args: Sequence[str]) -> int:
-    command = getattr(import_module(f"lightning_megatron.cli.{_FILES.get(name, name)}"), name)
+    command = getattr(import_module(f"lightning_megatron.cli.{name}"), name)
     try:
         code: int = command(args)
         sys.stdout.flush()

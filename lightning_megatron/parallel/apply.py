@@ -39,12 +39,12 @@ from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
-from lightning_megatron.parallel.tied_half_params import LowCopies
+from lightning_megatron.parallel.tied_half_params import TiedHalfParams
 from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.parallel.zero import (
     ComputeTypes,
-    DataParallel,
     ShardingConfig,
+    ZeroDataParallel,
     has_no_rows,
 )
 from lightning_megatron.topology.coordinates import groups_along
@@ -53,22 +53,22 @@ from lightning_megatron.topology.mesh import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class Transforms:
-    """What to do to the module, beyond the layout itself."""
+    """Transforms of the module beyond the layout itself."""
 
     types: ComputeTypes
     """Number formats."""
     pipeline: PipelineConfig
-    """How the trunk is cut."""
+    """Partition of the trunk."""
     sharding: ShardingConfig
-    """What ZeRO divides, and in which units."""
+    """ZeRO stage and the units of ZeRO."""
     activations: ActivationConfig = ActivationConfig()
-    """Which activations are computed again."""
+    """Blocks whose activations are recomputed or offloaded."""
     compile: CompileConfig = CompileConfig()
-    """What runs compiled."""
+    """Parts that run compiled."""
     stage_ranks: tuple[int, ...] | None = None
     """Pipeline rank of every stage; one stage per rank by default."""
     lasting: str = ""
-    """What of all this no later Trainer can change, in words."""
+    """Description of the choices that no later Trainer can change."""
     manual_optimization: bool = False
     """Whether the user drives backward: under ZeRO 3 every child of the module is then a root of
     its own."""
@@ -101,8 +101,8 @@ class ParallelModule:
     topology: Topology
     """The layout."""
     transforms: Transforms
-    """What was done."""
-    data: DataParallel
+    """Transforms that were applied."""
+    data: ZeroDataParallel
     """Steers ZeRO's communication."""
     gradients: GradientSet
     """This rank's parameters and gradients."""
@@ -220,7 +220,7 @@ def _spread(
 ) -> ParallelModule:
     """Steps 3 to 6; ``new`` is the part that is not on the layout yet."""
     tied_groups = _tied_groups(plan, topology)
-    forgetful = blocks_to_recompute(module, transforms.activations)
+    recomputed = blocks_to_recompute(module, transforms.activations)
     if topology.pp.size > 1:
         assert plan.trunk is not None
         plan.trunk.keep(plan.stages, plan.stages_of_rank(topology.pp.rank))
@@ -228,7 +228,7 @@ def _spread(
     _distribute(module if new is None else new, topology)
     transform_blocks(
         module,
-        forgetful,
+        recomputed,
         transforms.activations,
         topology.device,
         topology.tp,
@@ -346,7 +346,7 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
         )
 
 
-_Spread = tuple[DataParallel, nn.Module, list[ParameterRole]]
+_Spread = tuple[ZeroDataParallel, nn.Module, list[ParameterRole]]
 _TiedGroups = Mapping[tuple[int, ...], dist.ProcessGroup | None]
 
 
@@ -448,7 +448,9 @@ def _wrap_roots(
             )
         types, stages = transforms.types, plan.trunk.stage_items
         if between and types.parameters is not None:
-            data.copies = LowCopies(step.module, between, types.parameters, types.reduction, stages)
+            data.copies = TiedHalfParams(
+                step.module, between, types.parameters, types.reduction, stages
+            )
     elif transforms.manual_optimization:
         names = {child: name for name, child in step.module.named_modules()}
         for child in _with_forward(step.module):
@@ -495,7 +497,7 @@ def _roles(
     topology: Topology,
     tied_groups: _TiedGroups,
     between: Collection[nn.Parameter],
-    data: DataParallel,
+    data: ZeroDataParallel,
 ) -> list[ParameterRole]:
     """The treatment of the gradient of every parameter.
 

@@ -30,7 +30,7 @@ _NOTHING = CompileConfig()
 
 def transform_blocks(
     module: nn.Module,
-    forgetful: Collection[nn.Module],
+    recomputed: Collection[nn.Module],
     activations: ActivationConfig,
     device: torch.device,
     tp: Axis | None = None,
@@ -40,7 +40,7 @@ def transform_blocks(
 
     Args:
         module: the network, or the stages of it that this rank has.
-        forgetful: blocks of the whole network that are recomputed.
+        recomputed: blocks of the whole network that are recomputed.
         activations: what becomes of what autograd keeps.
         device: where the network computes.
         tp: the ranks that compute each block together.
@@ -53,17 +53,17 @@ def transform_blocks(
     inside = compiled.contains_recomputation(activations)
     if inside:
         here = set(module.modules())
-        alone = [block for block in forgetful if block in here]
+        alone = [block for block in recomputed if block in here]
         compile_if_alone(alone, compiled, activations)
     else:
         compile_parts(module, compiled, activations)
-    grouped = recompute_groups(module, forgetful, activations.group, traced=inside)
-    single = [block for block in forgetful if block not in grouped]
+    grouped = recompute_groups(module, recomputed, activations.group, traced=inside)
+    single = [block for block in recomputed if block not in grouped]
     recompute(module, single, activations, offloader, traced=inside)
     if inside:
         compile_parts(module, compiled, activations)
     if activations.distribute_inputs and tp is not None and tp.size > 1:
-        for block in forgetful:
+        for block in recomputed:
             if not isinstance(block, RemoteItem):
                 SharedInputs(block, tp, offloader)
     if offloader is not None:

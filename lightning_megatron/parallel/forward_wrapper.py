@@ -35,7 +35,8 @@ class BlockForward:
     stays = False
 
     def __init__(self, block: nn.Module) -> None:
-        self._block, self._forward = block, block.forward
+        self._block = block
+        self._forward = block.forward
         self._own: Callable[..., Any] | None = block.__dict__.get("forward")
         method = MethodType(_method(inspect.signature(block.forward)), self)
         object.__setattr__(block, "forward", method)
@@ -63,7 +64,7 @@ def _method(signature: inspect.Signature) -> Callable[..., Any]:
 
 
 def outermost(block: nn.Module) -> BlockForward | None:
-    """What stands in for the forward of ``block``, None if it is the block's own."""
+    """Outermost wrapper of the forward of ``block``; None if it is the block's own."""
     held = getattr(block.__dict__.get("forward"), "__self__", None)
     return held if isinstance(held, BlockForward) and not held.stays else None
 
@@ -78,6 +79,6 @@ def unwrap(module: nn.Module) -> None:
 
 
 def address(tensor: Tensor) -> int:
-    """Where the bytes of a tensor, or of this rank's part of it, begin."""
+    """Address of the first byte of a tensor, or of this rank's part of it."""
     local = shard_of(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()

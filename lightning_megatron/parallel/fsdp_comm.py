@@ -41,9 +41,9 @@ class Deed:
     """Something that all ranks of a group do together."""
 
     one: str
-    """In words, of one rank; the unit's name follows."""
+    """Sentence about one rank; the unit's name follows."""
     many: str
-    """In words, of several."""
+    """Sentence about several ranks."""
 
 
 GATHER = Deed("gathers", "gather")
@@ -168,7 +168,9 @@ class UnitGather(_Memory):
     """
 
     def __init__(self, meter: Meter, roll: RollCall, unit: int) -> None:
-        self._meter, self._roll, self._unit = meter, roll, unit
+        self._meter = meter
+        self._roll = roll
+        self._unit = unit
 
     def __call__(
         self,
@@ -209,7 +211,9 @@ class UnitReduceScatter(_Memory):
     def __init__(
         self, meter: Meter, roll: RollCall, unit: int, levels: Levels | None = None
     ) -> None:
-        self._meter, self._roll, self._unit = meter, roll, unit
+        self._meter = meter
+        self._roll = roll
+        self._unit = unit
         self._levels = levels
 
     def __call__(
@@ -245,7 +249,7 @@ class UnitReduceScatter(_Memory):
             output_tensor.div_(ranks)
 
     def _exchanged(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Of every rank of a group the row for this one."""
+        """Rows for this rank from every rank of a group."""
         self._meter.exchange(_bytes(rows) * (len(rows) - 1) / len(rows), group)
         begin = time.perf_counter()
         received = torch.empty_like(rows)
@@ -268,7 +272,8 @@ class _MeteredWork(dist.Work):
 
     def __init__(self, work: dist.Work, meter: Meter) -> None:
         super().__init__()
-        self._work, self._meter = work, meter
+        self._work = work
+        self._meter = meter
 
     @override
     def wait(self, timeout: Any = None) -> bool:

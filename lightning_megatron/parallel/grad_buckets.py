@@ -48,7 +48,7 @@ work for the host as a large one."""
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionGroups:
-    """Who averages gradients."""
+    """Groups of ranks that average gradients."""
 
     batch: dist.ProcessGroup
     """All data-parallel ranks."""
@@ -121,7 +121,9 @@ class GradientBuckets:
     ) -> None:
         self._meter = Meter() if meter is None else meter
         self._scratch = Scratch() if scratch is None else scratch
-        self._groups, self._rows, self._names = groups, rows or {}, names or {}
+        self._groups = groups
+        self._rows = rows or {}
+        self._names = names or {}
         self._reduction = reduction
         levels = groups.levels
         self._wires = None if levels is None else Wires(levels, self._meter, self._scratch)
@@ -148,13 +150,14 @@ class GradientBuckets:
             self._start_next()
 
     def finish(self) -> None:
-        """After the backward: take in what was reduced; collective.
+        """Take in what was reduced, after the backward; collective.
 
         A rank without a gradient counts as zeros and receives the mean; one that no rank has stays
         None. Rows are added up until `settle`.
         """
         self.start()
-        self._armed, self._started = False, 0
+        self._armed = False
+        self._started = 0
         self._advance(waits=True)
         for bucket in self._buckets:
             if bucket.work is None:
@@ -184,7 +187,8 @@ class GradientBuckets:
 
     def forget(self) -> None:
         """Drop what was reduced of a batch that did not end."""
-        self._armed, self._started = False, 0
+        self._armed = False
+        self._started = 0
         for bucket in self._buckets:
             bucket.total, bucket.had = None, set()
             bucket.work = bucket.sent = bucket.received = None
@@ -327,7 +331,7 @@ class GradientBuckets:
     def _start_two_levels(
         self, bucket: _Bucket, wide: torch.dtype, flags: Tensor, wires: Wires
     ) -> None:
-        """As `_start_exchange`, so that the sum of a node leaves it once."""
+        """Start the exchange on two levels, so that the sum of a node leaves it once."""
         group = self._groups.shard
         assert group is not None
         ranks, count = group.size(), len(flags)
@@ -418,7 +422,7 @@ def _same(one: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> bool:
 
 
 def _holders(flags: Tensor, complete: bool) -> list[float]:
-    """How many ranks had each gradient.
+    """Number of ranks that had each gradient.
 
     Reading the flags waits for the device, so only a rank that misses a gradient looks.
     """

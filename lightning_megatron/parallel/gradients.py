@@ -56,7 +56,7 @@ class ParameterRole:
     name: str
     """Canonical global name."""
     parameter: nn.Parameter
-    """As the optimizer sees it."""
+    """Parameter as the optimizer sees it."""
     shard: TensorShard | None = None
     """Tensor-parallel placement; None for a parameter of an ordinary module."""
     outside: bool = False
@@ -64,7 +64,7 @@ class ParameterRole:
     unmanaged: bool = False
     """Whether its gradient is left as each data-parallel rank found it."""
     rows: OwnedRows | None = None
-    """What this rank's optimizer owns of it, where that is not the parameter itself."""
+    """Rows that this rank's optimizer owns, where these are not the parameter itself."""
     tied_ranks: tuple[int, ...] = ()
     """Pipeline ranks that hold it, when several do."""
     tied_group: dist.ProcessGroup | None = None
@@ -170,7 +170,7 @@ class GradientSet:
 
     @cached_property
     def pieces(self) -> Mapping[Tensor, Piece]:
-        """Of which whole each parameter is a part, for the optimizers."""
+        """Shard specs of the parameters, for the optimizers."""
         return {role.parameter: _piece(role, self._topology) for role in self.roles}
 
     def forget_pieces(self) -> None:
@@ -186,7 +186,7 @@ class GradientSet:
 
     @property
     def device(self) -> torch.device:
-        """Of this process."""
+        """Device of this process."""
         return self._topology.device
 
     @property
@@ -196,11 +196,11 @@ class GradientSet:
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """Seed of the run."""
         return self._topology.seed
 
     def place(self, role: ParameterRole) -> tuple[str, int, int]:
-        """What ranks have in common that own the same values: the name, and ranks that divide."""
+        """Key that ranks share that own the same values: the name, and the ranks that divide it."""
         topology = self._topology
         on_tp = role.shard is not None and role.shard.dim is not None
         return (
@@ -299,7 +299,7 @@ class GradientSet:
         return known
 
     def _split(self, groups: "ParameterGroups | None") -> list[tuple[list[Tensor], list[Tensor]]]:
-        """What this rank counts, and what others count, of some groups and of all other roles."""
+        """Roles that this rank counts and those that others count, in some groups and outside."""
         members = _members(groups)
         parts = []
         for inside in (True, False):
@@ -463,9 +463,9 @@ class _Squares:
     """Squared norms of the gradients of some parameters, and of all others."""
 
     stamp: list[tuple[int, int]]
-    """Of the gradients."""
+    """Versions of the gradients."""
     groups: ParameterGroups | None
-    """Which parameters, by the groups of an optimizer; None for none."""
+    """Parameters, by the groups of an optimizer; None for none."""
     held: Tensor
     others: Tensor
 
@@ -569,7 +569,7 @@ def _target(role: ParameterRole) -> Tensor:
 
 
 def _hold_gradient_in(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """From now on ``.grad`` is in ``dtype``, and autograd adds to it in that."""
+    """Hold ``.grad`` in ``dtype`` from now on; autograd adds to it in that."""
     gradient = parameter.grad
     if not parameter.requires_grad or parameter.grad_dtype == dtype:
         return

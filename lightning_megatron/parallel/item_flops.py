@@ -36,7 +36,7 @@ from lightning_megatron.layers.sequential import PipelineSequential
 log = logging.getLogger(__name__)
 
 LOSS_OPERATIONS = 5
-"""Of a cross entropy, per logit: maximum, difference, exponential, sum, pick of the target."""
+"""Operations of a cross entropy per logit: maximum, difference, exponential, sum, pick."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ItemFlops:
     """Operations of the forward of every item, for one microbatch of one sample."""
 
     flops: tuple[float, ...]
-    """In order; the last with the loss."""
+    """Operations of the items, in order; the last with the loss."""
     estimated: tuple[str, ...]
     """Names of the items that could not be run."""
 

@@ -59,7 +59,7 @@ def spare_items(module: nn.Module) -> list[nn.Module]:
 
 
 def spare_problems(module: nn.Module, trunk: PipelineSequential, trunk_name: str) -> list[str]:
-    """What hinders the items of a trunk from being replaced by copies later.
+    """Reasons why the items of a trunk cannot be replaced by copies later.
 
     Args:
         module: the LightningModule.
@@ -112,7 +112,7 @@ def trunk_prefix(module: nn.Module, trunk: PipelineSequential) -> str:
 
 
 def held_modules(trunk: PipelineSequential, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every module in the items of this rank, by each of its names."""
+    """Modules in the items of this rank, by each of their names."""
     for name, item in zip(trunk.item_names, trunk.items(), strict=True):
         if not isinstance(item, RemoteItem):
             path = f"{prefix}.{name}" if prefix else name
@@ -122,7 +122,7 @@ def held_modules(trunk: PipelineSequential, prefix: str) -> Iterator[tuple[str, 
 def spare_modules(
     items: Sequence[nn.Module], trunk: PipelineSequential, prefix: str
 ) -> dict[str, nn.Module]:
-    """Every module in the spare items of a trunk, by each of its names."""
+    """Modules in the spare items of a trunk, by each of their names."""
     return {
         path: module
         for name, item in zip(trunk.item_names, items, strict=True)

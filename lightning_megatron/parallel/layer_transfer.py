@@ -27,11 +27,11 @@ Key = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class About:
-    """What the other ranks know of a tensor; travels as an object."""
+class TensorInfo:
+    """Description of a tensor for the other ranks; travels as an object."""
 
     shape: tuple[int, ...]
-    """Of what this rank holds."""
+    """Shape of this rank's part."""
     dtype: torch.dtype
     whole_shape: tuple[int, ...] | None = None
     """Shape of what the data-parallel ranks hold together; None if this rank holds it whole."""
@@ -47,24 +47,24 @@ class Parcel:
 
     tensor: Tensor
     """Plain, contiguous in no particular way; on the host if there was to be room on the device."""
-    about: About
-    """What the others are told."""
-    cut: "Cut | None"
-    """How it is a part of a whole."""
+    about: TensorInfo
+    """Description for the others."""
+    cut: "ZeroShard | None"
+    """Place in the whole tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How ZeRO has cut a tensor."""
+class ZeroShard:
+    """Shard of a tensor under ZeRO."""
 
     mesh: DeviceMesh
     placements: tuple[object, ...]
     shape: tuple[int, ...]
-    """Of the whole (which may be a slice over tp)."""
+    """Shape of the whole (which may be a slice over tp)."""
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Cut | None":
+    def of(cls, tensor: Tensor) -> "ZeroShard | None":
         """The cut of a DTensor; None for a plain tensor."""
         if not isinstance(tensor, DTensor):
             return None
@@ -92,7 +92,7 @@ class Cut:
         return shard_of(cut)
 
 
-def parcel(tensor: Tensor, cut: Cut | None) -> Parcel:
+def parcel(tensor: Tensor, cut: ZeroShard | None) -> Parcel:
     """Take a tensor out of its place.
 
     Args:
@@ -102,7 +102,7 @@ def parcel(tensor: Tensor, cut: Cut | None) -> Parcel:
     local = shard_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
     return Parcel(
         tensor=local.cpu(),  # the same where it is there already
-        about=About(
+        about=TensorInfo(
             shape=tuple(local.shape),
             dtype=local.dtype,
             whole_shape=None if cut is None else cut.shape,
@@ -115,9 +115,9 @@ def parcel(tensor: Tensor, cut: Cut | None) -> Parcel:
 
 def relocate(
     parcels: dict[Key, Parcel],
-    announced: Sequence[Mapping[Key, About]],
+    announced: Sequence[Mapping[Key, TensorInfo]],
     wanted: Mapping[Key, bool],
-    deliver: Callable[[Key, Tensor, About], None],
+    deliver: Callable[[Key, Tensor, TensorInfo], None],
     topology: Topology,
 ) -> None:
     """Bring every tensor to the ranks of the pipeline that want it; collective.
@@ -159,9 +159,9 @@ def relocate(
 
 
 def _routes(
-    announced: Sequence[Mapping[Key, About]], wishes: list[Mapping[Key, bool]]
+    announced: Sequence[Mapping[Key, TensorInfo]], wishes: list[Mapping[Key, bool]]
 ) -> Iterator[tuple[Key, list[tuple[int, int]]]]:
-    """For every tensor, who gives it to whom; a rank that has it takes its own."""
+    """Sender and receivers of every tensor; a rank that has it takes its own."""
     first: dict[Key, int] = {}
     for rank, given in enumerate(announced):
         for key in given:
@@ -178,7 +178,7 @@ def _routes(
 
 
 def _pass_on(
-    payload: Tensor | None, about: About, source: int, taker: int, topology: Topology
+    payload: Tensor | None, about: TensorInfo, source: int, taker: int, topology: Topology
 ) -> Tensor | None:
     """Send a tensor or receive it; as bytes, which every backend knows."""
     group = topology.pp.group

@@ -27,7 +27,14 @@ from lightning_megatron._torch import shard_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.apply import ParallelModule, parallelize_again
 from lightning_megatron.parallel.layer_skeletons import held_modules, spare_modules, trunk_prefix
-from lightning_megatron.parallel.layer_transfer import About, Cut, Key, Parcel, parcel, relocate
+from lightning_megatron.parallel.layer_transfer import (
+    Key,
+    Parcel,
+    TensorInfo,
+    ZeroShard,
+    parcel,
+    relocate,
+)
 
 _PLAIN = (bool, int, float, str, type(None))
 _PARAMETER, _ROWS, _BUFFER, _STATE = "parameter", "rows", "buffer", "state"
@@ -36,19 +43,19 @@ Members = dict[str, Any]
 
 
 @dataclass
-class _Notes:
-    """What one rank tells the others of its pipeline."""
+class _PipelineInfo:
+    """Description of one rank's part of the pipeline, for the others."""
 
-    tensors: dict[Key, About] = field(default_factory=dict)
+    tensors: dict[Key, TensorInfo] = field(default_factory=dict)
     buffers: dict[str, tuple[Key, bool]] = field(default_factory=dict)
-    """By every name of a buffer: its key, and whether it is saved in checkpoints."""
+    """Key of each buffer and whether it is persistent, by each of its names."""
     trainable: dict[str, bool] = field(default_factory=dict)
-    """By canonical name."""
+    """``requires_grad`` by canonical name."""
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Plain attributes that differ from the copies', by module."""
     extra: dict[str, Any] = field(default_factory=dict)
     groups: list[list[Members]] = field(default_factory=list)
-    """By optimizer and group."""
+    """Members of the parameter groups, by optimizer and group."""
     state: list[dict[str, dict[str, tuple[Any, bool]]]] = field(default_factory=list)
     """Small state, by optimizer, canonical name and key, and whether it lives on the host."""
 
@@ -68,14 +75,16 @@ class Recut:
         assert parallel.trunk is not None
         assert parallel.spare is not None
         parallel.data.come_to_rest()
-        self._module, self._trunk = parallel.module, parallel.trunk
-        self._topology, self._transforms = parallel.topology, parallel.transforms
+        self._module = parallel.module
+        self._trunk = parallel.trunk
+        self._topology = parallel.topology
+        self._transforms = parallel.transforms
         self._prefix = trunk_prefix(parallel.module, parallel.trunk)
         self._spare = list(parallel.spare)
         self._order = {n: i for i, n in enumerate(dict.fromkeys(parallel.canonical.values()))}
         self._optimizers = list(optimizers)
         self._parcels: dict[Key, Parcel] = {}
-        self._notes = _Notes()
+        self._notes = _PipelineInfo()
         inside = set(parallel.trunk.parameters())
         names = {role.parameter: role.name for role in parallel.gradients.roles}
         self._rows = dict(parallel.data.rows)
@@ -92,7 +101,7 @@ class Recut:
             stages: the item indices of every stage.
         """
         topology = self._topology
-        everyone: list[_Notes] = topology.pp.all_gather_object(self._notes)
+        everyone: list[_PipelineInfo] = topology.pp.all_gather_object(self._notes)
         self._trunk.refill(self._spare)
         trainable = _united([notes.trainable for notes in everyone])
         for name, parameter in self._trunk.named_parameters(prefix=self._prefix):
@@ -108,7 +117,7 @@ class Recut:
 
     # Out of the old places -----------------------------------------------------------------------
 
-    def _add(self, key: Key, tensor: Tensor, cut: Cut | None) -> None:
+    def _add(self, key: Key, tensor: Tensor, cut: ZeroShard | None) -> None:
         self._parcels[key] = taken = parcel(tensor, cut)
         self._notes.tensors[key] = taken.about
 
@@ -116,7 +125,7 @@ class Recut:
         for parameter, name in names.items():
             parameter.grad = None
             rows = self._rows.get(parameter)
-            self._add((_PARAMETER, name), parameter, Cut.of(parameter))
+            self._add((_PARAMETER, name), parameter, ZeroShard.of(parameter))
             if rows is not None and rows.is_copy:
                 self._add((_ROWS, name), rows.refresh(), None)
             self._notes.trainable[name] = parameter.requires_grad
@@ -180,7 +189,7 @@ class Recut:
     ) -> dict[str, tuple[Any, bool]]:
         """Pack the tensors of one parameter's state; returns the rest."""
         rows = self._rows.get(parameter)
-        cut = Cut.of(parameter)
+        cut = ZeroShard.of(parameter)
         shape = _local(parameter).shape if rows is None else rows.values.shape
         rest: dict[str, tuple[Any, bool]] = {}
         for key, value in state.items():
@@ -196,7 +205,7 @@ class Recut:
 
     # Into the new places -------------------------------------------------------------------------
 
-    def _unpack(self, parallel: ParallelModule, everyone: Sequence[_Notes]) -> None:
+    def _unpack(self, parallel: ParallelModule, everyone: Sequence[_PipelineInfo]) -> None:
         assert parallel.trunk is not None
         modules = list(held_modules(parallel.trunk, self._prefix))
         inside = set(parallel.trunk.parameters())
@@ -215,12 +224,12 @@ class Recut:
         wanted |= {key: True for key, _ in mine.values()}
         arrived: dict[Key, Tensor] = {}
 
-        def deliver(key: Key, tensor: Tensor, about: About) -> None:
+        def deliver(key: Key, tensor: Tensor, about: TensorInfo) -> None:
             if key[0] == _BUFFER:
                 arrived[key] = tensor
                 return
             parameter = new[str(_owner(key))]
-            cut = Cut.of(parameter)
+            cut = ZeroShard.of(parameter)
             if cut is not None and about.whole_shape is None:
                 tensor = _cut_anew(key, tensor, cut)
             if key[0] == _PARAMETER:
@@ -250,7 +259,7 @@ class Recut:
         optimizer: Optimizer,
         new: Mapping[str, nn.Parameter],
         parallel: ParallelModule,
-        everyone: Sequence[_Notes],
+        everyone: Sequence[_PipelineInfo],
     ) -> None:
         names: dict[Tensor, str] = {r.parameter: r.name for r in parallel.gradients.roles}
         for number, group in enumerate(optimizer.param_groups):
@@ -323,7 +332,7 @@ def _fill_buffers(
 
 
 def _change_attributes(
-    modules: Sequence[tuple[str, nn.Module]], everyone: Sequence[_Notes]
+    modules: Sequence[tuple[str, nn.Module]], everyone: Sequence[_PipelineInfo]
 ) -> None:
     attributes = _united([notes.attributes for notes in everyone])
     extra = _united([notes.extra for notes in everyone])
@@ -333,7 +342,7 @@ def _change_attributes(
             module.set_extra_state(extra[path])
 
 
-def _cut_anew(key: Key, whole: Tensor, cut: Cut) -> Tensor:
+def _cut_anew(key: Key, whole: Tensor, cut: ZeroShard) -> Tensor:
     if tuple(whole.shape) != cut.shape:
         raise ConfigError(
             f"pp.partition='measured': optimizer state {key[-1]!r} of {key[2]!r} has shape "

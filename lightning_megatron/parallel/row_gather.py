@@ -32,21 +32,21 @@ from lightning_megatron.topology.meter import Meter
 
 
 class RowCodec(Protocol):
-    """How the rows of one parameter are packed for the way."""
+    """Packing of one parameter's rows for transfer."""
 
     dtype: torch.dtype
-    """What is sent, one element for one."""
+    """Type of the packed elements, one for each element of the rows."""
 
     def pack(self, values: Tensor) -> Tensor:
-        """What to send of this rank's rows; all ranks call it in the same order."""
+        """Packed form of this rank's rows; all ranks call it in the same order."""
         ...
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """What the parameter is to hold of packed rows of any rank."""
+        """Values of the parameter from packed rows of any rank."""
         ...
 
     def round_trip(self, values: Tensor) -> Tensor:
-        """What the parameter holds of rows that were packed last."""
+        """Values of the parameter from the rows that were packed last."""
         ...
 
 
@@ -56,9 +56,9 @@ class _Bucket:
     wire: torch.dtype
     works: list[dist.Work] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
-    """What is sent and received: on CPUs one part of every rank."""
+    """Buffers of the transfer: on CPUs one for every rank."""
     gather: TwoLevelGather | None = None
-    """What brings the parts, where the ranks are on several nodes."""
+    """Gather of the parts where the ranks are on several nodes."""
 
 
 class RowGather:
@@ -84,7 +84,8 @@ class RowGather:
         levels: Levels | None = None,
     ) -> None:
         self._scratch = Scratch() if scratch is None else scratch
-        self._group, self._meter = group, Meter() if meter is None else meter
+        self._group = group
+        self._meter = Meter() if meter is None else meter
         self._wires = None if levels is None else Wires(levels, self._meter, self._scratch)
         self._bucket_bytes = bucket_bytes
         self._plans: dict[tuple[int, ...], list[_Bucket]] = {}
@@ -141,7 +142,7 @@ class RowGather:
         return (values if codec is None else codec.pack(values)).reshape(-1)
 
     def _start_two_levels(self, bucket: _Bucket, wires: Wires) -> None:
-        """As `_start_broadcasts`, so that every rank's rows reach another node once."""
+        """Start the gather on two levels, so that every rank's rows reach another node once."""
         sizes = [sum(_sizes(bucket.members, rank)) for rank in range(self._group.size())]
         bucket.gather = gather = TwoLevelGather(wires, sizes, bucket.wire)
         bucket.parts, own = gather.parts, gather.parts[self._group.rank()]
@@ -150,7 +151,7 @@ class RowGather:
         gather.start()
 
     def _start_broadcasts(self, bucket: _Bucket, device: torch.device) -> None:
-        """Every rank's rows, from it to the others: on gloo quicker than an all-gather."""
+        """Start one broadcast per rank: on gloo quicker than an all-gather."""
         mine = self._group.rank()
         for rank in range(self._group.size()):
             part = self._scratch.take(sum(_sizes(bucket.members, rank)), bucket.wire, device)

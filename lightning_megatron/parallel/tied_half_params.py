@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 
-class LowCopies:
+class TiedHalfParams:
     """Stands in for some parameters of a module while it runs.
 
     Args:

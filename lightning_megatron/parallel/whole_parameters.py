@@ -33,11 +33,11 @@ from lightning_megatron.optim.sharded_step import LentRows
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.row_gather import RowCodec, RowGather
-from lightning_megatron.parallel.zero import ComputeTypes, DataParallel, has_no_rows
+from lightning_megatron.parallel.zero import ComputeTypes, ZeroDataParallel, has_no_rows
 from lightning_megatron.topology.mesh import Topology
 
 
-class WholeParameters(DataParallel):
+class WholeParameters(ZeroDataParallel):
     """Reduces gradients to the owners of rows, and gathers what they have made of them.
 
     Args:
@@ -50,7 +50,9 @@ class WholeParameters(DataParallel):
     def __init__(
         self, topology: Topology, zero: int, types: ComputeTypes, *, offload: bool = False
     ) -> None:
-        self._topology, self._zero, self._types = topology, zero, types
+        self._topology = topology
+        self._zero = zero
+        self._types = types
         self._divides = zero > 0 and topology.dp_shard.size > 1
         self._offload = offload
         self._buckets: list[GradientBuckets] = []
@@ -176,7 +178,7 @@ class WholeParameters(DataParallel):
 
     @override
     def before_forward(self, stage: int = 0) -> None:
-        """Nothing: what a forward needs is there."""
+        """No-op: the parameters are whole."""
 
     @override
     def before_backward(self, stage: int = 0, *, last: bool = True, split: bool = False) -> None:
@@ -230,7 +232,7 @@ class WholeParameters(DataParallel):
 
     @override
     def come_to_rest(self) -> None:
-        """Nothing: parameters are what they should be at all times."""
+        """No-op: parameters are whole at all times."""
 
     @override
     def resume(self) -> None:

@@ -52,7 +52,7 @@ from lightning_megatron.parallel.gradients import GradientSet, ParameterRole, co
 
 _REMEDY = (
     "nearest valid: gradient_clip_val or self.clip_gradients(optimizer, ...) to clip, "
-    "trainer.strategy.parallel_gradients.norm() for the norm of all gradients, weight_decay of the "
+    "trainer.strategy.gradients.norm() for the norm of all gradients, weight_decay of the "
     "optimizer for a penalty, lightning_megatron.gather(module) for whole weights"
 )
 _TOTAL_NORM: CodeType = inspect.unwrap(get_total_norm).__code__
@@ -92,12 +92,12 @@ _TO_PYTHON = frozenset(
 
 @dataclass(frozen=True)
 class _Part:
-    """What a tensor is a part of."""
+    """Whole tensor that a tensor is a part of."""
 
     name: str
     cut_by_tp: bool = False
     groups: tuple[dist.ProcessGroup, ...] = ()
-    """Whose ranks have the other parts."""
+    """Groups whose ranks have the other parts."""
     numel: int = 0
     """Elements of the whole."""
     copies: int = 1
@@ -115,7 +115,8 @@ class WholeReductions(TorchFunctionMode):
     def __init__(self, gradients: GradientSet, module: nn.Module) -> None:
         super().__init__()
         self._module = module
-        self._gradients, self._topology = gradients, gradients.topology
+        self._gradients = gradients
+        self._topology = gradients.topology
         self._lifted = 0
         self._derived: Any = WeakIdKeyDictionary()
         """Parts that were computed from parameters and gradients."""
@@ -453,7 +454,7 @@ class _Complete(torch.autograd.Function):
 
 
 class _OneOf(torch.autograd.Function):
-    """The same value, whose gradient is shared among the ranks that will sum it."""
+    """Identity whose gradient is divided among the ranks that will sum it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
@@ -542,7 +543,7 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _name(func: Any) -> str:
-    """Of an operation, whether it is a function, a method, in place or a property."""
+    """Name of an operation: a function, a method, an in-place method or a property."""
     name = str(getattr(func, "__name__", func))
     if name in ("__get__", "__set__"):
         of = str(getattr(func.__self__, "__name__", ""))
@@ -551,7 +552,7 @@ def _name(func: Any) -> str:
 
 
 def _caller() -> tuple[FrameType | None, str]:
-    """Who has called an operation, and which library knows what it does: none, if a user."""
+    """Caller of an operation, and the library it belongs to; none for user code."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code is _TOTAL_NORM:
@@ -567,7 +568,7 @@ def _caller() -> tuple[FrameType | None, str]:
 
 
 def _walker() -> FrameType | None:
-    """Which code of the user's goes through parameters; None if a library does."""
+    """Code of the user that goes through parameters; None if a library does."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -94,7 +94,7 @@ def has_no_rows(parameter: nn.Parameter) -> bool:
     return parameter.ndim == 0 or parameter.numel() == 0
 
 
-class DataParallel(Protocol):
+class ZeroDataParallel(Protocol):
     """The communication around the work on this rank's stages: gathers, reductions, and their end.
 
     It is also the `Reduction` that the runner of a pipeline tells of every forward and backward.

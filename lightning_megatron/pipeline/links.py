@@ -43,7 +43,7 @@ _SLACK = 3.0
 
 
 @dataclass(frozen=True)
-class Traffic:
+class MessagePlan:
     """The messages of one rank under a schedule; a message is named by the action that needs it."""
 
     schedule: Schedule
@@ -51,7 +51,7 @@ class Traffic:
 
     @cached_property
     def incoming(self) -> dict[int, tuple[Action, ...]]:
-        """For every other rank what it sends here, in order."""
+        """Messages from every other rank to this one, in order."""
         found: dict[int, list[Action]] = {}
         for sender, actions in enumerate(self.schedule.actions):
             for action in actions:
@@ -62,7 +62,7 @@ class Traffic:
 
     @cached_property
     def outgoing(self) -> dict[int, tuple[int, ...]]:
-        """For every other rank, at each message to it, the earlier ones that it has received.
+        """Number of earlier messages that a rank has received, for each message to it.
 
         These may be waited for: where every action takes its ideal time (`simulate`) the receiver
         asked for them at least a forward and a backward before. Every wait is for something earlier
@@ -154,7 +154,9 @@ class Links:
         host_group: dist.ProcessGroup | None = None,
         scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
-        self._pp, self._device, self._host_group = topology.pp, topology.device, host_group
+        self._pp = topology.pp
+        self._device = topology.device
+        self._host_group = host_group
         self._streams: dict[tuple[int, int], dist.ProcessGroup] = {}
         if host_group is not None:
             self._streams = _open_streams(topology, stage_ranks)
@@ -163,7 +165,7 @@ class Links:
         self._arrived: dict[Action, Any] = {}
         self._due: dict[int, Iterator[Action]] = {}
         self._settled: dict[int, Iterator[int]] = {}
-        self._traffic: Traffic
+        self._traffic: MessagePlan
         others = (rank for rank in range(topology.pp.size) if rank != topology.pp.rank)
         self._in_parts = {p for p in others if scatters_to(topology, p, scatter_gather)}
         self.parts: ScatterGather | None = None
@@ -171,7 +173,7 @@ class Links:
             least = {"least_bytes": 1} if scatter_gather is True else {}
             self.parts = ScatterGather(topology.tp, **least)
 
-    def begin(self, traffic: Traffic) -> None:
+    def begin(self, traffic: MessagePlan) -> None:
         """Start a step; the other ranks must do so with the same schedule."""
         self._traffic = traffic
         self._arrived.clear()
@@ -203,7 +205,7 @@ class Links:
             channel.send(tree)
 
     def receive(self, action: Action) -> Any:
-        """What ``action`` needs from another stage."""
+        """Inputs of ``action`` that another stage sends."""
         kind, stage, microbatch = action
         kind = Kind.FORWARD if kind is Kind.FORWARD else Kind.BACKWARD
         wanted = Action(kind, stage, microbatch)

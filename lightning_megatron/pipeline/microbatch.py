@@ -25,7 +25,7 @@ is then at most a fifth of the step."""
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchRule:
-    """How many microbatches a batch is cut into."""
+    """Rule for the number of microbatches of a batch."""
 
     size: int | None = None
     """Samples per microbatch; the last one may be smaller."""
@@ -62,7 +62,7 @@ class Microbatches:
     weights: tuple[float, ...]
     """Share of the samples in each; they add up to 1."""
     repeated: int = 0
-    """How many pieces at the end are there for their number only: they weigh nothing."""
+    """Number of filling microbatches at the end, which weigh nothing."""
 
     def __len__(self) -> int:
         """Number of pieces."""

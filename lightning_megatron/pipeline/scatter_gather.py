@@ -84,7 +84,8 @@ class ScatterGather:
     """
 
     def __init__(self, tp: Axis, least_bytes: int = _LEAST_BYTES) -> None:
-        self._tp, self._least = tp, least_bytes
+        self._tp = tp
+        self._least = least_bytes
         self._alike: dict[Hashable, bool] = {}
         self._differing: list[Tensor] = []
         self.sent_in_parts = 0
@@ -210,7 +211,7 @@ def _differ(expected: Tensor, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def _limit(leaf: Tensor) -> Tensor:
-    """By how much sums of equal computations may differ.
+    """Largest difference between sums of equal computations.
 
     Elements that differ by some units of their last place, up or down, change a sum by as many
     units of the root of the sum of squares; the order of the summation changes it, too.

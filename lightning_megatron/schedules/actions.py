@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What a rank does with one microbatch on one stage."""
+    """Kind of work that a rank does with one microbatch on one stage."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -59,7 +59,7 @@ class Schedule:
     """
 
     name: str
-    """What users call it."""
+    """Name in the options of users."""
     num_microbatches: int
     """Pieces of one batch."""
     stage_ranks: tuple[int, ...]

@@ -119,7 +119,7 @@ def _faults(
     num_ranks: int,
     source: str,
 ) -> list[str]:
-    """What keeps the actions from being a schedule."""
+    """Reasons why the actions are no schedule."""
     faults = []
     stages = Counter(stage for stage, _ in holders)
     ranks = Counter(rank for _, rank in holders)

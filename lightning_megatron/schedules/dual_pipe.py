@@ -23,7 +23,7 @@ after the other, so it does not show what overlapping gains.
 """
 
 from lightning_megatron.schedules.actions import Action, Kind, Rows, v_shaped
-from lightning_megatron.schedules.v_shaped import Way, repeat
+from lightning_megatron.schedules.v_shaped import Route, repeat
 from lightning_megatron.schedules.wgrad_placement import fill_weights
 
 
@@ -35,7 +35,7 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Rows:
     return fill_weights([_join_pairs(row) for row in ahead], placement, limit).rows
 
 
-def _way(num_ranks: int) -> Way:
+def _way(num_ranks: int) -> Route:
     """Forwards and backwards of one microbatch.
 
     On every rank they start 0, 1, 3 and 4 units into the period of 6: forward of the first stage,

@@ -63,7 +63,9 @@ class _FaultError(Exception):
 
     def __init__(self, position: int, rule: str, remedy: str) -> None:
         super().__init__(rule)
-        self.position, self.rule, self.remedy = position, rule, remedy
+        self.position = position
+        self.rule = rule
+        self.remedy = remedy
 
 
 def is_layout(text: str) -> bool:
@@ -131,7 +133,7 @@ def _problem(text: str, rule: str, nearest: str) -> str:
 
 
 def _ends_fault(symbols: Sequence[_Symbol], parts: TrunkParts) -> str | None:
-    """What is wrong with E and L."""
+    """Fault in the places of E and L."""
     for letter, items, place, right, end in (
         ("E", parts.before, "before", 0, "beginning"),
         ("L", parts.after, "behind", len(symbols) - 1, "end"),

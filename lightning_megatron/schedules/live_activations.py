@@ -10,7 +10,7 @@ kind when an action has come to hold the most, moments at which another holds as
 
 >>> from lightning_megatron.schedules.schedule import make_schedule
 >>> moments(make_schedule("1f1b", num_ranks=2, num_microbatches=4).row(0))
-(Moment(waiting={0: 1}, spent={0: 0}, running=0),)
+(LiveCount(waiting={0: 1}, spent={0: 0}, running=0),)
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from lightning_megatron.schedules.actions import Action, Kind
 
 
 @dataclass(frozen=True)
-class Moment:
+class LiveCount:
     """Microbatches that a rank holds something of, by stage."""
 
     waiting: Mapping[int, int]
-    """Whose backward has not begun."""
+    """Microbatches whose backward has not begun, by stage."""
     spent: Mapping[int, int]
-    """Whose backward has its second half before it, or is in the first."""
+    """Microbatches between the two halves of their backward, or in the first, by stage."""
     running: int | None
     """Stage of the backward in one piece that runs, of a microbatch that is not among the others.
     """
@@ -36,11 +36,11 @@ class Moment:
         return self.waiting[stage] + (self.running == stage)
 
 
-ALONE = (Moment(waiting={0: 0}, spent={0: 0}, running=0),)
-"""Those of a process without a pipeline: one microbatch after the other, forward and backward."""
+ALONE = (LiveCount(waiting={0: 0}, spent={0: 0}, running=0),)
+"""Counts of a process without a pipeline: one microbatch after the other, forward and backward."""
 
 
-def moments(actions: Sequence[Action]) -> tuple[Moment, ...]:
+def moments(actions: Sequence[Action]) -> tuple[LiveCount, ...]:
     """The moments that count of a rank with these ``actions``.
 
     A forward without a backward (an evaluation) leaves nothing.
@@ -48,7 +48,7 @@ def moments(actions: Sequence[Action]) -> tuple[Moment, ...]:
     stages = sorted({action.stage for action in actions})
     waiting, spent = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     wanted = {action[1:] for action in actions if action.kind is not Kind.FORWARD}
-    found: list[Moment] = []
+    found: list[LiveCount] = []
     for kind, stage, microbatch in actions:
         if kind is Kind.BACKWARD_WEIGHT:
             spent[stage] -= 1
@@ -59,14 +59,14 @@ def moments(actions: Sequence[Action]) -> tuple[Moment, ...]:
             spent[stage] += kind is Kind.BACKWARD_INPUT
         elif (stage, microbatch) in wanted:
             waiting[stage] += 1
-        now = Moment(dict(waiting), dict(spent), running)
+        now = LiveCount(dict(waiting), dict(spent), running)
         if not any(_covers(known, now) for known in found):
             found = [known for known in found if not _covers(now, known)] + [now]
     return tuple(found)
 
 
-def beside(found: Sequence[Moment], stage: int, count: int) -> tuple[Moment, ...]:
-    """The same of a rank that holds ``count`` microbatches of something else throughout.
+def beside(found: Sequence[LiveCount], stage: int, count: int) -> tuple[LiveCount, ...]:
+    """Counts of a rank that holds ``count`` microbatches of another stage throughout as well.
 
     Args:
         found: moments of its stages.
@@ -77,12 +77,12 @@ def beside(found: Sequence[Moment], stage: int, count: int) -> tuple[Moment, ...
     most = {s: max(moment.held(s) for moment in found) for s in stages}
     spent = {s: max(moment.spent[s] for moment in found) for s in stages}
     return (
-        *(Moment({**m.waiting, stage: count}, {**m.spent, stage: 0}, m.running) for m in found),
-        Moment({**most, stage: count - 1}, {**spent, stage: 0}, stage),
+        *(LiveCount({**m.waiting, stage: count}, {**m.spent, stage: 0}, m.running) for m in found),
+        LiveCount({**most, stage: count - 1}, {**spent, stage: 0}, stage),
     )
 
 
-def _covers(one: Moment, other: Moment) -> bool:
+def _covers(one: LiveCount, other: LiveCount) -> bool:
     """Whether ``one`` holds as much as ``other``, whatever the bytes."""
     if other.running not in (None, one.running):
         return False

@@ -54,7 +54,7 @@ class Repartition:
     step_time_before: float
     """Simulated time of a step with the current stages, in the unit of the measured times."""
     step_time_after: float
-    """The same with the new ones; never longer."""
+    """Step time with the new ones; never longer."""
 
     @property
     def gain(self) -> float:

@@ -67,16 +67,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Family:
-    """How schedules of one name are made."""
+    """Recipe of the schedules of one name."""
 
     rows: Callable[[int, int, int], Rows]
-    """From ranks, microbatches and stages per rank."""
+    """Rows of actions, from ranks, microbatches and stages per rank."""
     stages_per_rank: int = 1
-    """By default."""
+    """Default number."""
     any_stages_per_rank: bool = False
     """Whether other numbers of stages per rank are legal."""
     placement: Callable[[int, int], tuple[int, ...]] = looped
-    """From ranks and stages per rank."""
+    """Placement of stages, from ranks and stages per rank."""
 
 
 def _v(rows: Callable[[int, int], Rows]) -> _Family:
@@ -102,7 +102,7 @@ SCHEDULES = tuple(_FAMILIES)
 CUSTOM = "custom"
 """Name of a schedule that is read from a file."""
 AUTO = "auto"
-"""What users write for the fastest of `SCHEDULES`; `schedules.search` finds it."""
+"""Name that stands for the fastest of `SCHEDULES`; `schedules.search` finds it."""
 
 
 def make_schedule(

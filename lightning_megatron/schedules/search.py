@@ -36,7 +36,7 @@ _Costs = float | Sequence[float]
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What one microbatch costs on each stage, for some number of stages per rank.
+    """Costs of one microbatch on each stage, for some number of stages per rank.
 
     Numbers count for every stage, sequences hold one for each.
     """
@@ -52,7 +52,7 @@ class StageCosts:
     send: _Costs = 0.0
     """Time of one transfer between neighbouring stages (boundary ``i`` lies behind stage ``i``)."""
     activation: _Costs = 1.0
-    """What is kept from forward to backward, in the unit of the memory limit."""
+    """Activations kept from forward to backward, in the unit of the memory limit."""
 
     def split(self, parts: int) -> "StageCosts":
         """Estimate the costs if every stage were cut into ``parts`` equal ones.
@@ -81,11 +81,11 @@ class Candidate:
     """One schedule, simulated."""
 
     name: str
-    """What users call it."""
+    """Name in the options of users."""
     stages_per_rank: int
     """Parts of the network on each rank."""
     step_time: float
-    """In the unit of the costs."""
+    """Time of a step, in the unit of the costs."""
     bubble_fraction: float
     """Idle share of the ranks' time."""
     peak_activation: tuple[float, ...]

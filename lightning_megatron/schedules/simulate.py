@@ -62,10 +62,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every rank did what; made by `simulate` or from measured times."""
+    """Start and end of every rank's actions; made by `simulate` or from measured times."""
 
     schedule: Schedule
-    """What was run."""
+    """Schedule that was run."""
     spans: tuple[tuple[Span, ...], ...]
     """Actions of every rank with their times, in order; the step starts at 0."""
 

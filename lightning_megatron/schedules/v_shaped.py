@@ -59,11 +59,11 @@ from lightning_megatron.schedules.wgrad_placement import fill_weights, room_need
 _PERIOD = 6
 """Units of work per microbatch on a rank: forward and two halves of a backward, on two stages."""
 
-Way = list[list[tuple[int, Kind, int]]]
-"""For every rank start, kind and stage of what it does for one microbatch, weight halves apart."""
+Route = list[list[tuple[int, Kind, int]]]
+"""Start, kind and stage of the work on one microbatch, by rank, weight halves apart."""
 
 
-def repeat(way: Way, num_microbatches: int) -> list[list[Action]]:
+def repeat(way: Route, num_microbatches: int) -> list[list[Action]]:
     """Order of the actions on every rank when microbatches follow each other `_PERIOD` apart."""
     orders = []
     for steps in way:
@@ -81,11 +81,11 @@ class Pattern:
     """One microbatch's way through the V: units of time from rank to rank."""
 
     down: int
-    """From rank 0 to the last: forwards of first stages, backwards of second ones."""
+    """Route from rank 0 to the last: forwards of first stages, backwards of second ones."""
     up: int
-    """From the last rank to rank 0: forwards of second stages, backwards of first ones."""
+    """Route from the last rank to rank 0: forwards of second stages, backwards of first ones."""
 
-    def way(self, num_ranks: int) -> Way:
+    def way(self, num_ranks: int) -> Route:
         """Forwards and input halves of one microbatch.
 
         The turns are as early as they can be without two microbatches, `_PERIOD` apart, ever

@@ -1,6 +1,5 @@
 """Checkpoints to damage, and ways to do it."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lightning_megatron.checkpoint.directory.rank_manifest import (
     ChunkEntry,
-    FileEntry,
     Part,
     part_file,
 )
@@ -106,10 +104,3 @@ def forge(directory: Path, name: str, content: bytes) -> None:
         if name in part.files:
             files = {**part_at(directory, part.number).files, name: entry}
             rewrite_part(directory, part.number, files=files)
-
-
-def without_hashes(directory: Path) -> None:
-    """Make a checkpoint what it was before there were hashes."""
-    files = {e.name: FileEntry(size=e.stat().st_size) for e in os.scandir(directory)}
-    del files[MANIFEST_FILE]
-    rewrite_manifest(directory, schema=1, files=files, tensors={}, written=None)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint.chunks import Chunk, whole
-from lightning_megatron.checkpoint.save.host_copy import HostCopy, OwnMemory
-from lightning_megatron.checkpoint.save.shared_memory import SharedMemory
+from lightning_megatron.checkpoint.save.host_copy import HostCopy
 from lightning_megatron.errors import CheckpointError
 
 pytestmark = [
@@ -26,9 +25,9 @@ def sources() -> dict[str, Chunk]:
     }
 
 
-@pytest.fixture(params=[OwnMemory, SharedMemory])
-def copy(request: pytest.FixtureRequest) -> Iterator[HostCopy]:
-    made = HostCopy(request.param())
+@pytest.fixture
+def copy() -> Iterator[HostCopy]:
+    made = HostCopy()
     yield made
     made.close()
 

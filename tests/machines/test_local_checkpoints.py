@@ -61,7 +61,7 @@ PREPARE = """
 import os, sys
 import torch.distributed as dist
 from lightning_megatron.checkpoint.directory.candidates import Places
-from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
+from lightning_megatron.checkpoint.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.run import LocalRun
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import ConfigError

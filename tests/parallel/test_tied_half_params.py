@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from lightning_megatron.parallel.tied_half_params import LowCopies
+from lightning_megatron.parallel.tied_half_params import TiedHalfParams
 
 
 def test_gradients_of_copies_are_added_up_wide() -> None:
     """In bfloat16 a small gradient beside a large one would be lost."""
     net = nn.Linear(1, 1, bias=False)
-    copies = LowCopies(net, [net.weight], torch.bfloat16, torch.float32, [net])
+    copies = TiedHalfParams(net, [net.weight], torch.bfloat16, torch.float32, [net])
     weight = net.weight
     for size in (1.0, *[2.0**-10] * 4):
         net(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron.comm.point_to_point import DeviceChannel
-from lightning_megatron.pipeline.links import Links, Traffic, receiver_of, stream_rounds
+from lightning_megatron.pipeline.links import Links, MessagePlan, receiver_of, stream_rounds
 from lightning_megatron.schedules.schedule import (
     SCHEDULES,
     Action,
@@ -51,7 +51,7 @@ def program(schedule: Schedule, rank: int) -> Iterator[tuple[str, Any, int]]:
 
     Messages are named by sender, receiver and number.
     """
-    traffic = Traffic(schedule, rank)
+    traffic = MessagePlan(schedule, rank)
     due = {sender: iter(enumerate(wanted)) for sender, wanted in traffic.incoming.items()}
     arrived: set[Action] = set()
     sent = dict.fromkeys(traffic.outgoing, 0)
@@ -185,7 +185,7 @@ def messages_job(kind: str, name: str, microbatches: int, evaluates: bool) -> tu
         schedule = forward_only(ranks, microbatches, schedule.stage_ranks)
     most = 0
     for _ in range(2):
-        links.begin(Traffic(schedule, rank))
+        links.begin(MessagePlan(schedule, rank))
         for action in schedule.row(rank):
             label = "F" if action.kind is Kind.FORWARD else "B"
             starts = action.kind is Kind.BACKWARD_WEIGHT or (

@@ -12,7 +12,7 @@ from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.splits import own_part
-from lightning_megatron.pipeline.links import Links, Traffic
+from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.scatter_gather import ScatterGather, scatters_to
 from lightning_megatron.schedules.schedule import Kind, make_schedule
 from lightning_megatron.testing import WorkerError, WorkerPool
@@ -165,7 +165,7 @@ def links_job(kind: str, name: str, microbatches: int) -> list[int]:
     assert links.parts is not None
     sent = []
     for step in range(2):
-        links.begin(Traffic(schedule, topology.pp.rank))
+        links.begin(MessagePlan(schedule, topology.pp.rank))
         for action in schedule.row(topology.pp.rank):
             is_forward = action.kind is Kind.FORWARD
             starts = action.kind is Kind.BACKWARD_WEIGHT or (

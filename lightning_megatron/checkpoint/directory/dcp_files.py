@@ -162,7 +162,6 @@ def write_shards(
     plan: WritePlan,
     chunks: Mapping[str, Chunk],
     stop: Callable[[], bool] = lambda: False,
-    file_system: DigestingFileSystem | None = None,
 ) -> Written | None:
     """Write this rank's file; not collective.
 
@@ -171,7 +170,6 @@ def write_shards(
         plan: of all ranks.
         chunks: values of at least the tensors that the plan gives to this rank.
         stop: asked before each tensor whether to give up.
-        file_system: takes the file; by default, the local one.
 
     Returns:
         What `part_of` needs; None when it was stopped.
@@ -181,7 +179,7 @@ def write_shards(
     """
     # Copying ahead is for device tensors: it opens a stream on a device of its own choice.
     on_device = any(not chunk.tensor.is_cpu for chunk in chunks.values())
-    writer = _Writer(directory, file_system, copy_ahead=10_000_000 if on_device else 0)
+    writer = _Writer(directory, copy_ahead=10_000_000 if on_device else 0)
     try:
         places = writer.write_data(plan.mine, _SavePlanner(chunks, stop)).value()
     except _Stopped:
@@ -267,16 +265,16 @@ class _Writer(FileSystemWriter):
     def __init__(
         self,
         directory: AnyPath,
-        file_system: DigestingFileSystem | None = None,
         copy_ahead: int = 0,
     ) -> None:
-        fs = file_system or DigestingFileSystem()
         # In a store, closing a file is what makes it durable.
-        syncs = fs.syncs and isinstance(directory, Path)
         super().__init__(
-            directory, sync_files=syncs, thread_count=1, per_thread_copy_ahead=copy_ahead
+            directory,
+            sync_files=isinstance(directory, Path),
+            thread_count=1,
+            per_thread_copy_ahead=copy_ahead,
         )
-        self.fs: DigestingFileSystem = fs
+        self.fs: DigestingFileSystem = DigestingFileSystem()
         self.path = self.fs.init_path(directory)
 
     @override

@@ -7,8 +7,8 @@ chunk, one process has to hold all of them for it; so it is written along with c
 `MOST_CHUNKS` chunks, and for larger ones by ``lightning-megatron ckpt index``, when somebody wants
 it.
 
-Two kinds of checkpoints have no other index: ours of schema 1, and those of Lightning's own
-strategies. That is unpickled with a list of the few classes that it is made of.
+Checkpoints of Lightning's own strategies have no other index. Theirs is unpickled with a list of
+the few classes that it is made of.
 """
 
 import io

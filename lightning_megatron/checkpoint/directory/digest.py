@@ -48,10 +48,7 @@ class DigestingFileSystem(FileSystem):
 
     Attributes:
         files: size and hash of the files that were written and closed, by name.
-        syncs: whether files are to be synced.
     """
-
-    syncs = True
 
     def __init__(self) -> None:
         self.files: dict[str, FileEntry] = {}

@@ -3,7 +3,7 @@
 The root says which rectangle of which tensor is in which part, the parts at which bytes of which
 file (rank_manifest.py). So a rank that loads under another layout looks up what overlaps its own
 rectangles in the root, and opens the few parts that have them; at a thousand ranks none needs to
-know what all of them have written. Checkpoints of schema 1 and 2 have an index in one piece, which
+know what all of them have written. Checkpoints of schema 2 have an index in one piece, which
 becomes parts in memory.
 
 What is read is checked. The rectangles of every tensor must tile it, and each must be in the part
@@ -26,7 +26,6 @@ from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle, Run
 from lightning_megatron.checkpoint.directory.coverage import Numbers, expand, run_coverage_fault
 from lightning_megatron.checkpoint.directory.dcp_metadata import (
     parts_of,
-    read_metadata,
     torch_dtype,
 )
 from lightning_megatron.checkpoint.directory.digest import entry_of
@@ -69,22 +68,19 @@ class ShardIndex:
         tensors: all that are stored, by name.
 
     Raises:
-        OSError: it cannot be read.
-        DamagedCheckpointError: it is not an index, or would run code.
+        DamagedCheckpointError: a tensor has an unknown dtype.
     """
 
     def __init__(self, directory: AnyPath, manifest: Manifest) -> None:
-        self._directory, self._files = directory, manifest.files
-        self._embedded, entries = manifest.embedded, manifest.tensors
-        if not manifest.is_sealed:
-            entries, self._embedded, faults = parts_of(read_metadata(directory))
-            raise_if_damaged(faults)
+        self._directory = directory
+        self._files = manifest.files
+        self._embedded = manifest.embedded
         self._names = {part.number: name for name, part in manifest.parts.items()}
         self._entries = {part.number: part for part in manifest.parts.values()}
         self._kept: OrderedDict[int, Part] = OrderedDict()
         self.tensors = {
             name: StoredTensor(shape=e.shape, dtype=torch_dtype(name, e.dtype), runs=e.runs)
-            for name, e in entries.items()
+            for name, e in manifest.tensors.items()
         }
 
     @classmethod

@@ -39,7 +39,7 @@ class FileEntry:
     size: int
     """Bytes."""
     sha256: str | None = None
-    """Hash of the content; None in manifests of schema 1."""
+    """Hash of the content; None for files of another library, which has no hashes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +114,15 @@ class Part:
         return cls(number=data["part"], files=files, tensors=tensors)
 
 
-def file_entry(name: str, data: Mapping[str, Any], *, hashed: bool = True) -> FileEntry:
+def file_entry(name: str, data: Mapping[str, Any]) -> FileEntry:
     """Parse the entry of a file.
 
     Raises:
-        ValueError: it is something else, or is to have a hash and has none.
+        ValueError: it is something else, or has no hash.
     """
-    size, sha256 = data["size"], data.get("sha256")
-    if not is_file_name(name) or not is_count(size) or (hashed and not is_hash(sha256)):
+    size = data["size"]
+    sha256 = data.get("sha256")
+    if not is_file_name(name) or not is_count(size) or not is_hash(sha256):
         raise ValueError(f"entry {name!r}: {data!r}")
     return FileEntry(size=size, sha256=sha256)
 

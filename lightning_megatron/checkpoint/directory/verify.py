@@ -56,8 +56,6 @@ def check_files(directory: AnyPath, manifest: Manifest) -> None:
 def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Peers) -> None:
     """Compare the content of every file with its hash in the manifest; collective.
 
-    Files without a hash, which schema 1 has, pass.
-
     Args:
         what: what is being done; begins the message of an error.
         directory: the checkpoint.
@@ -98,8 +96,8 @@ def _share(manifest: Manifest, peers: Peers) -> list[str]:
     """Return the files that this rank hashes."""
     loads = [(0, rank) for rank in range(peers.size)]  # a heap
     share = []
-    hashed = [(n, e.size) for n, e in manifest.files.items() if e.sha256 is not None]
-    for name, size in sorted(hashed, key=lambda item: (-item[1], item[0])):
+    sizes_of = [(name, entry.size) for name, entry in manifest.files.items()]
+    for name, size in sorted(sizes_of, key=lambda item: (-item[1], item[0])):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + size + 1, rank))
         if rank == peers.rank:

@@ -5,7 +5,6 @@ compared: the root manifest against its own hash, names and sizes of the files, 
 that the chunks tile the tensors and are where the manifests say. The ranks share the last two.
 """
 
-import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,8 +21,6 @@ from lightning_megatron.checkpoint.directory.verify import check_contents, check
 from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.trainer_state.document import read_document
-
-logger = logging.getLogger(__name__)
 
 MODEL_PREFIX = "model"
 """Of the names of parameters and buffers in the shards."""
@@ -87,11 +84,6 @@ class CheckpointReader:
 
     def _open(self) -> None:
         self.manifest = read_manifest(self.directory)
-        if self.peers.is_first and not self.manifest.is_sealed:
-            logger.warning(
-                "%s was written before checkpoints had hashes: only sizes and coverage are checked",
-                self.directory,
-            )
 
     def _read(self) -> list[str]:
         """Read what every rank needs; return the faults of this rank's share of the index."""

@@ -27,12 +27,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lightning_megatron.checkpoint.config import CheckpointConfig
+from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
 from lightning_megatron.checkpoint.directory.candidates import Places
 from lightning_megatron.checkpoint.directory.commit import remove
-from lightning_megatron.checkpoint.local.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.directory import (
     RunLock,
     bases,
@@ -67,7 +66,6 @@ class LocalRun:
         places: where the shared checkpoints of the run are; the first rank's count.
         peers: all ranks.
         background: the same ranks over a gloo group of its own.
-        process: what writes in the background.
         report: called with what came of every save, in the thread that wrote it.
 
     Attributes:
@@ -85,7 +83,6 @@ class LocalRun:
         peers: Peers,
         background: Peers,
         *,
-        process: Literal["thread", "process"] = "thread",
         report: Callable[[SaveOutcome], None] | None = None,
     ) -> None:
         self._config, self._peers = config, peers
@@ -104,7 +101,7 @@ class LocalRun:
             peers, self.nodes, lambda: list(runs_of(self._key, self._bases)), self._other_run
         )
         self._saver = Saver(
-            CheckpointConfig(mode="async", process=process),
+            CheckpointConfig(mode="async"),
             peers,
             background,
             report,

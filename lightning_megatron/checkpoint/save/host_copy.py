@@ -14,7 +14,6 @@ copy might be newer than the other half.
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,47 +24,11 @@ from lightning_megatron.errors import CheckpointError
 Stamp = tuple[int, int, torch.Size]
 
 
-class HostMemory(Protocol):
-    """Where copies lie."""
-
-    def provide(self, chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
-        """Return a buffer for each chunk, those of the last call where they fit."""
-
-    def close(self) -> None:
-        """Release what the garbage collector does not."""
-
-
-class OwnMemory:
-    """Memory of this process, page-locked for copies from a GPU."""
+class HostCopy:
+    """One copy of this rank's part of a checkpoint, page-locked where it comes from a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-
-    def provide(self, chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
-        """Return a buffer for each chunk, those of the last call where they fit."""
-        fitting = {n: b for n, b in self._buffers.items() if n in chunks and _fits(b, chunks[n])}
-        self._buffers = fitting  # what does not fit is freed first
-        for name, chunk in chunks.items():
-            if name not in fitting:
-                source = chunk.tensor
-                fitting[name] = torch.empty(
-                    source.shape, dtype=source.dtype, pin_memory=source.is_cuda
-                )
-        return fitting
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-class HostCopy:
-    """One copy of this rank's part of a checkpoint.
-
-    Args:
-        memory: where it lies; by default, `OwnMemory`.
-    """
-
-    def __init__(self, memory: HostMemory | None = None) -> None:
-        self._memory = memory or OwnMemory()
         self._stamps: dict[str, Stamp] | None = None
         self._chunks: dict[str, Chunk] = {}
         self._transfer = _Transfer()
@@ -86,7 +49,7 @@ class HostCopy:
         """
         self._stamps = None  # for as long as the copy is neither the old one nor the new one
         wanted = {name: chunk for name, chunk in chunks.items() if name in names}
-        buffers = self._memory.provide(wanted)
+        buffers = self._provide(wanted)
         with torch.no_grad():
             for name, chunk in wanted.items():
                 if not chunk.tensor.is_cuda:
@@ -115,8 +78,21 @@ class HostCopy:
 
     def close(self) -> None:
         """Release the memory."""
-        self._chunks, self._stamps = {}, None
-        self._memory.close()
+        self._chunks = {}
+        self._stamps = None
+        self._buffers = {}
+
+    def _provide(self, chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
+        """Return a buffer for each chunk, those of the last call where they fit."""
+        fitting = {n: b for n, b in self._buffers.items() if n in chunks and _fits(b, chunks[n])}
+        self._buffers = fitting  # what does not fit is freed first
+        for name, chunk in chunks.items():
+            if name not in fitting:
+                source = chunk.tensor
+                fitting[name] = torch.empty(
+                    source.shape, dtype=source.dtype, pin_memory=source.is_cuda
+                )
+        return fitting
 
 
 class _Transfer:

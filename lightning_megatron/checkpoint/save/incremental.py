@@ -110,7 +110,7 @@ class Increments:
 
     def note_loaded(self, target: AnyPath, manifest: Manifest) -> None:
         """Learn that a checkpoint was loaded, perhaps one of another layout."""
-        if isinstance(target, Path) and manifest.is_sealed:
+        if isinstance(target, Path):
             self._loaded = target, manifest
 
     def _remember(self, base: _Base) -> None:

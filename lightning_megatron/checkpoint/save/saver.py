@@ -1,9 +1,9 @@
 """Saving in the background.
 
 A save stops training only while the state that is not tensors becomes JSON and this rank's tensors
-are copied to host memory (save_plan.py, host_copy.py). A thread then writes, or has a process write
-(writer_process.py), and publishes, and talks to the other ranks' threads over a process group of
-its own: collectives of two threads on one group would pair up wrongly. One save is in flight at a
+are copied to host memory (save_plan.py, host_copy.py). A thread then writes and publishes, and
+talks to the other ranks' threads over a process group of its own: collectives of two threads on one
+group would pair up wrongly. One save is in flight at a
 time, so memory holds one copy; only a save of the same unchanged tensors (``save_last`` beside the
 best ones) queues behind, as it needs none.
 
@@ -23,7 +23,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning_megatron.checkpoint.chunks import Chunk
@@ -45,8 +44,6 @@ from lightning_megatron.checkpoint.save.save_plan import (
     all_chunks,
     writing,
 )
-from lightning_megatron.checkpoint.save.shared_memory import SharedMemory
-from lightning_megatron.checkpoint.save.writer_process import WriterProcess
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -77,9 +74,7 @@ class Saver:
         self._report, self._noun, self._placed = report, noun, placed
         self._config, self._peers, self._background = config, peers, background
         self._preparation = Preparation(peers)
-        memory = SharedMemory() if background is not None and config.process == "process" else None
-        self._process = None if memory is None else WriterProcess(memory)
-        self._copy = HostCopy(memory)
+        self._copy = HostCopy()
         self._copied_at = -1
         self._increments = Increments() if config.incremental else None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -259,9 +254,6 @@ class Saver:
         copies = self._copy.chunks
 
         def write(directory: AnyPath, plan: WritePlan, stop: Callable[[], bool]) -> Written | None:
-            # The process knows files only; uploading takes little of Python's lock.
-            if self._process is not None and isinstance(directory, Path):
-                return self._process.write(directory, plan, copies, stop)
             return write_shards(directory, plan, copies, stop)
 
         shortened = self._shortened(copies, write)
@@ -324,8 +316,6 @@ class Saver:
     def _work(self, peers: Peers) -> None:
         while (job := self._jobs.get()) is not None:
             self._write(job, peers)
-        if self._process is not None:
-            self._process.close()
         self._copy.close()
 
     def _write(self, job: Job, peers: Peers) -> None:

@@ -43,9 +43,9 @@ from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.activations.knapsack import BlockCosts
 from lightning_megatron.parallel.activations.offload import Offloader
 from lightning_megatron.parallel.activations.selective import (
-    Notes,
-    Noting,
+    Recording,
     Replaying,
+    SavedResults,
     kept_operations,
     traced_contexts,
 )
@@ -96,13 +96,13 @@ def recompute_each(
         traced: whether they will run inside of what is compiled.
     """
     if traced:
-        never_trace_alone(_Forgetful)
+        never_trace_alone(CheckpointedForward)
     for child in module.modules():
         held = outermost(child)
-        if isinstance(held, _Forgetful):
+        if isinstance(held, CheckpointedForward):
             held.remove()
         if child in chosen:
-            _Forgetful(child, chosen[child], offloader, traced=traced)
+            CheckpointedForward(child, chosen[child], offloader, traced=traced)
 
 
 def measure(
@@ -128,13 +128,13 @@ def measure(
     found, places = [], itertools.count()
     for block in blocks:
         held = outermost(block)
-        assert isinstance(held, _Forgetful)
+        assert isinstance(held, CheckpointedForward)
         found.append(held.measured)
         held.now, held.selection, held.measured, held.places = now, kept, [], places
     return found
 
 
-class _Forgetful(BlockForward):
+class CheckpointedForward(BlockForward):
     """A forward that runs again in the backward.
 
     Args:
@@ -203,8 +203,8 @@ class _Forgetful(BlockForward):
             plain.append(run(nullcontext(), sizes.note))
             kept = max(kept, sizes.bytes)
             if self.selection:
-                notes = Notes(kept_operations(self.selection))
-                noting.append(run(Noting(notes), lambda tensor: None))
+                notes = SavedResults(kept_operations(self.selection))
+                noting.append(run(Recording(notes), lambda tensor: None))
                 noted = notes.bytes
                 replaying.append(run(Replaying(notes), lambda tensor: tensor))
         again = None
@@ -234,7 +234,7 @@ class _Sizes:
 
     @property
     def bytes(self) -> int:
-        """Of all that were noted."""
+        """Bytes of all results that were noted."""
         return sum(self._sizes.values())
 
     def note(self, tensor: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class _Sizes:
 def checkpoint_options(
     blocks: Iterable[nn.Module], kept: Sequence[str] = (), offloader: Offloader | None = None
 ) -> dict[str, Any]:
-    """What torch's ``checkpoint`` of some blocks needs to be told.
+    """Options of torch's ``checkpoint`` for some blocks.
 
     Args:
         blocks: which run in it.
@@ -258,7 +258,7 @@ def checkpoint_options(
 
 
 def traced_options(kept: Sequence[str] = ()) -> dict[str, Any]:
-    """The same for a ``checkpoint`` that a compiler traces, which sees to the rest itself.
+    """Options for a ``checkpoint`` that a compiler traces, which sees to the rest itself.
 
     Args:
         kept: operations whose results are not forgotten.
@@ -293,18 +293,19 @@ def _counting(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 def _contexts(
     counting: Sequence[nn.Module], kept: Sequence[str], offloader: Offloader | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What a block runs in first, and what it runs in again."""
+    """Contexts of a block's forward and of its recomputation."""
     if not kept:
         return nullcontext(), _Again(counting, None)
-    notes = Notes(kept_operations(kept), offloader)
-    return Noting(notes), _Again(counting, notes)
+    notes = SavedResults(kept_operations(kept), offloader)
+    return Recording(notes), _Again(counting, notes)
 
 
 class _Again(AbstractContextManager[None]):
     """Around a recomputation; can be entered once per backward of the same forward."""
 
-    def __init__(self, counting: Sequence[nn.Module], notes: Notes | None) -> None:
-        self._counting, self._notes = counting, notes
+    def __init__(self, counting: Sequence[nn.Module], notes: SavedResults | None) -> None:
+        self._counting = counting
+        self._notes = notes
         # Precision plugins change it around forwards only.
         self._dtype = torch.get_default_dtype()
         self._is_seen = is_seen()

@@ -38,59 +38,59 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
 
-from lightning_megatron.schedules.live_activations import ALONE, Moment
+from lightning_megatron.schedules.live_activations import ALONE, LiveCount
 
 _PARTS = 40_000
-"""Of the room, divided by the number of blocks: smaller differences do not count."""
+"""Resolution: the room, divided by this and the number of blocks, is the least that counts."""
 _PAIRS = 20_000
 """Choices of two stages that are combined at most."""
 _RAISES = 4
 """Times that the limit of a count that is not exact is raised."""
 _WORTH = 200
 """Part of the limit that is worth to be used."""
-Way = Literal["none", "selective", "full"]
-"""How a block is recomputed."""
+RecomputeMode = Literal["none", "selective", "full"]
+"""RecomputeMode in which a block is recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCosts:
-    """What was measured of a block."""
+    """Measured costs of a block."""
 
     seconds: float
-    """Of its forward."""
+    """Seconds of its forward."""
     kept: int
     """Bytes that autograd keeps of one microbatch, its input included."""
     input: int
     """Bytes of its input."""
     selective_seconds: float | None = None
-    """Of what of the forward selective recomputation repeats; None where it is not to be chosen."""
+    """Seconds of forward that selective recomputation repeats; None where it may not be chosen."""
     selective_kept: int = 0
     """Bytes that are kept then, the input included."""
     stage: int = 0
-    """Where in a pipeline it is."""
+    """Pipeline stage of the block."""
     place: int = 0
-    """When it runs, among all blocks of a forward."""
+    """Position among all blocks of a forward."""
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[RecomputeMode, ...]:
         """The choices."""
         if self.selective_seconds is None or self.selective_kept >= self.kept:
             return ("none", "full")
         return ("none", "selective", "full")
 
-    def bytes(self, way: Way) -> int:
-        """What a microbatch takes that waits for its backward."""
+    def bytes(self, way: RecomputeMode) -> int:
+        """Bytes that a microbatch holds until its backward."""
         return {"none": self.kept, "selective": self.selective_kept, "full": self.input}[way]
 
-    def again(self, way: Way) -> int:
-        """What comes on top while its backward runs.
+    def again(self, way: RecomputeMode) -> int:
+        """Bytes on top of that while the backward runs.
 
         The input is there already, and counts for what a block makes on the way and does not keep.
         """
         return 0 if way == "none" else self.kept
 
-    def time(self, way: Way) -> float:
-        """What a backward takes longer."""
+    def time(self, way: RecomputeMode) -> float:
+        """Seconds by which the backward becomes longer."""
         return {"none": 0.0, "selective": self.selective_seconds or 0.0, "full": self.seconds}[way]
 
 
@@ -109,7 +109,9 @@ def combined(one: BlockCosts, other: BlockCosts, time: Callable[..., float]) -> 
 
 
 def needed(
-    blocks: Sequence[BlockCosts], ways: Sequence[Way], moments: Sequence[Moment] = ALONE
+    blocks: Sequence[BlockCosts],
+    ways: Sequence[RecomputeMode],
+    moments: Sequence[LiveCount] = ALONE,
 ) -> int:
     """Bytes that the blocks take at most, if each is recomputed in its way.
 
@@ -132,8 +134,8 @@ def needed(
 
 
 def choose(
-    blocks: Sequence[BlockCosts], limit: int, moments: Sequence[Moment] = ALONE
-) -> tuple[Way, ...] | None:
+    blocks: Sequence[BlockCosts], limit: int, moments: Sequence[LiveCount] = ALONE
+) -> tuple[RecomputeMode, ...] | None:
     """A way for each block, of all that fit the one that costs the least time.
 
     Args:
@@ -144,8 +146,8 @@ def choose(
     Returns:
         None if they do not fit even if all are recomputed in full.
     """
-    everything: tuple[Way, ...] = tuple("full" for _ in blocks)
-    nothing: tuple[Way, ...] = tuple("none" for _ in blocks)
+    everything: tuple[RecomputeMode, ...] = tuple("full" for _ in blocks)
+    nothing: tuple[RecomputeMode, ...] = tuple("none" for _ in blocks)
     if needed(blocks, nothing, moments) <= limit:
         return nothing
     found = _choose(blocks, limit, moments)
@@ -166,8 +168,8 @@ def choose(
 
 
 def _choose(
-    blocks: Sequence[BlockCosts], limit: int, moments: Sequence[Moment]
-) -> tuple[Way, ...] | None:
+    blocks: Sequence[BlockCosts], limit: int, moments: Sequence[LiveCount]
+) -> tuple[RecomputeMode, ...] | None:
     stages = sorted({block.stage for block in blocks})
     own = {s: [i for i, block in enumerate(blocks) if block.stage == s] for s in stages}
     most = {s: max(moment.held(s) for moment in moments) for s in stages}
@@ -186,20 +188,20 @@ def _choose(
         found = _pairs(found, one.choices(unit, alone=_is_exact(moments)), limit, unit)
     if not found:
         return None
-    ways: dict[int, Way] = {}
+    ways: dict[int, RecomputeMode] = {}
     for s, path in zip(stages, min(found, key=itemgetter(2))[3], strict=True):
         for i in own[s]:
             ways[i], path = path
     return tuple(ways[i] for i in range(len(blocks)))
 
 
-def _is_exact(moments: Sequence[Moment]) -> bool:
+def _is_exact(moments: Sequence[LiveCount]) -> bool:
     """Whether there is one stage, whose backwards are all in one piece."""
     return all(len(m.waiting) == 1 and m.running is not None for m in moments)
 
 
-def _spent(blocks: Sequence[BlockCosts], moments: Sequence[Moment]) -> dict[int, int]:
-    """What a microbatch takes between the halves of its backward, by stage."""
+def _spent(blocks: Sequence[BlockCosts], moments: Sequence[LiveCount]) -> dict[int, int]:
+    """Bytes of a microbatch between the halves of its backward, by stage."""
     found = dict.fromkeys(moments[0].waiting, 0)
     for block in blocks:
         found[block.stage] += block.kept
@@ -207,12 +209,12 @@ def _spent(blocks: Sequence[BlockCosts], moments: Sequence[Moment]) -> dict[int,
 
 
 def _extra(
-    moments: Sequence[Moment],
+    moments: Sequence[LiveCount],
     most: dict[int, int],
     least: dict[int, int],
     spent: dict[int, int],
 ) -> dict[int | None, int]:
-    """By the stage whose backward runs, what a rank holds beyond ``most`` of everything.
+    """Bytes that a rank holds beyond ``most``, by the stage whose backward runs.
 
     Less than nothing, where it holds less than the most of a stage: at least ``least`` of each
     microbatch that it does not hold.
@@ -234,18 +236,18 @@ class _Stage:
     """The blocks of one stage."""
 
     blocks: Sequence[BlockCosts]
-    """In order."""
+    """Blocks, in the order of the forward."""
     count: int
     """Microbatches of which it holds something."""
     extra: int | None
-    """What the rank holds besides when a backward runs here; None if none does in one piece."""
+    """Bytes held besides while a backward runs here; None if no backward runs in one piece."""
     floor: int
-    """What it holds besides in any case."""
+    """Bytes held besides in any case."""
     limit: int
     """Bytes for it and for what the rank holds besides."""
 
     def choices(self, unit: int, *, alone: bool) -> list[_Choice]:
-        """Those of all blocks that no other beats, by time."""
+        """Choices for all blocks that no other choice beats, by time."""
         found: list[_Choice] = [(0, 0, 0.0, None)]
         rest = sum(block.input for block in self.blocks)
         for block in reversed(self.blocks):
@@ -287,7 +289,7 @@ def _pairs(before: list[_Choice], here: list[_Choice], limit: int, unit: int) ->
 def _undominated(
     choices: Sequence[_Choice], keys: Sequence[tuple[int, float, int]]
 ) -> list[_Choice]:
-    """Those that no other beats in all its keys."""
+    """Choices that no other beats in all its keys."""
     found: list[_Choice] = []
     sizes: list[int] = []  # rising, of the choices so far that are the best for their last key,
     times: list[float] = []  # falling

@@ -59,7 +59,8 @@ class Offloader:
     """
 
     def __init__(self, device: torch.device, min_bytes: int = 0) -> None:
-        self._device, self._min_bytes = device, min_bytes
+        self._device = device
+        self._min_bytes = min_bytes
         self.instant = device.type == "cpu"
         self.held = self.most = 0
         self._latest: _Passage | None = None
@@ -68,7 +69,7 @@ class Offloader:
         self._streams: tuple[Any, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy of the network begins with: nothing is under way in it."""
+        """State of a copy of the network: no transfer is under way in it."""
         return {
             **self.__dict__,
             **{"held": 0, "most": 0, "_latest": None, "_leaving": None, "_streams": None},
@@ -241,10 +242,10 @@ class _Passage:
         self._previous = weakref.ref(previous) if previous is not None and follows else None
         self._stored: dict[int, weakref.ref[_Stored]] = {}
         self.sent: Any = None
-        """What marks the end of the copies to the host."""
+        """Event at the end of the copies to the host."""
 
     def stored_at(self, place: int) -> _Stored | None:
-        """What was taken from an address of the device, if it is still kept."""
+        """Entry of the tensor at a device address, if it is still kept."""
         found = self._stored.get(place)
         return None if found is None else found()
 
@@ -253,7 +254,7 @@ class _Passage:
         self._stored[place] = weakref.ref(stored)
 
     def alive(self) -> list[_Stored]:
-        """What is still kept."""
+        """Entries that are still kept."""
         return [found for entry in self._stored.values() if (found := entry()) is not None]
 
     def take_previous(self) -> "_Passage | None":
@@ -271,9 +272,12 @@ class _Packed:
     """A tensor in memory that may be away."""
 
     def __init__(self, passage: _Passage, stored: _Stored, tensor: Tensor) -> None:
-        self.passage, self.stored = passage, stored
-        self._dtype, self._where = tensor.dtype, tensor.storage_offset()
-        self._shape, self._strides = tensor.size(), tensor.stride()
+        self.passage = passage
+        self.stored = stored
+        self._dtype = tensor.dtype
+        self._where = tensor.storage_offset()
+        self._shape = tensor.size()
+        self._strides = tensor.stride()
 
     def view(self, held: Tensor) -> Tensor:
         """The tensor, made of the bytes of its memory."""
@@ -297,7 +301,8 @@ class _Offloaded(BlockForward):
 
     def __init__(self, block: nn.Module, position: int, offloader: Offloader) -> None:
         super().__init__(block)
-        self._position, self._offloader = position, offloader
+        self._position = position
+        self._offloader = offloader
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

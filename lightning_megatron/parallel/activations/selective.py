@@ -1,28 +1,26 @@
-"""Keeping the results of some operations of a block that is otherwise recomputed.
+"""Selective recomputation: a recomputed block keeps the results of some of its operations.
 
-Recomputing a whole block repeats its matrix products, where nearly all of its time is, to free
-everything; but what is large beside them, norms, activation functions, dropout and the ``s x s``
-weights of attention that is not fused, takes next to no time to compute again (*selective*
-recomputation: Korthikanti et al., arXiv 2205.05198). So the first run of a block notes the results
-of the operations that are dear, and the recomputation takes those from the notes and runs the rest.
+Matrix products take nearly all the time of a block, and their results little of its memory. Norms,
+activation functions, dropout and the ``s x s`` weights of attention that is not fused take much
+memory and next to no time (Korthikanti et al., arXiv 2205.05198). So the first run of a block saves
+the results of the expensive operations; the recomputation takes those and runs the rest.
 
-Notes are copies: a tp sum, or the addition of a bias, writes into the very tensor that a product
-has made, and the recomputation does so again. (Which is why this is not
-``create_selective_checkpoint_contexts`` of torch, whose notes are aliases.) Sums over tp are
-repeated. An operation that draws random numbers (attention with dropout) is never noted: what
-draws after it in the block would else find the generator at another place than in the forward.
-(For the same reason ``aten.native_dropout`` and its like should not be named by users.)
+Saved results are copies, because a tp sum or the addition of a bias writes into the tensor that a
+product has made, and the recomputation does so again. (For this reason torch's
+``create_selective_checkpoint_contexts``, which saves aliases, is not used.) Sums over tp are
+repeated. The result of an operation that draws random numbers (attention with dropout) is never
+saved: later draws of the block would find the generator at another place than in the forward. For
+the same reason users should not name ``aten.native_dropout`` and its like.
 
-What compiled functions do inside is theirs: flex attention, which is one, is computed again, and so
-is Transformer Engine's, whose operators torch does not see.
+Operations inside of compiled functions cannot be chosen: flex attention, which is one, is computed
+again, and so is Transformer Engine's, whose operators torch does not see.
 
-Where the block itself is a part of a compiled graph there is nobody to take notes: there the choice
-is a *policy* that the compiler asks about every operator that it traces, and heeds when it cuts the
-graph into forward and backward. It copies nothing, as a traced graph writes into no tensor, and
-sees to random numbers itself. A sum over tp is kept there in place of the product that it adds up,
-whose size it has, or under sequence parallelism ``1/tp`` of it; gathers are repeated, as what they
-make is ``tp`` times what a rank keeps otherwise. (torch's hint to avoid in-place operations, logged
-once, is for those who keep aliases.)
+Inside of a compiled graph the choice is a *policy*: the compiler asks it about every operator that
+it traces, and heeds it when it cuts the graph into forward and backward. The policy copies nothing,
+as a traced graph writes into no tensor, and the compiler sees to random numbers itself. There a sum
+over tp is kept in place of the product that it adds up, whose size it has, or under sequence
+parallelism ``1/tp`` of it. Gathers are repeated, as their results are ``tp`` times what a rank
+keeps otherwise. (torch's hint to avoid in-place operations, logged once, concerns aliases.)
 """
 
 from collections import deque
@@ -55,7 +53,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 _ATEN = "aten."
 OPERATIONS: tuple[str, ...] = get_args(Operation)
 DEAR: tuple[str, ...] = ("attention", "matmul")
-"""What takes most of the time of a network, and is kept if nothing else is asked for."""
+"""Operations that take most of a network's time; kept by default."""
 
 
 def is_operation(name: str) -> bool:
@@ -87,8 +85,8 @@ def kept_operations(names: Sequence[str]) -> frozenset[Any]:
     return frozenset(known)
 
 
-class Keeper(Protocol):
-    """Where tensors can wait."""
+class ResultStore(Protocol):
+    """Place where tensors wait for the backward."""
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor."""
@@ -99,7 +97,7 @@ class Keeper(Protocol):
         ...
 
 
-class Notes:
+class SavedResults:
     """The results of operations in one run of a block, in order.
 
     Args:
@@ -107,8 +105,9 @@ class Notes:
         keeper: where they wait; as they are, if None.
     """
 
-    def __init__(self, operations: frozenset[Any], keeper: Keeper | None = None) -> None:
-        self.operations, self._keeper = operations, keeper
+    def __init__(self, operations: frozenset[Any], keeper: ResultStore | None = None) -> None:
+        self.operations = operations
+        self._keeper = keeper
         self._results: dict[Any, deque[Any]] = {op: deque() for op in operations}
 
     def concern(self, func: Any, args: Sequence[Any]) -> bool:
@@ -121,7 +120,7 @@ class Notes:
 
     @property
     def bytes(self) -> int:
-        """Of what is noted, where it is not kept elsewhere."""
+        """Bytes of the noted results that are not kept elsewhere."""
         leaves = tree_flatten([list(results) for results in self._results.values()])[0]
         return sum(t.numel() * t.element_size() for t in leaves if isinstance(t, Tensor))
 
@@ -148,10 +147,10 @@ class Notes:
         return copy if self._keeper is None else self._keeper.pack(copy)
 
 
-class Noting(CallersMode):
+class Recording(CallersMode):
     """Runs everything, and notes results."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: SavedResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._notes = notes
 
@@ -168,7 +167,7 @@ class Noting(CallersMode):
 class Replaying(CallersMode):
     """Takes what was noted from the notes, and runs the rest."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: SavedResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._notes = notes
 
@@ -190,7 +189,7 @@ def _draws(func: Any, args: Sequence[Any]) -> bool:
 
 
 def traced_contexts(names: Sequence[str]) -> Any:
-    """What a compiler that traces a checkpoint wants as its ``context_fn``.
+    """``context_fn`` for a compiler that traces a checkpoint.
 
     Args:
         names: operations whose results are kept.

@@ -37,13 +37,13 @@ from lightning_megatron.parallel.activations.checkpointing import measure, recom
 from lightning_megatron.parallel.activations.config import ActivationConfig, find_blocks
 from lightning_megatron.parallel.activations.knapsack import (
     BlockCosts,
-    Way,
+    RecomputeMode,
     choose,
     combined,
     needed,
 )
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.schedules.live_activations import ALONE, Moment, beside, moments
+from lightning_megatron.schedules.live_activations import ALONE, LiveCount, beside, moments
 from lightning_megatron.schedules.schedule import Schedule
 
 _MEASURED = 2
@@ -101,9 +101,9 @@ class AdaptiveMemory:
         self._selection = () if self._compiled else config.selection
         self._seen = self._count = 0
         self._found: dict[str, Measured] = {}
-        self.ways: dict[str, Way] | None = None
+        self.ways: dict[str, RecomputeMode] | None = None
         self.measured: dict[str, Measured] = {}
-        self.moments: dict[int, tuple[Moment, ...]] = {}
+        self.moments: dict[int, tuple[LiveCount, ...]] = {}
 
     def before_batch(self, count: int) -> None:
         """A training batch begins; the one before had ``count`` microbatches; collective."""
@@ -142,7 +142,7 @@ class AdaptiveMemory:
         if not complete and self._seen < _PATIENCE:
             return
         limit, memory = self._limit()
-        plan: dict[str, Way] = {}
+        plan: dict[str, RecomputeMode] = {}
         least = 0
         for rank in sorted({block.rank for block in blocks.values()}):
             own = {name: b.costs for name, b in blocks.items() if b.rank == rank}
@@ -155,7 +155,7 @@ class AdaptiveMemory:
         if least:
             raise_if_any([self._too_little(limit, least, memory)])
         self.ways, self.measured = plan, blocks
-        kept: dict[Way, tuple[str, ...]] = {"selective": self._selection, "full": ()}
+        kept: dict[RecomputeMode, tuple[str, ...]] = {"selective": self._selection, "full": ()}
         chosen = {block: plan.get(name, "full") for name, block in self._blocks.items()}
         again = {block: kept[way] for block, way in chosen.items() if way in kept}
         recompute_each(self._parallel.module, again)
@@ -206,7 +206,7 @@ class AdaptiveMemory:
 
     def _moments_of(
         self, rank: int, blocks: Sequence[BlockCosts], count: int
-    ) -> tuple[Moment, ...]:
+    ) -> tuple[LiveCount, ...]:
         """When a pipeline rank may hold the most, of so many microbatches."""
         if self._parallel.topology.pp.size == 1:
             return ALONE

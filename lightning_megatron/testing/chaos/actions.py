@@ -9,13 +9,12 @@ import errno
 import math
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +172,11 @@ def _changed(path: Path) -> float:
 
 
 def fill_disk() -> ExitStack:
-    """Have this process and its writer write no checkpoints: there is no space left.
+    """Have this process write no checkpoints: there is no space left.
 
     Limits of the system would meet logs as well; so what writes shards in this process (torch's
     `FileSystemWriter`, which all of Lightning's sharded strategies use) raises what a full disk
-    raises, and only writer processes of the checkpoints have a limit set.
+    raises.
 
     Returns:
         What makes room again when it is closed.
@@ -190,11 +189,6 @@ def fill_disk() -> ExitStack:
 
     setattr(FileSystemWriter, "write_data", refuse)  # noqa: B010 (a method)
     room.callback(setattr, FileSystemWriter, "write_data", write)
-    for pid in filter(_writes_checkpoints, _children()):
-        with suppress(OSError):
-            soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
-            room.callback(_set_limit, pid, (soft, hard))
     return room
 
 
@@ -237,23 +231,3 @@ def _later(seconds: float, command: str, *arguments: Path) -> None:
     late = f"(sleep {min(seconds, _LONGEST_S):g}; {command}) &"
     shell = ["/bin/sh", "-c", late, "sh", *map(os.path.abspath, arguments)]
     subprocess.run(shell, check=True, stdin=subprocess.DEVNULL, start_new_session=True)
-
-
-def _set_limit(pid: int, limits: tuple[int, int]) -> None:
-    with suppress(OSError):  # it has ended
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
-
-
-def _writes_checkpoints(pid: int) -> bool:
-    with suppress(OSError):
-        return b"checkpoint/file_writer.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    return False
-
-
-def _children() -> list[int]:
-    """Processes that this one has started, whatever started them."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found

@@ -12,7 +12,7 @@ from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.checkpoint.directory.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
-from tests.checkpoint.damage import flip, rewrite_manifest, save, without_hashes
+from tests.checkpoint.damage import flip, rewrite_manifest, save
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_newest_is_the_one_written_last_whatever_its_name_or_date(three, places)
     assert step_of(open_newest(places)) == 1
 
 
-def test_checkpoint_from_before_hashes_has_the_date_of_its_file(three, places):
-    without_hashes(three[0])
+def test_checkpoint_without_a_date_has_that_of_its_file(three, places):
+    rewrite_manifest(three[0], written=None)
     assert candidates(places)[0] == three[0]
     os.utime(three[0] / "manifest.json", (5, 5))
     assert candidates(places)[-1] == three[0]

@@ -28,7 +28,7 @@ class Patience(pl.Callback):
         self.crash = crash
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        trainer.strategy._local.run.drain()
+        trainer.strategy.checkpoints.local.run.drain()
         if trainer.global_step == self.crash:
             raise Crash
 
@@ -58,7 +58,7 @@ def train(
     seed: int = 7,
     ckpt_path: str | None = "auto",
     more: Sequence[pl.Callback] = (),
-    process: Any = "thread",
+    mode: Any = "sync",
     **local: Any,
 ) -> tuple[dict[tuple[int, int], Any], str | None]:
     """Train for six steps on ranks that are on these nodes; the curve, and where it began.
@@ -74,7 +74,7 @@ def train(
         seed: which another process has another of.
         ckpt_path: of the Trainer.
         more: further callbacks.
-        process: what writes.
+        mode: of saving.
         local: further options.
     """
     os.environ[DISK] = str(disk(root, nodes[int(os.environ["RANK"])]))
@@ -86,8 +86,7 @@ def train(
             ModelCheckpoint(root / "shared", "{step}", every_n_train_steps=shared_every)
         )
     options = LocalCheckpointConfig(every_n_steps=every, directory=f"${DISK}", **local)
-    mode: Any = "async" if process == "process" else "sync"
-    save = CheckpointConfig(mode=mode, process=process, local=options)
+    save = CheckpointConfig(mode=mode, local=options)
     world = len(nodes)
     trainer = make_trainer(
         {**layout, "checkpoint": save},
@@ -104,5 +103,5 @@ def train(
     try:
         trainer.fit(module(), loader, ckpt_path=ckpt_path)
     except Crash:
-        trainer.strategy.stop_saver()  # type: ignore[attr-defined]
+        trainer.strategy.checkpoints.close()  # type: ignore[attr-defined]
     return curve.points, trainer.ckpt_path  # type: ignore[return-value]

@@ -175,7 +175,7 @@ def test_a_save_that_fails_costs_a_warning(pool: WorkerPool, tmp_path: Path) -> 
 @pytest.mark.parametrize("every", [None, 2])
 def test_one_process_alone(pool: WorkerPool, tmp_path: Path, every: int | None) -> None:
     """It goes on from what its machine has, which another process has written."""
-    options: dict[str, Any] = {"every": every, "process": "process"}
+    options: dict[str, Any] = {"every": every, "mode": "async"}
     assert begun_at(pool.run(1, train, tmp_path, [0], {}, crash=4, **options)) == {"none"}
     [name] = begun_at(pool.run(1, train, tmp_path, [0], {}, **options))
     assert name.startswith("step=0000000")

@@ -16,7 +16,7 @@ from tests.parity.reference import Data
 
 
 class Kept(ParityModule):
-    """Notes what is alive when the forward of its second batch ends."""
+    """Note what is alive when the forward of its second batch ends."""
 
     kept = 0
 

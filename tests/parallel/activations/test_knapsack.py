@@ -6,9 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightning_megatron.parallel.activations.knapsack import BlockCosts, Way, choose, needed
+from lightning_megatron.parallel.activations.knapsack import (
+    BlockCosts,
+    RecomputeMode,
+    choose,
+    needed,
+)
 from lightning_megatron.schedules.actions import Action, Kind
-from lightning_megatron.schedules.live_activations import ALONE, Moment, beside, moments
+from lightning_megatron.schedules.live_activations import ALONE, LiveCount, beside, moments
 from lightning_megatron.schedules.schedule import make_schedule
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1, "zbv": 2, "v-half": 2}
@@ -35,7 +40,7 @@ def drawn(draw: random.Random, count: int, stages: Sequence[int]) -> list[BlockC
     return blocks
 
 
-def some_moments(draw: random.Random, name: str | None) -> tuple[Moment, ...]:
+def some_moments(draw: random.Random, name: str | None) -> tuple[LiveCount, ...]:
     if name is None:
         return ALONE
     ranks, count = draw.randint(2, 4), draw.randint(1, 6)
@@ -64,7 +69,9 @@ def test_against_all_choices(seed: int, name: str | None) -> None:
             assert times[found] == pytest.approx(min(times[ways] for ways in fitting))
 
 
-def peak(actions: Sequence[Action], blocks: Sequence[BlockCosts], ways: Sequence[Way]) -> int:
+def peak(
+    actions: Sequence[Action], blocks: Sequence[BlockCosts], ways: Sequence[RecomputeMode]
+) -> int:
     """The most bytes that a rank holds, by holding them."""
     held: dict[tuple[int, int, int], int] = {}
     most = 0
@@ -108,8 +115,8 @@ def test_what_runs_on_every_stage_is_held_to_the_end() -> None:
 
 def test_a_stage_without_blocks_counts_what_waits_on_the_others() -> None:
     when = (
-        Moment(waiting={0: 2, 1: 0}, spent={0: 0, 1: 0}, running=0),
-        Moment(waiting={0: 4, 1: 0}, spent={0: 0, 1: 0}, running=1),
+        LiveCount(waiting={0: 2, 1: 0}, spent={0: 0, 1: 0}, running=0),
+        LiveCount(waiting={0: 4, 1: 0}, spent={0: 0, 1: 0}, running=1),
     )
     blocks = [BlockCosts(seconds=1.0, kept=10, input=2)] * 3
     for limit in range(30, 121):
@@ -121,7 +128,7 @@ def test_a_stage_without_blocks_counts_what_waits_on_the_others() -> None:
 def test_the_last_blocks_are_kept_where_one_microbatch_is_under_way() -> None:
     blocks = [BlockCosts(seconds=1.0, kept=10, input=1)] * 4
     assert choose(blocks, 13) == ("full", "full", "full", "none")
-    one_waits = (Moment(waiting={0: 1}, spent={0: 0}, running=0),)
+    one_waits = (LiveCount(waiting={0: 1}, spent={0: 0}, running=0),)
     assert choose(blocks, 22, one_waits) == ("full", "full", "full", "full")
 
 

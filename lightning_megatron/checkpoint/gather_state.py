@@ -1,0 +1,89 @@
+"""The whole weights of a module that is spread over processes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_megatron.checkpoint.chunks import (
+    Chunk,
+    ChunkForm,
+    assemble,
+    describe,
+    model_chunks,
+)
+from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
+from lightning_megatron.parallel.apply import layout_of
+
+
+def gather(
+    module: nn.Module, rank: int | None = None, device: torch.device | None = None
+) -> dict[str, Any]:
+    """The state of a module with whole, plain tensors, whatever layout it is on; collective.
+
+    Every process of the run calls it, in a hook or after ``fit``. What it returns fits
+    ``load_state_dict`` of a new module of the same kind, in any process::
+
+        plain = MyModule()
+        plain.load_state_dict(lightning_megatron.gather(module))
+
+    Args:
+        module: the LightningModule.
+        rank: the one process that is to have the result; all of them if None.
+        device: where the result goes, one tensor after the other; None for the module's own.
+
+    Returns:
+        What ``state_dict`` of the module would be in one process, with copies of the tensors; an
+        empty dictionary on processes that are not to have it.
+    """
+    parallel = layout_of(module)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mine = rank is None or not dist.is_initialized() or dist.get_rank() == rank
+    if parallel is None or world == 1:
+        rows = None if parallel is None else parallel.data.rows
+        state = model_chunks(module, rows=rows)
+        copies = {name: _copy(value, device) for name, value in state.items()} if mine else {}
+        return _named(copies, state) if mine else {}
+    parallel.data.come_to_rest()
+    if any(Peers().collect(edits_state(module))):
+        view = WholeState(parallel, None, "lightning_megatron.gather")
+        view.attach()
+        try:
+            seen = {n: _clone(v, device) for n, v in view.state().items()} if mine else view.state()
+            view.conclude(None)
+        finally:
+            view.detach()
+        return seen if mine else {}
+    state = model_chunks(module, parallel.canonical, parallel.data.rows)
+    everyone: list[dict[str, tuple[ChunkForm, tuple[str, ...]]]] = [{}] * world
+    dist.all_gather_object(everyone, {n: describe(c) for n, c in _chunks(state)})
+    found: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Chunk)}
+    for name in sorted(set().union(*everyone)):
+        whole = assemble(name, state.get(name), everyone, parallel.topology.device, keep=mine)
+        whole = whole if whole is None or device is None else whole.to(device)
+        aliases = {alias for known in everyone if name in known for alias in known[name][1]}
+        found |= dict.fromkeys((name, *sorted(aliases)), whole)
+    return found if mine else {}
+
+
+def _chunks(state: dict[str, Any]) -> Iterator[tuple[str, Chunk]]:
+    return ((name, value) for name, value in state.items() if isinstance(value, Chunk))
+
+
+def _clone(value: Any, device: torch.device | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if device is None else value.to(device, copy=True)
+
+
+def _copy(value: Any, device: torch.device | None) -> Any:
+    return _clone(value.tensor if isinstance(value, Chunk) else value, device)
+
+
+def _named(found: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """``found`` with further names of shared tensors."""
+    aliases = {alias: found[name] for name, chunk in _chunks(state) for alias in chunk.aliases}
+    return found | aliases
