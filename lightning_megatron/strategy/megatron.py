@@ -91,6 +91,7 @@ from lightning_megatron.strategy.step_recovery import StepRecovery
 from lightning_megatron.strategy.tuners.partition import MeasuredPartition
 from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.strategy.tuners.schedule import AUTO, AutoSchedule
+from lightning_megatron.strategy.tuners.tuner import Tuner
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 from lightning_megatron.topology.rng import HostRandomness
 
@@ -410,11 +411,11 @@ class MegatronStrategy(
         self._host_gloo = self._host_group()
         if layout_of(module) is None:
             remember_whole(module)
+        self.tuners = []
         self.adopt(self._parallelize(module))
         self.model = module
         summarise_layout(trainer, module, spread=not is_whole(self.parallel))
         self.barrier()
-        self.measured_partition = None
         if trainer.state.fn == TrainerFn.FITTING:
             self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
@@ -426,7 +427,7 @@ class MegatronStrategy(
             self.parallel.data.show_gradients(looks)
             self._watch_parts(trainer, module)
             if self.parallel.spare is not None:
-                self.measured_partition = MeasuredPartition(self)
+                self.tuners.append(MeasuredPartition(self))
         self.start_votes(trainer, self.host_group)
         self._share_step_state(trainer)
         self.setup_precision_plugin()
@@ -473,13 +474,19 @@ class MegatronStrategy(
             module, parallel, rule, make, self._host_gloo, config.scatter_gather
         )
         self._engine.executor.clock = self.clock
-        if self.options.schedule == AUTO and self.pipeline is not None:
-            stages, limit = config.stages_per_rank or 2, config.activation_gib
-            self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)
-        self.adaptive_memory = None
-        if self.memory.recompute == "adaptive":
-            self.adaptive_memory = AdaptiveMemory(parallel, self.memory, make, rank_zero_info)
+        kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
+        self.tuners = [*self._tuners_of(parallel), *kept]
         collectives.share_metrics(module, self.topology)
+
+    def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
+        """Whatever is to be tuned on a new layout."""
+        if self.memory.recompute == "adaptive":
+            make = self.options.make_schedule
+            yield AdaptiveMemory(parallel, self.memory, make, rank_zero_info)
+        if self.options.schedule == AUTO and self.pipeline is not None:
+            config, pp = self.options.pipeline, parallel.topology.pp
+            stages, limit = config.stages_per_rank or 2, config.activation_gib
+            yield AutoSchedule(self.pipeline, pp, stages, limit, rank_zero_info)
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""

@@ -25,8 +25,7 @@ from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.held_schedules import HeldSchedules
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.step_engine import StepEngine, mean_over_tokens
-from lightning_megatron.strategy.tuners.partition import MeasuredPartition
-from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
+from lightning_megatron.strategy.tuners.tuner import Tuner
 
 
 class StepHooks(ParallelStrategy):
@@ -35,9 +34,6 @@ class StepHooks(ParallelStrategy):
     parallel: ParallelModule
     data: DataLoading
     _engine: StepEngine | None = None
-    measured_partition: MeasuredPartition | None = None
-    adaptive_memory: AdaptiveMemory | None = None
-    """What ``partition="measured"`` found out in the current run; None without it."""
     _reductions: WholeReductions | None = None
     """Sees what hooks do with weights in parts, where any may look at them."""
     _watches_step = False
@@ -49,6 +45,7 @@ class StepHooks(ParallelStrategy):
         super().__init__()
         self._schedules = HeldSchedules()
         self.events = EventLog()
+        self.tuners: list[Tuner] = []
 
     @property
     def gradients(self) -> GradientSet:
@@ -58,12 +55,10 @@ class StepHooks(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.events.step = self._module().trainer.global_step
-        if self.adaptive_memory is not None:
-            self.adaptive_memory.before_batch(self._steps().count)
+        for tuner in tuple(self.tuners):  # one may move the module to a layout with others
+            tuner.before_batch(accumulated=not self._fresh())
         if not self._fresh():
             return
-        if self.measured_partition is not None:
-            self.measured_partition.before_step()
         trainer = self._module().trainer
         if trainer.accumulate_grad_batches > 1:
             epoch: Any = trainer.fit_loop.epoch_progress.current
@@ -93,6 +88,12 @@ class StepHooks(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._train(*args, **kwargs)
+        for tuner in self.tuners:
+            tuner.after_batch(self._steps().count)
+        return output
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
         engine, trainer = self._steps(), self._module().trainer
         args = (*args, *kwargs.values())
         context = self.precision_plugin.train_step_context
