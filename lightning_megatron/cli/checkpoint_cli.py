@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.offline.export import plain_hyper_parameters
-from lightning_megatron.checkpoint.trainer_state.document import read_document
+from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 
 
 class CheckpointCLI(LightningCLI):
@@ -36,7 +36,7 @@ class CheckpointCLI(LightningCLI):
         if not path or not Path(path).is_dir() or not is_checkpoint(path):
             super()._parse_ckpt_path()
             return
-        state = read_document(Path(path), read_manifest(path))["state"]
+        state = read_state_files(Path(path), read_manifest(path))["state"]
         values: dict[str, Any] = plain_hyper_parameters(state.get("hyper_parameters", {}))
         values.pop("_instantiator", None)
         if not values:

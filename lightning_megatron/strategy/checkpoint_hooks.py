@@ -56,8 +56,7 @@ from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.checkpoint.save.save_job import SaveOutcome
-from lightning_megatron.checkpoint.save.saver import Saver
+from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.comm.tree import FAN
 from lightning_megatron.comm.tree_group import new_tree_group
@@ -414,7 +413,7 @@ class CheckpointHooks:
         if fitting:
             self._tell_of(reader)
         if self._looks_at_loaded():
-            reader.bring(None)
+            reader.fetch_files(None)
         starts = fitting and reader.is_pretrained
         stored = stored_state(reader)
         kept = [StoredOptimizer(i) for i in range(len(reader.optimizers))]
@@ -467,7 +466,7 @@ class CheckpointHooks:
         """Train from where a checkpoint was saved."""
         leave_schedulers_to_averages(trainer, checkpoint.get("callbacks", {}))
         if self._saver is not None and not isinstance(reader, LocalReader):
-            self._saver.go_on_from(reader.directory, reader.manifest)
+            self._saver.note_loaded(reader.directory, reader.manifest)
         saved = checkpoint.get(KEY, {})
         self._belong_to_run(saved.get("run"))
         topology, step = self.parallel.topology, checkpoint.get("global_step", 0)
