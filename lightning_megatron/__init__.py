@@ -1,5 +1,9 @@
 """Plugins that train any LightningModule with tensor, pipeline and ZeRO data parallelism.
 
+Strategy, configurations, modules, callbacks, precision plugins and conversions are offered here.
+More is in the packages, each of which lists its names: `layers`, `models`, `optim`, `data`,
+`precision`, `checkpoint`, `callbacks`, `topology`, `comm`.
+
 Names are imported when they are first used, so that ``import lightning_megatron`` costs nothing.
 """
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.huggingface.import_model import import_hugging_face
     from lightning_megatron.checkpoint.offline.huggingface.transformer import load_transformer
     from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
+    from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
     from lightning_megatron.errors import ConfigError
@@ -33,10 +38,9 @@ if TYPE_CHECKING:
     from lightning_megatron.fault_tolerance.slow_ranks.detector import SlowRankDetector
     from lightning_megatron.fault_tolerance.suite import FaultTolerance
     from lightning_megatron.fault_tolerance.workers.guard import WorkerGuard
-    from lightning_megatron.layers.linear_loss import LinearCrossEntropy
     from lightning_megatron.layers.sequential import PipelineSequential
     from lightning_megatron.models.config import TransformerConfig
-    from lightning_megatron.models.generate import generate
+    from lightning_megatron.models.generation import generate
     from lightning_megatron.module import LanguageModel
     from lightning_megatron.monitoring.alert_rules import Rule
     from lightning_megatron.monitoring.alerts import Alerts
@@ -55,7 +59,6 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.profiler_window import ProfilerWindow
     from lightning_megatron.monitoring.prometheus import PrometheusEndpoint
     from lightning_megatron.monitoring.throughput import ThroughputMonitor
-    from lightning_megatron.optim.muon import Muon
     from lightning_megatron.parallel.activations.config import MemoryConfig
     from lightning_megatron.parallel.plan import PipelineConfig
     from lightning_megatron.parallel.zero import ShardingConfig
@@ -73,6 +76,7 @@ _HOMES = {
     "Bf16MixedPrecision": "precision.bf16",
     "Bf16TruePrecision": "precision.bf16",
     "ChaosMonkey": "testing.chaos.monkey",
+    "CheckpointCLI": "cli.checkpoint_cli",
     "CheckpointConfig": "checkpoint.config",
     "CheckpointMonitor": "monitoring.checkpoint_monitor",
     "CommunicationMonitor": "monitoring.communication",
@@ -88,8 +92,6 @@ _HOMES = {
     "HangDetector": "fault_tolerance.hangs.detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
-    "Muon": "optim.muon",
-    "LinearCrossEntropy": "layers.linear_loss",
     "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
@@ -120,7 +122,7 @@ _HOMES = {
     "convert_to_lightning": "checkpoint.offline.export",
     "export_hugging_face": "checkpoint.offline.huggingface.export_model",
     "export_safetensors": "checkpoint.offline.export",
-    "generate": "models.generate",
+    "generate": "models.generation",
     "import_hugging_face": "checkpoint.offline.huggingface.import_model",
     "import_lightning": "checkpoint.offline.lightning_import",
     "load_from_checkpoint": "checkpoint.offline.export",
@@ -132,6 +134,7 @@ __all__ = [
     "Bf16MixedPrecision",
     "Bf16TruePrecision",
     "ChaosMonkey",
+    "CheckpointCLI",
     "CheckpointConfig",
     "CheckpointMonitor",
     "CommunicationMonitor",
@@ -147,8 +150,6 @@ __all__ = [
     "HangDetector",
     "TransformerConfig",
     "TextDataModule",
-    "Muon",
-    "LinearCrossEntropy",
     "LanguageModel",
     "LocalCheckpointConfig",
     "LoggerGuard",

@@ -15,12 +15,13 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: its ``__name__``.
-        homes: for each name that it offers, the module below it that has it.
+        homes: for each name that it offers, the module that has it, relative to the package:
+            ``"linear"`` is below it, ``".monitoring.alerts"`` beside it.
     """
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        return getattr(import_module(f".{homes[name]}", package), name)
 
     return find

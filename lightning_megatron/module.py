@@ -29,8 +29,8 @@ from lightning_megatron.optim.build import (
     OptimizerName,
     ScheduleName,
     choice_problems,
+    make_lr_schedule,
     make_optimizer,
-    make_schedule,
 )
 from lightning_megatron.problems import at_least, holds, switches, whole_numbers
 
@@ -194,7 +194,7 @@ class LanguageModel(pl.LightningModule):
         optimizer = make_optimizer(
             self.optimizer, self, lr=self.lr, weight_decay=self.weight_decay, betas=self.betas
         )
-        schedule = make_schedule(
+        schedule = make_lr_schedule(
             self.schedule,
             optimizer,
             warmup_steps=self.warmup_steps,

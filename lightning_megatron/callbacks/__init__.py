@@ -1,1 +1,140 @@
-"""Lightning callbacks; they never import a strategy."""
+"""Callbacks and their configs; the docstring of each says whether it needs `MegatronStrategy`.
+
+Faults: `FaultTolerance` is all of these as one callback.
+
+- `Preemption`: on SIGTERM, SIGUSR1 and Ctrl-C all ranks save after the same step, and the run ends.
+- `HangDetector`: a rank that hangs is named, with its stacks, and the attempt ends.
+- `SlowRankDetector`: a rank that is slower than its peers is named, with the section of the step.
+- `NumberGuard`, with `SpikeConfig` and `RollbackConfig`: NaN, Inf and spikes of the loss are found
+  before the update; the step is skipped, run again or rolled back, or the run ends.
+- `WorkerGuard`: DataLoader workers that die or hang are replaced.
+- `RestartPolicy`: a run whose attempts fail without a new step ends.
+- `ReplicaCheck`: copies of weights and optimizer state are compared bit by bit.
+
+Monitoring: `Monitor` is all of these as one callback.
+
+- `ThroughputMonitor`: tokens/s, MFU, time of a step.
+- `LossMonitor`: mean and highest loss of the ranks, learning rates.
+- `MemoryMonitor`: memory of devices and hosts.
+- `CommunicationMonitor`: bytes and time of collectives, by axis.
+- `GradientMonitor`, `ParameterNorm`, `GradientNoiseScale`: norms, clipping, critical batch size.
+- `PipelineMonitor`: share of the time in which pipeline ranks are idle.
+- `CheckpointMonitor`: time, size and failures of saves.
+- `EventLogWriter`: events as JSON lines, of which `report` makes a page; goodput.
+- `LoggerGuard`: an error of a logger becomes a warning.
+- `ConsoleLine`: one line on the console each time that metrics are logged.
+- `PrometheusEndpoint`: ``/metrics`` and ``/healthz`` over HTTP.
+- `Alerts`, with `Rule`: a log line, webhook or function when a metric crosses a threshold.
+
+Others: `ProfilerWindow` traces some steps with torch.profiler, `ChaosMonkey` injects faults, and
+`CallbackGroup` is several callbacks as one. Names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_megatron.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_megatron.callbacks.group import CallbackGroup as CallbackGroup
+    from lightning_megatron.fault_tolerance.hangs.detector import HangDetector as HangDetector
+    from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard as NumberGuard
+    from lightning_megatron.fault_tolerance.numbers.responses import (
+        RollbackConfig as RollbackConfig,
+    )
+    from lightning_megatron.fault_tolerance.numbers.spikes import SpikeConfig as SpikeConfig
+    from lightning_megatron.fault_tolerance.preemption.callback import Preemption as Preemption
+    from lightning_megatron.fault_tolerance.replicas.check import ReplicaCheck as ReplicaCheck
+    from lightning_megatron.fault_tolerance.restarts.policy import RestartPolicy as RestartPolicy
+    from lightning_megatron.fault_tolerance.slow_ranks.detector import (
+        SlowRankDetector as SlowRankDetector,
+    )
+    from lightning_megatron.fault_tolerance.suite import FaultTolerance as FaultTolerance
+    from lightning_megatron.fault_tolerance.workers.guard import WorkerGuard as WorkerGuard
+    from lightning_megatron.monitoring.alert_rules import Rule as Rule
+    from lightning_megatron.monitoring.alerts import Alerts as Alerts
+    from lightning_megatron.monitoring.checkpoint_monitor import (
+        CheckpointMonitor as CheckpointMonitor,
+    )
+    from lightning_megatron.monitoring.communication import (
+        CommunicationMonitor as CommunicationMonitor,
+    )
+    from lightning_megatron.monitoring.console import ConsoleLine as ConsoleLine
+    from lightning_megatron.monitoring.event_log import EventLogWriter as EventLogWriter
+    from lightning_megatron.monitoring.gradients import GradientMonitor as GradientMonitor
+    from lightning_megatron.monitoring.logger_guard import LoggerGuard as LoggerGuard
+    from lightning_megatron.monitoring.loss_monitor import LossMonitor as LossMonitor
+    from lightning_megatron.monitoring.memory import MemoryMonitor as MemoryMonitor
+    from lightning_megatron.monitoring.monitor import Monitor as Monitor
+    from lightning_megatron.monitoring.noise_scale import GradientNoiseScale as GradientNoiseScale
+    from lightning_megatron.monitoring.parameter_norm import ParameterNorm as ParameterNorm
+    from lightning_megatron.monitoring.pipeline_monitor import PipelineMonitor as PipelineMonitor
+    from lightning_megatron.monitoring.profiler_window import ProfilerWindow as ProfilerWindow
+    from lightning_megatron.monitoring.prometheus import PrometheusEndpoint as PrometheusEndpoint
+    from lightning_megatron.monitoring.throughput import ThroughputMonitor as ThroughputMonitor
+    from lightning_megatron.testing.chaos.monkey import ChaosMonkey as ChaosMonkey
+
+_HOMES = {
+    "Alerts": ".monitoring.alerts",
+    "CallbackGroup": "group",
+    "ChaosMonkey": ".testing.chaos.monkey",
+    "CheckpointMonitor": ".monitoring.checkpoint_monitor",
+    "CommunicationMonitor": ".monitoring.communication",
+    "ConsoleLine": ".monitoring.console",
+    "EventLogWriter": ".monitoring.event_log",
+    "FaultTolerance": ".fault_tolerance.suite",
+    "GradientMonitor": ".monitoring.gradients",
+    "GradientNoiseScale": ".monitoring.noise_scale",
+    "HangDetector": ".fault_tolerance.hangs.detector",
+    "LoggerGuard": ".monitoring.logger_guard",
+    "LossMonitor": ".monitoring.loss_monitor",
+    "MemoryMonitor": ".monitoring.memory",
+    "Monitor": ".monitoring.monitor",
+    "NumberGuard": ".fault_tolerance.numbers.guard",
+    "ParameterNorm": ".monitoring.parameter_norm",
+    "PipelineMonitor": ".monitoring.pipeline_monitor",
+    "Preemption": ".fault_tolerance.preemption.callback",
+    "ProfilerWindow": ".monitoring.profiler_window",
+    "PrometheusEndpoint": ".monitoring.prometheus",
+    "ReplicaCheck": ".fault_tolerance.replicas.check",
+    "RestartPolicy": ".fault_tolerance.restarts.policy",
+    "RollbackConfig": ".fault_tolerance.numbers.responses",
+    "Rule": ".monitoring.alert_rules",
+    "SlowRankDetector": ".fault_tolerance.slow_ranks.detector",
+    "SpikeConfig": ".fault_tolerance.numbers.spikes",
+    "ThroughputMonitor": ".monitoring.throughput",
+    "WorkerGuard": ".fault_tolerance.workers.guard",
+}
+
+__all__ = [
+    "Alerts",
+    "CallbackGroup",
+    "ChaosMonkey",
+    "CheckpointMonitor",
+    "CommunicationMonitor",
+    "ConsoleLine",
+    "EventLogWriter",
+    "FaultTolerance",
+    "GradientMonitor",
+    "GradientNoiseScale",
+    "HangDetector",
+    "LoggerGuard",
+    "LossMonitor",
+    "MemoryMonitor",
+    "Monitor",
+    "NumberGuard",
+    "ParameterNorm",
+    "PipelineMonitor",
+    "Preemption",
+    "ProfilerWindow",
+    "PrometheusEndpoint",
+    "ReplicaCheck",
+    "RestartPolicy",
+    "RollbackConfig",
+    "Rule",
+    "SlowRankDetector",
+    "SpikeConfig",
+    "ThroughputMonitor",
+    "WorkerGuard",
+]
+
+__getattr__ = lazy_names(__name__, _HOMES)

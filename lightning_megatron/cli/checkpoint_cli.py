@@ -21,7 +21,7 @@ class CheckpointCLI(LightningCLI):
 
     Example::
 
-        from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
+        from lightning_megatron import CheckpointCLI
 
         CheckpointCLI(MyModule, MyData)
 

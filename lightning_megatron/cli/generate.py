@@ -62,7 +62,7 @@ def _continued(options: argparse.Namespace) -> str:
     import torch
 
     from lightning_megatron.checkpoint.offline.huggingface.transformer import load_transformer
-    from lightning_megatron.models.generate import generate as continue_tokens
+    from lightning_megatron.models.generation import generate as continue_tokens
 
     model = load_transformer(options.checkpoint, device=options.device)
     encode, decode, stop_token = _codec(options.tokenizer, model.config.num_tokens)

@@ -1,9 +1,18 @@
-"""Text that models read, and the order in which they do.
+"""Text to train on, and the order in which ranks read samples.
+
+* Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
+* Sampler that continues after a resume where it stopped: `ResumableSampler`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
 """
 
+from typing import TYPE_CHECKING
+
 from lightning_megatron.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.sampler import ResumableSampler
+    from lightning_megatron.data.text import ByteWindows, TextDataModule
 
 _HOMES = {
     "ByteWindows": "text",
@@ -11,6 +20,10 @@ _HOMES = {
     "TextDataModule": "text",
 }
 
-__all__ = ["ByteWindows", "ResumableSampler", "TextDataModule"]
+__all__ = [
+    "ByteWindows",
+    "ResumableSampler",
+    "TextDataModule",
+]
 
 __getattr__ = lazy_names(__name__, _HOMES)

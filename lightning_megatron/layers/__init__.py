@@ -1,4 +1,13 @@
-"""Parallel layers; each is an ordinary module until it is distributed over a mesh.
+"""Layers that tensor and pipeline parallelism know; each is an ordinary module in one process.
+
+* Linear layers: `ColumnParallelLinear`, `RowParallelLinear`, `column_parallel`
+* Vocabulary: `VocabParallelEmbedding`, `VocabParallelCrossEntropy`, `LinearCrossEntropy`
+* Parts of a transformer: `CausalSelfAttention`, `Rotary`, `RopeScaling`, `MLP`, `RMSNorm`,
+  `LayerNorm`, `PositionEmbedding`, `Dropout`
+* Stack of layers that the pipeline divides into stages: `PipelineSequential`
+* Output of a column-parallel layer, of which each rank holds a part: `SplitTensor`, `whole`,
+  `own_part`
+* Base of a layer of your own: `ParallelLayer`, `TensorShard`
 
 Names are imported when they are first used: the arithmetic beside them needs no torch.
 """
@@ -8,26 +17,23 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.layers.attention import CausalSelfAttention as CausalSelfAttention
-    from lightning_megatron.layers.base import ParallelLayer as ParallelLayer
-    from lightning_megatron.layers.dropout import Dropout as Dropout
-    from lightning_megatron.layers.embedding import PositionEmbedding as PositionEmbedding
-    from lightning_megatron.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
-    from lightning_megatron.layers.linear import ColumnParallelLinear as ColumnParallelLinear
-    from lightning_megatron.layers.linear import RowParallelLinear as RowParallelLinear
-    from lightning_megatron.layers.linear import column_parallel as column_parallel
-    from lightning_megatron.layers.linear_loss import LinearCrossEntropy as LinearCrossEntropy
-    from lightning_megatron.layers.loss import (
-        VocabParallelCrossEntropy as VocabParallelCrossEntropy,
+    from lightning_megatron.layers.attention import CausalSelfAttention
+    from lightning_megatron.layers.base import ParallelLayer, TensorShard
+    from lightning_megatron.layers.dropout import Dropout
+    from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+    from lightning_megatron.layers.linear import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        column_parallel,
     )
-    from lightning_megatron.layers.mlp import MLP as MLP
-    from lightning_megatron.layers.norm import LayerNorm as LayerNorm
-    from lightning_megatron.layers.norm import RMSNorm as RMSNorm
-    from lightning_megatron.layers.rotary import RopeScaling as RopeScaling
-    from lightning_megatron.layers.rotary import Rotary as Rotary
-    from lightning_megatron.layers.split_tensor import SplitTensor as SplitTensor
-    from lightning_megatron.layers.splits import own_part as own_part
-    from lightning_megatron.layers.splits import whole as whole
+    from lightning_megatron.layers.linear_loss import LinearCrossEntropy
+    from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+    from lightning_megatron.layers.mlp import MLP
+    from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+    from lightning_megatron.layers.rotary import RopeScaling, Rotary
+    from lightning_megatron.layers.sequential import PipelineSequential
+    from lightning_megatron.layers.split_tensor import SplitTensor
+    from lightning_megatron.layers.splits import own_part, whole
 
 _HOMES = {
     "CausalSelfAttention": "attention",
@@ -37,12 +43,14 @@ _HOMES = {
     "LinearCrossEntropy": "linear_loss",
     "MLP": "mlp",
     "ParallelLayer": "base",
+    "PipelineSequential": "sequential",
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
     "RopeScaling": "rotary",
     "Rotary": "rotary",
     "RowParallelLinear": "linear",
     "SplitTensor": "split_tensor",
+    "TensorShard": "base",
     "VocabParallelCrossEntropy": "loss",
     "VocabParallelEmbedding": "embedding",
     "column_parallel": "linear",
@@ -58,12 +66,14 @@ __all__ = [
     "LinearCrossEntropy",
     "MLP",
     "ParallelLayer",
+    "PipelineSequential",
     "PositionEmbedding",
     "RMSNorm",
     "RopeScaling",
     "Rotary",
     "RowParallelLinear",
     "SplitTensor",
+    "TensorShard",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "column_parallel",

@@ -14,8 +14,8 @@ from typing_extensions import override
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.monitoring.alert_rules import Alert, Rule, RuleState
 from lightning_megatron.monitoring.background_task import Courier, post, shown_url
-from lightning_megatron.monitoring.events import events_of
 from lightning_megatron.monitoring.window import WindowCallback
+from lightning_megatron.services import events_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Alerts(WindowCallback):
                 _doubt(state.rule, metrics)
 
     def _raise(self, trainer: pl.Trainer, rule: Rule, alert: Alert) -> None:
-        log = events_of(trainer.strategy, trainer.global_rank)
+        log = events_of(trainer)
         log.write("alert", **asdict(alert))
         if callable(rule.action):
             name = getattr(rule.action, "__name__", type(rule.action).__name__)

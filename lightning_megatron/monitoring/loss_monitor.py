@@ -42,9 +42,9 @@ class LossMonitor(pl.Callback):
         values = learning_rates(trainer)
         loss = loss_of(outputs, wait=True)
         mine = {"loss": math.nan if loss is None else loss}
-        found = spread(mine, number_device(trainer.strategy))["loss"]
+        found = spread(mine, number_device(trainer))["loss"]
         if loss is not None:
-            labelled_of(trainer.strategy).put("loss/of", found.values)
+            labelled_of(trainer).put("loss/of", found.values)
             values |= {
                 "loss/avg": found.mean,
                 "loss/max": found.highest,

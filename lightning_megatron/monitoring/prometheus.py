@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.monitoring.events import EventLog, events_of
+from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.metrics_server import (
     Guard,
     MetricsServer,
@@ -35,8 +35,10 @@ from lightning_megatron.monitoring.metrics_server import (
     is_loopback,
 )
 from lightning_megatron.monitoring.prometheus_names import PREFIX, exposed, is_ours
-from lightning_megatron.monitoring.rank_stats import labelled_of
+from lightning_megatron.monitoring.rank_stats import Labelled, labelled_of
+from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.monitoring.window import WindowCallback
+from lightning_megatron.services import events_of, services_if_any
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -89,7 +91,8 @@ class PrometheusEndpoint(WindowCallback):
         self._values: dict[str, float] = {}
         self._counts: Counter[str] = Counter()
         self._log = EventLog()
-        self._strategy: Any = None
+        self._clock: SectionClock | None = None
+        self._labelled = Labelled()
         self._beat = time.monotonic()
 
     @property
@@ -101,8 +104,11 @@ class PrometheusEndpoint(WindowCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if not trainer.is_global_zero or self._server is not None:
             return
-        self._beat, self._strategy = time.monotonic(), trainer.strategy
-        self._log = events_of(trainer.strategy, trainer.global_rank)
+        services = services_if_any(trainer)
+        self._beat = time.monotonic()
+        self._clock = None if services is None else services.clock
+        self._labelled = labelled_of(trainer)
+        self._log = events_of(trainer)
         self._log.follow(self._count)
         self._closed = threading.Event()
         self._values, self._counts = {}, Counter()
@@ -159,8 +165,7 @@ class PrometheusEndpoint(WindowCallback):
     # What is served; in the server's threads ------------------------------------------------------
 
     def _age_s(self) -> float:
-        sections = getattr(self._strategy, "sections", None)
-        last = self._beat if sections is None else max(sections.since, self._beat)
+        last = self._beat if self._clock is None else max(self._clock.since, self._beat)
         return max(time.monotonic() - last, 0.0)
 
     def _health(self) -> tuple[bool, dict[str, Any]]:
@@ -172,9 +177,8 @@ class PrometheusEndpoint(WindowCallback):
             "seconds_since_progress": round(age, 3),
             "stale_after_seconds": self._stale_s,
         }
-        sections = getattr(self._strategy, "sections", None)
-        if sections is not None:
-            facts["section"] = sections.current
+        if self._clock is not None:
+            facts["section"] = self._clock.current
         return good, facts
 
     def collect(self) -> Iterable["Metric"]:
@@ -198,7 +202,7 @@ class PrometheusEndpoint(WindowCallback):
             events.add_metric([kind], count)
         yield events
         seen = {f"{PREFIX}_{own}" for own in ("run", "step", "seconds_since_progress", "events")}
-        for labelled in labelled_of(self._strategy).families():
+        for labelled in self._labelled.families():
             name, factor, _ = exposed(labelled.name)
             seen.add(name)
             description = f"{labelled.name} of each rank."

@@ -8,7 +8,11 @@ while a rank hangs, is read when somebody asks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import Strategy
 
 Values = Mapping[tuple[str, ...], float]
 """Numbers by the labels' values."""
@@ -58,9 +62,9 @@ class Labelled:
         return found
 
 
-def labelled_of(strategy: Any) -> Labelled:
-    """Return that of a strategy of Lightning; one that has none is given one."""
-    found = getattr(strategy, "labelled", None)
-    if not isinstance(found, Labelled):
-        found = strategy.labelled = Labelled()
-    return found
+_LABELLED: WeakKeyDictionary[Strategy, Labelled] = WeakKeyDictionary()
+
+
+def labelled_of(trainer: pl.Trainer) -> Labelled:
+    """What is known of the ranks under the Trainer's strategy, whichever it is."""
+    return _LABELLED.setdefault(trainer.strategy, Labelled())

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
@@ -20,15 +21,9 @@ class Spread(NamedTuple):
     """Of the ranks."""
 
 
-def device_of(strategy: Any) -> torch.device:
-    """Where a strategy computes, any of Lightning's."""
-    device: torch.device = getattr(strategy, "root_device", torch.device("cpu"))
-    return device
-
-
-def number_device(strategy: Any) -> torch.device:
+def number_device(trainer: pl.Trainer) -> torch.device:
     """Where tensors for the default process group lie: a GPU, or the host."""
-    device = device_of(strategy)
+    device = trainer.strategy.root_device
     return device if device.type == "cuda" else torch.device("cpu")
 
 

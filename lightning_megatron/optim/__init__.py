@@ -1,4 +1,10 @@
-"""Optimizers, and their companions: gradient clipping, parameter groups, learning rates.
+"""Optimizers that step on shards, gradient clipping, parameter groups and learning rates.
+
+* Optimizers: `AdamW`, `Lion`, `Adafactor`, `Muon`; by name: `make_optimizer`
+* Parameter groups: `decay_groups`, `muon_groups`, `layerwise_groups`
+* Learning rates: `WarmupCosine`, `WarmupStableDecay`, `WarmupInverseSqrt`, `warmup_cosine`; by
+  name: `make_lr_schedule`
+* Rules of gradient clipping, for `GradientMonitor`: `PercentileClip`, `ZScoreClip`, `UnitClip`
 
 Names are imported when they are first used.
 """
@@ -8,22 +14,20 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.optim.adafactor import Adafactor as Adafactor
-    from lightning_megatron.optim.adamw import AdamW as AdamW
-    from lightning_megatron.optim.build import make_optimizer as make_optimizer
-    from lightning_megatron.optim.build import make_schedule as make_schedule
-    from lightning_megatron.optim.clip_rules import PercentileClip as PercentileClip
-    from lightning_megatron.optim.clip_rules import UnitClip as UnitClip
-    from lightning_megatron.optim.clip_rules import ZScoreClip as ZScoreClip
-    from lightning_megatron.optim.layerwise_lr import layerwise_groups as layerwise_groups
-    from lightning_megatron.optim.lion import Lion as Lion
-    from lightning_megatron.optim.lr_schedules import WarmupCosine as WarmupCosine
-    from lightning_megatron.optim.lr_schedules import WarmupInverseSqrt as WarmupInverseSqrt
-    from lightning_megatron.optim.lr_schedules import WarmupStableDecay as WarmupStableDecay
-    from lightning_megatron.optim.lr_schedules import warmup_cosine as warmup_cosine
-    from lightning_megatron.optim.muon import Muon as Muon
-    from lightning_megatron.optim.param_groups import decay_groups as decay_groups
-    from lightning_megatron.optim.param_groups import muon_groups as muon_groups
+    from lightning_megatron.optim.adafactor import Adafactor
+    from lightning_megatron.optim.adamw import AdamW
+    from lightning_megatron.optim.build import make_lr_schedule, make_optimizer
+    from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
+    from lightning_megatron.optim.layerwise_lr import layerwise_groups
+    from lightning_megatron.optim.lion import Lion
+    from lightning_megatron.optim.lr_schedules import (
+        WarmupCosine,
+        WarmupInverseSqrt,
+        WarmupStableDecay,
+        warmup_cosine,
+    )
+    from lightning_megatron.optim.muon import Muon
+    from lightning_megatron.optim.param_groups import decay_groups, muon_groups
 
 _HOMES = {
     "Adafactor": "adafactor",
@@ -32,16 +36,16 @@ _HOMES = {
     "Muon": "muon",
     "PercentileClip": "clip_rules",
     "UnitClip": "clip_rules",
-    "WarmupCosine": "schedule",
-    "WarmupInverseSqrt": "schedule",
-    "WarmupStableDecay": "schedule",
+    "WarmupCosine": "lr_schedules",
+    "WarmupInverseSqrt": "lr_schedules",
+    "WarmupStableDecay": "lr_schedules",
     "ZScoreClip": "clip_rules",
-    "decay_groups": "groups",
-    "layerwise_groups": "depth",
-    "make_optimizer": "choice",
-    "make_schedule": "choice",
-    "muon_groups": "groups",
-    "warmup_cosine": "schedule",
+    "decay_groups": "param_groups",
+    "layerwise_groups": "layerwise_lr",
+    "make_optimizer": "build",
+    "make_lr_schedule": "build",
+    "muon_groups": "param_groups",
+    "warmup_cosine": "lr_schedules",
 }
 
 __all__ = [
@@ -58,7 +62,7 @@ __all__ = [
     "decay_groups",
     "layerwise_groups",
     "make_optimizer",
-    "make_schedule",
+    "make_lr_schedule",
     "muon_groups",
     "warmup_cosine",
 ]

@@ -95,7 +95,7 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=lr, betas=betas)
 
 
-def make_schedule(
+def make_lr_schedule(
     name: ScheduleName,
     optimizer: Optimizer,
     *,

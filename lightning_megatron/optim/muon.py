@@ -10,11 +10,10 @@ The update of a matrix is scaled by its shape, as ``scale`` says: ``"rms"`` (Moo
 root mean square that AdamW's usually has, 0.2, so that AdamW's learning rate and weight decay serve
 as they are; ``"spectral"`` (Jordan) leaves its singular values at 1, and above for tall matrices.
 
-It is meant for the matrices inside of a network. Vectors, embeddings and heads are stepped on by
-AdamW, in the same optimizer: groups say ``"muon": False``; `lightning_megatron.optim.param_groups.
-muon_groups` makes the groups. With ``state_dtype`` the averages of both rest in few bits
-(`optim.quantized_averages`). (Torch's ``torch.optim.Muon`` takes matrices only; for those, options
-and numbers are the same.)
+Muon is meant for the matrices inside a network. AdamW updates vectors, embeddings and heads, in the
+same optimizer: their groups have ``"muon": False`` (`muon_groups` makes the groups). With
+``state_dtype`` the moving averages of both are quantized between steps (`optim.quantized_state`).
+For matrices, ``torch.optim.Muon`` has the same options and computes the same numbers.
 
 Under tp and ZeRO, momentum is kept and averaged in pieces like the parameter. Then every matrix
 travels to one of the ranks that share it, is orthogonalised there, whole, and its pieces travel

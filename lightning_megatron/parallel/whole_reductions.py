@@ -52,7 +52,7 @@ from lightning_megatron.parallel.gradients import GradientSet, ParameterRole, co
 
 _REMEDY = (
     "nearest valid: gradient_clip_val or self.clip_gradients(optimizer, ...) to clip, "
-    "trainer.strategy.parallel_gradients.norm() for the norm of all gradients, weight_decay of the "
+    "trainer.strategy.gradients.norm() for the norm of all gradients, weight_decay of the "
     "optimizer for a penalty, lightning_megatron.gather(module) for whole weights"
 )
 _TOTAL_NORM: CodeType = inspect.unwrap(get_total_norm).__code__

@@ -60,6 +60,7 @@ from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.comm.tree import FAN
 from lightning_megatron.comm.tree_group import new_tree_group
+from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.monitoring.events import EventLog
@@ -74,7 +75,6 @@ from lightning_megatron.strategy.processes.connection import ConnectionConfig
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.save_on_exception import all_ranks_end
 from lightning_megatron.strategy.step_engine import StepEngine
-from lightning_megatron.strategy.votes import Agreement
 from lightning_megatron.topology.degrees import AXES
 from lightning_megatron.topology.mesh import Topology
 
@@ -134,7 +134,7 @@ class CheckpointHooks:
     _checkpoint_group: dist.ProcessGroup | None = None
     _background_group: dist.ProcessGroup | None = None
     _saver: Saver | None = None
-    agreement: Agreement
+    votes: PerBatchVotes
     _local_group: dist.ProcessGroup | None = None
     _local: LocalCheckpoints | None = None
     """Has local checkpoints made; None where there are none."""
@@ -303,7 +303,7 @@ class CheckpointHooks:
             trainer,
             Peers(self._host_world()),
             Peers(self._local_group),
-            slot=self.agreement.register("local checkpoint", by_rank=False),
+            vote=self.votes.register("local checkpoint", by_rank=False),
             save=self.save_local,
             report=self._report_local,
         )

@@ -3,10 +3,10 @@
 Lightning's handler of SIGTERM broadcasts, and that of Slurm's requeue signal saves a checkpoint:
 from wherever a rank is at that moment, while its peers are somewhere else. A signal that reaches
 one rank only then pairs its broadcast with their gradients, and all hang. Here a handler notes the
-signal (`fault_tolerance.preemption.signals`), the note rides on the agreement of every batch
-(`strategy.votes`), and when that batch is over, all ranks leave by `SIGTERMException`.
+signal (`fault_tolerance.preemption.signals`), the note rides on the votes of every batch
+(`comm.votes`), and when that batch is over, all ranks leave by `SIGTERMException`.
 
-Before they do, whoever registered as `StopHooks.before_leaving` may save a checkpoint. What comes
+Before they do, whoever registered as `stop.before_leaving` may save a checkpoint. What comes
 after it must be what would have come, which depends on where Lightning is:
 
 * after a batch: nothing to mend, Lightning's end of the batch is behind it;
@@ -24,7 +24,7 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,11 +35,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.preemption.signals import StopFlag, name_of
+from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.stop_connector import StopConnector
-from lightning_megatron.strategy.votes import Agreement
 
 _PATIENCE_S = 20.0
 """How long the processes that Lightning started may take to leave by themselves."""
@@ -47,42 +47,36 @@ _PATIENCE_S = 20.0
 _VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
-@dataclass(frozen=True)
-class Stop:
-    """What the ranks have agreed on."""
+@dataclass
+class StopControl:
+    """What the strategy and callbacks tell each other of the end of a run; see `Stopping`."""
 
-    number: int
-    """Of the signal."""
-    ranks: tuple[int, ...]
-    """Which got it."""
-
-    def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"{name_of(self.number)} on rank{'s' if len(self.ranks) > 1 else ''} {ranks}"
+    flag: StopFlag = field(default_factory=StopFlag)
+    """Set by the handlers of signals."""
+    signals: tuple[int, ...] = ()
+    """Numbers that end the run, beside SIGTERM."""
+    replaces_requeue: bool = False
+    """Whether a callback does what Slurm's requeue signal asks for."""
+    requested: Stop | None = None
+    """Set on all ranks at the same batch, when they have agreed to end; None until then."""
+    before_leaving: Callable[[Stop], None] | None = None
+    """Called on all ranks, where they may save a checkpoint."""
 
 
 class StopHooks(ParallelStrategy):
-    """The part of the strategy that settles the agreement and ends the run; mixed in first.
+    """The part of the strategy that settles the votes and ends the run; mixed in first.
 
     Attributes:
-        agreement: what ranks tell each other in every batch.
-        stop_flag: set by the handlers of signals.
-        stop_signals: that end the run, beside SIGTERM.
-        replaces_requeue: whether a callback does what Slurm's requeue signal asks for.
-        stop: set on all ranks at the same batch, when they have agreed to end; None until then.
-        before_leaving: called on all ranks, where they may save a checkpoint.
+        votes: what ranks tell each other in every batch.
+        stop: what callbacks set, and what was agreed on.
     """
 
     _data_position: DataPosition
 
     def __init__(self) -> None:
         super().__init__()
-        self.agreement = Agreement()
-        self.stop_flag = StopFlag()
-        self.stop_signals: tuple[int, ...] = ()
-        self.replaces_requeue = False
-        self.stop: Stop | None = None
-        self.before_leaving: Callable[[Stop], None] | None = None
+        self.votes = PerBatchVotes()
+        self.stop = StopControl()
         self._settled: int | None = None
         self._sent = 0.0
         self._evaluates_evenly = False
@@ -90,23 +84,27 @@ class StopHooks(ParallelStrategy):
         self._mend: Callable[[dict[str, Any]], None] | None = None
         self._children: list[subprocess.Popen[Any]] = []
 
-    def start_agreement(self, trainer: pl.Trainer, group: Any) -> None:
+    def start_votes(self, trainer: pl.Trainer, group: Any) -> None:
         """Begin a run: before Lightning installs its handlers, after callbacks have been set up.
 
         Args:
             trainer: whose handlers and broadcast are replaced, in this instance.
             group: all processes, for tensors on the host; None for the default group.
         """
-        self.stop, self._settled, self._requeues, self._mend = None, None, False, None
-        self._slot = self.agreement.register("stop signal", by_rank=False)
-        self._should_stop = self.agreement.register("trainer.should_stop", by_rank=False)
-        self.agreement.start(group)
+        self.stop.requested = None
+        self._settled, self._requeues, self._mend = None, False, None
+        self._vote = self.votes.register("stop signal", by_rank=False)
+        self._should_stop = self.votes.register("trainer.should_stop", by_rank=False)
+        self.votes.start(group)
         trainer._signal_connector = StopConnector(
-            trainer, self.stop_flag, self.stop_signals, replaces_requeue=self.replaces_requeue
+            trainer,
+            self.stop.flag,
+            self.stop.signals,
+            replaces_requeue=self.stop.replaces_requeue,
         )
         fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
         for loop, name, ours in (
-            # The agreement takes the place of a broadcast before every batch.
+            # The votes take the place of a broadcast before every batch.
             (batches, "_broadcast_sigterm_tensor", _nothing),
             (batches, "on_advance_end", self._end_batch),
             (fit, "on_advance_end", self._end_epoch),
@@ -162,13 +160,13 @@ class StopHooks(ParallelStrategy):
         if batch == self._settled:
             return
         self._settled = batch
-        self._sent = float(self.stop_flag.number)
-        self._slot.put(self._sent)
+        self._sent = float(self.stop.flag.number)
+        self._vote.put(self._sent)
         self._should_stop.put(trainer.should_stop)
-        self.agreement.settle()
+        self.votes.settle()
         # A step may set it by what one rank sees; who went on alone would wait for ever.
         trainer.should_stop = trainer.should_stop or bool(self._should_stop.max)
-        self._decide(self._slot.max, self._sent)
+        self._decide(self._vote.max, self._sent)
 
     def _compare_evaluations(self) -> None:
         trainer = self._trainer_of_run()
@@ -176,7 +174,7 @@ class StopHooks(ParallelStrategy):
         batches = [float(count) for count in loop.max_batches]
         known = all(count != float("inf") for count in batches)
         digest = float(zlib.crc32(repr(batches).encode())) if known else float("nan")
-        highest, lowest = self.agreement.largest([digest, -digest])
+        highest, lowest = self.votes.largest([digest, -digest])
         self._evaluates_evenly = highest == -lowest  # not if one is NaN
 
     def _decide(self, highest: float, mine: float) -> None:
@@ -186,17 +184,17 @@ class StopHooks(ParallelStrategy):
             highest: number of a signal, of all ranks; 0 if none got one.
             mine: the number that this rank has put.
         """
-        if not highest or self.stop is not None:
+        if not highest or self.stop.requested is not None:
             return
-        [numbers] = self.agreement.exchange([mine])
+        [numbers] = self.votes.exchange([mine])
         ranks = tuple(rank for rank, number in enumerate(numbers) if number)
         connector = self._connector()
         number = int(numbers[ranks[0]])
         if number == connector.requeue_signal:
             self._requeues = True
-            self.stop_flag.clear()
+            self.stop.flag.clear()
             return
-        self.stop = Stop(number, ranks)
+        self.stop.requested = Stop(number, ranks)
         connector.received_sigterm = True
         if isinstance(self._launcher, _SubprocessScriptLauncher):
             # Else its observer kills this process as soon as one of them leaves.
@@ -210,12 +208,12 @@ class StopHooks(ParallelStrategy):
         loop = self._trainer_of_run().fit_loop.epoch_loop
         if self._settled != loop.total_batch_idx and self.world_size == 1:
             # Lightning allows one process, and no other, a step without a backward.
-            self._decide(self.stop_flag.number, self.stop_flag.number)
-        if self.stop is not None and loop._should_check_val_fx(fetcher):
+            self._decide(self.stop.flag.number, self.stop.flag.number)
+        if self.stop.requested is not None and loop._should_check_val_fx(fetcher):
             self._leave(_validate_first)
-        with suppress(SIGTERMException) if self.stop is not None else nullcontext():
+        with suppress(SIGTERMException) if self.stop.requested is not None else nullcontext():
             type(loop).on_advance_end(loop, fetcher)
-        if self.stop is not None and not loop._num_ready_batches_reached():
+        if self.stop.requested is not None and not loop._num_ready_batches_reached():
             self._leave()
         if self._requeues:  # what Lightning does in its handler
             self._requeues = False
@@ -224,7 +222,7 @@ class StopHooks(ParallelStrategy):
     def _end_epoch(self) -> None:
         """Lightning's end of an epoch, and that of the run if so agreed."""
         loop = self._trainer_of_run().fit_loop
-        if self.stop is None:
+        if self.stop.requested is None:
             type(loop).on_advance_end(loop)
             self._data_position.after_epoch(loop.trainer)
             return
@@ -234,23 +232,24 @@ class StopHooks(ParallelStrategy):
 
     def _end_evaluation(self, output: Any) -> Any:
         """End the run within the evaluation of a batch, if so agreed."""
-        if self._evaluates_evenly and self.stop is None:
-            mine = float(self.stop_flag.number)
-            [highest] = self.agreement.largest([mine])
+        if self._evaluates_evenly and self.stop.requested is None:
+            mine = float(self.stop.flag.number)
+            [highest] = self.votes.largest([mine])
             self._decide(highest, mine)
-        if self.stop is not None:
+        if self.stop.requested is not None:
             self._leave(_validate_first)
         return output
 
     def _leave(self, mend: Callable[[dict[str, Any]], None] | None = None) -> None:
-        assert self.stop is not None
+        stop = self.stop.requested
+        assert stop is not None
         self._mend = mend
         trainer = self._trainer_of_run()
-        if self.before_leaving is not None:
-            self.before_leaving(self.stop)
+        if self.stop.before_leaving is not None:
+            self.stop.before_leaving(stop)
         elif trainer.is_global_zero:
-            announce(f"{self.stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
-        raise SIGTERMException(self.stop_flag.code_for(self.stop.number))
+            announce(f"{stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
+        raise SIGTERMException(self.stop.flag.code_for(stop.number))
 
     def save_checkpoint(
         self,
@@ -267,7 +266,7 @@ class StopHooks(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if isinstance(exception, KeyboardInterrupt) and self.before_leaving is None:
+        if isinstance(exception, KeyboardInterrupt) and self.stop.before_leaving is None:
             self._tell_of_interrupt()
         deadline = time.monotonic() + _PATIENCE_S
         for process in self._children:

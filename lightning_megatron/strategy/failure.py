@@ -30,10 +30,10 @@ from lightning_megatron.fault_tolerance.failures.search import (
     find_cause,
     looks,
 )
-from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.strategy.coordinated_stop import StopControl
 from lightning_megatron.strategy.processes.launcher import Launcher
 
 _GRACE_S = 3.0
@@ -53,7 +53,7 @@ class EndingHooks(ParallelStrategy):
     """
 
     events: EventLog
-    stop_flag: StopFlag
+    stop: StopControl
     board: EndingBoard | None = None
     held: Callable[[], bool] | None = None
     _watch: PeerWatch | None = None
@@ -155,7 +155,7 @@ class EndingHooks(ParallelStrategy):
         if board.holds_store and len(board.machines) > 1:
             wait = VERDICT_S
         deadline = time.monotonic() + wait
-        while not self.stop_flag.number and time.monotonic() < deadline:
+        while not self.stop.flag.number and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
 
     def _tell_torchrun(self, exception: BaseException, message: str, at: float) -> None:

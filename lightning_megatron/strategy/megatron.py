@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,7 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.problems import instances
+from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategy.collectives import TopologyCollectives
 from lightning_megatron.strategy.coordinated_stop import StopHooks
@@ -357,7 +358,7 @@ class MegatronStrategy(
             self._watch_parts(trainer, module)
             if self.parallel.spare is not None:
                 self.measured_partition = MeasuredPartition(self)
-        self.start_agreement(trainer, self._host_world())
+        self.start_votes(trainer, self._host_world())
         self._share_step_state(trainer)
         self.setup_precision_plugin()
 
@@ -389,7 +390,7 @@ class MegatronStrategy(
 
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
-        module, precision = self._module(), self._precision()
+        module, precision = self._module(), self.precision
         self._parallel = parallel
         remember_layout(module, parallel)
         precision.use(parallel.gradients)
@@ -402,7 +403,7 @@ class MegatronStrategy(
         self._engine = StepEngine(
             module, parallel, rule, make, self._host_gloo, config.scatter_gather
         )
-        self._engine.executor.sections = self.sections
+        self._engine.executor.clock = self.clock
         if self.options.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
             self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)
@@ -426,7 +427,7 @@ class MegatronStrategy(
             transform_blocks(module, recomputed, self.memory, self.root_device, tp)
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
-        precision = self._precision()
+        precision = self.precision
         if self._layer_sync is not None:
             synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(
@@ -558,7 +559,7 @@ class MegatronStrategy(
         leave_summaries(module.trainer, module, spread=not is_whole(parallel))
         self.leave_groups_to(parallel.topology)
         if not is_whole(parallel):
-            layout = self.options.lasting(self.world_size, self._precision())
+            layout = self.options.lasting(self.world_size, self.precision)
             refuse_calls(parallel, layout)
             return
         restore(parallel)
@@ -566,7 +567,7 @@ class MegatronStrategy(
         remember_layout(module, None)
         module._device_mesh = None
         parallel.gradients.forget_pieces()
-        self._precision().use(parallel.gradients)
+        self.precision.use(parallel.gradients)
         # At once, a rank that has fewer batches than others would cut these off in the midst of a
         # collective, where a hang names it.
         close_later(parallel.topology)
@@ -615,6 +616,13 @@ def _built_once(module: LightningModule | None) -> Iterator[None]:
 
 def _warn_of_real_weights(reason: str) -> None:
     rank_zero_warn(f"configure_model builds real weights on every rank, because {reason}")
+
+
+if TYPE_CHECKING:
+
+    def _services(strategy: MegatronStrategy) -> MegatronServices:
+        """Have mypy check that the strategy has what callbacks use."""
+        return strategy
 
 
 # As Lightning's own strategies do when they are imported; `lightning_megatron` registers the name

@@ -48,7 +48,9 @@ class Keeper(Protocol):
     def parallel(self) -> ParallelModule:
         """The module on its layout."""
 
-    def _precision(self) -> ShardedPrecision: ...
+    @property
+    def precision(self) -> ShardedPrecision:
+        """The precision plugin."""
 
 
 @dataclass
@@ -125,7 +127,7 @@ class Rollback:
             batches=batches,
             of=of,
             moment=keeper._random_state.now(),
-            precision=deepcopy(keeper._precision().state_dict()),
+            precision=deepcopy(keeper.precision.state_dict()),
             schedules=[
                 deepcopy(config.scheduler.state_dict()) if counts_steps(config) else None
                 for config in keeper.lr_scheduler_configs
@@ -166,7 +168,7 @@ class Rollback:
             for key, tensor in self._tensors():
                 tensor.copy_(copy.tensors[key])
         self._restore_schedules(copy)
-        precision = keeper._precision()
+        precision = keeper.precision
         precision.forget_weights()
         keeper.parallel.data.gather_all()
         counts = {k: v for k, v in precision.state_dict().items() if k in _COUNTS}

@@ -29,19 +29,19 @@ class SectionHooks(ParallelStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.sections = SectionClock()
+        self.clock = SectionClock()
         self._section_outside = names.OTHER
         """Where an evaluation returns to."""
         self._section_before_save: str | None = None
 
     @override
     def setup_environment(self) -> None:
-        self.sections.enter(names.START)  # once more for each run
+        self.clock.enter(names.START)  # once more for each run
         super().setup_environment()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        clock = self.sections
+        clock = self.clock
         assert self.lightning_module is not None
         clock.step = self.lightning_module.trainer.global_step
         clock.enter(names.FORWARD)
@@ -51,17 +51,17 @@ class SectionHooks(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
         if not self._optimizes_automatically():  # then this is the whole batch
-            self.sections.enter(names.DATA)
+            self.clock.enter(names.DATA)
         return output
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        self.sections.enter(names.BACKWARD)
+        self.clock.enter(names.BACKWARD)
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         automatic = self._optimizes_automatically()
-        self.sections.enter(names.OPTIMIZER if automatic else names.FORWARD)
+        self.clock.enter(names.OPTIMIZER if automatic else names.FORWARD)
         return loss
 
     @override
@@ -74,9 +74,9 @@ class SectionHooks(ParallelStrategy):
     ) -> Any:
         automatic = self._optimizes_automatically()
         if not automatic:
-            self.sections.enter(names.OPTIMIZER)  # else its closure runs forward and backward first
+            self.clock.enter(names.OPTIMIZER)  # else its closure runs forward and backward first
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self.sections.enter(names.DATA if automatic else names.FORWARD)
+        self.clock.enter(names.DATA if automatic else names.FORWARD)
         return result
 
     @contextmanager
@@ -84,13 +84,13 @@ class SectionHooks(ParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         with super().block_backward_sync():
             yield
-        self.sections.enter(names.DATA)  # a batch without an optimizer step has ended
+        self.clock.enter(names.DATA)  # a batch without an optimizer step has ended
 
     @override
     def on_train_end(self) -> None:
-        with self.sections.section(names.CHECKPOINT):  # waits for the last save
+        with self.clock.section(names.CHECKPOINT):  # waits for the last save
             super().on_train_end()
-        self.sections.enter(names.OTHER)
+        self.clock.enter(names.OTHER)
 
     # Evaluation ----------------------------------------------------------------------------------
 
@@ -111,37 +111,37 @@ class SectionHooks(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.sections.enter(names.VALIDATION)  # once more: each batch is progress
+        self.clock.enter(names.VALIDATION)  # once more: each batch is progress
         return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.sections.enter(names.VALIDATION)
+        self.clock.enter(names.VALIDATION)
         return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.sections.enter(names.VALIDATION)
+        self.clock.enter(names.VALIDATION)
         return super().predict_step(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self.sections.enter(self._section_outside)
+        self.clock.enter(self._section_outside)
 
     @override
     def on_test_end(self) -> None:
         super().on_test_end()
-        self.sections.enter(names.OTHER)
+        self.clock.enter(names.OTHER)
 
     @override
     def on_predict_end(self) -> None:
         super().on_predict_end()
-        self.sections.enter(names.OTHER)
+        self.clock.enter(names.OTHER)
 
     def _enter_evaluation(self) -> None:
-        self._section_outside = self.sections.current
-        self.sections.enter(names.VALIDATION)
+        self._section_outside = self.clock.current
+        self.clock.enter(names.VALIDATION)
 
     # Checkpoints ---------------------------------------------------------------------------------
 
@@ -149,9 +149,9 @@ class SectionHooks(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # What Lightning collects after it, from callbacks and the module, is part of the save. If
         # none follows, the next batch ends the section.
-        if self.sections.current != names.CHECKPOINT:
-            self._section_before_save = self.sections.current
-        self.sections.enter(names.CHECKPOINT)
+        if self.clock.current != names.CHECKPOINT:
+            self._section_before_save = self.clock.current
+        self.clock.enter(names.CHECKPOINT)
         return super().lightning_module_state_dict()
 
     @override
@@ -162,33 +162,33 @@ class SectionHooks(ParallelStrategy):
         storage_options: Any | None = None,
     ) -> None:
         before, self._section_before_save = self._section_before_save, None
-        with self.sections.section(names.CHECKPOINT):
+        with self.clock.section(names.CHECKPOINT):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[arg-type]
         if before is not None:
-            self.sections.enter(before)
+            self.clock.enter(before)
 
     def save_local(self) -> None:
         """Begin to make a local checkpoint, see `CheckpointHooks`."""
-        with self.sections.section(names.CHECKPOINT):
+        with self.clock.section(names.CHECKPOINT):
             super().save_local()  # type: ignore[misc]
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        with self.sections.section(names.CHECKPOINT):
+        with self.clock.section(names.CHECKPOINT):
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[arg-type]
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        with self.sections.section(names.CHECKPOINT):
+        with self.clock.section(names.CHECKPOINT):
             super().remove_checkpoint(filepath)  # type: ignore[arg-type]
 
     def stop_saver(self, timeout_s: float | None = None) -> None:
         """Wait for what is in flight, see `CheckpointHooks`."""
         if self._saver is None:
             return
-        with self.sections.section(names.CHECKPOINT):
+        with self.clock.section(names.CHECKPOINT):
             super().stop_saver(timeout_s)  # type: ignore[misc]
 
     def _optimizes_automatically(self) -> bool:

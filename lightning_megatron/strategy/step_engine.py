@@ -25,7 +25,6 @@ from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.layers.splits import whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import HeldGradient
-from lightning_megatron.pipeline.executor import Executor, NoPipeline
 from lightning_megatron.pipeline.microbatch import (
     Microbatches,
     MicrobatchRule,
@@ -34,7 +33,7 @@ from lightning_megatron.pipeline.microbatch import (
     split,
     weighted_mean,
 )
-from lightning_megatron.pipeline.runner import Pipeline
+from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.schedules.schedule import Schedule
 from lightning_megatron.strategy.collectives import refuse_shards

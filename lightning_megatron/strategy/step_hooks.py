@@ -54,7 +54,7 @@ class StepHooks(ParallelStrategy):
         self.events = EventLog()
 
     @property
-    def parallel_gradients(self) -> GradientSet:
+    def gradients(self) -> GradientSet:
         """This rank's part of the gradients, with their global norm; for callbacks."""
         return self.parallel.gradients
 
@@ -110,7 +110,7 @@ class StepHooks(ParallelStrategy):
                 fresh=self._fresh(),
                 blocked=self._blocked,
                 divisor=divisor,
-                scaled=self._precision().scale_loss,
+                scaled=self.precision.scale_loss,
             )
 
     @override
@@ -134,7 +134,7 @@ class StepHooks(ParallelStrategy):
             self.parallel.gradients.begin(fresh=self._fresh())
             self.parallel.data.begin(blocked=self._blocked)
             self.parallel.data.before_backward()
-            scaled = self._precision().scale_loss(loss)
+            scaled = self.precision.scale_loss(loss)
             self.precision_plugin.backward(scaled, module, *args, **kwargs)
             self.parallel.data.finish()
         if not self._blocked:
@@ -144,14 +144,14 @@ class StepHooks(ParallelStrategy):
         """From now on, have what hooks (and steps) find out of weights in parts made true."""
         self._reductions = WholeReductions(self.parallel.gradients, self._module())
         self._watches_step = step
-        self._precision().around_step = self._reductions.lifted
+        self.precision.around_step = self._reductions.lifted
         self._reductions.__enter__()  # type: ignore[no-untyped-call]
 
     def unwatch_weights(self) -> None:
         """Undo `watch_weights`."""
         if self._reductions is not None:
             self._reductions.end()
-            self._reductions, self._precision().around_step = None, nullcontext
+            self._reductions, self.precision.around_step = None, nullcontext
 
     def _seen_as_steps(self) -> AbstractContextManager[None]:
         """What runs within is seen if steps of the user's are."""
@@ -171,7 +171,7 @@ class StepHooks(ParallelStrategy):
     ) -> Any:
         self._schedules.release()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if not self._precision().skipped:
+        if not self.precision.skipped:
             self.parallel.data.after_step(optimizer)
         else:
             self._schedules.hold(self.lr_scheduler_configs, self._module().trainer)
@@ -233,7 +233,9 @@ class StepHooks(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def _precision(self) -> ShardedPrecision:
+    @property
+    def precision(self) -> ShardedPrecision:
+        """The precision plugin, which knows the shards."""
         assert isinstance(self.precision_plugin, ShardedPrecision)
         return self.precision_plugin
 

@@ -8,7 +8,7 @@ from lightning_megatron.checkpoint.chunks import model_chunks
 from lightning_megatron.checkpoint.collective_io import save_directory
 from lightning_megatron.cli import main
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.models.generate import generate
+from lightning_megatron.models.generation import generate
 
 
 @pytest.fixture

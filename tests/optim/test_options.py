@@ -19,7 +19,7 @@ from lightning_megatron import (
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.adamw import AdamW
-from lightning_megatron.optim.build import make_optimizer, make_schedule
+from lightning_megatron.optim.build import make_lr_schedule, make_optimizer
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
 from lightning_megatron.optim.layerwise_lr import layerwise_groups
 from lightning_megatron.optim.lion import Lion
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "an optimizer by name": (make(make_optimizer, "adan", NET, **NUMBERS), ("'adamw'",)),
     "a schedule by name": (
-        make(make_schedule, "cos", None, warmup_steps=0, total_steps=1.0, min_lr_ratio=0.0),
+        make(make_lr_schedule, "cos", None, warmup_steps=0, total_steps=1.0, min_lr_ratio=0.0),
         ("'cosine'",),
     ),
     "watching": (

@@ -1,7 +1,7 @@
 """``partition="measured"``: stages of equal time, by the times of this very model.
 
 Training begins with stages of about equal numbers of parameters. The first step pays for whatever
-happens once; the next ones are measured, item by item (`pipeline.item_times`). Then, before a batch
+happens once; the next ones are measured, item by item (`pipeline.timing`). Then, before a batch
 at whose beginning no gradients are pending, other stages are planned (`schedules.repartition`); if
 they promise to save enough, weights and optimizer state move (`parallel.repartition`), and training
 goes on: the same loss, in less time. Rank 0 reports what was measured, what was expected, and a few
@@ -25,8 +25,8 @@ from lightning_megatron.errors import raise_if_any
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.layer_skeletons import changed_since
 from lightning_megatron.parallel.repartition import Recut, group_problems
-from lightning_megatron.pipeline.item_times import ItemTimes
 from lightning_megatron.pipeline.runner import Pipeline
+from lightning_megatron.pipeline.timing import ItemTimes
 from lightning_megatron.schedules.repartition import Repartition, repartition
 from lightning_megatron.topology.mesh import Topology
 

@@ -29,7 +29,7 @@ from lightning_megatron.checkpoint.offline.huggingface.transformer import (
 )
 from lightning_megatron.errors import CheckpointError, ConfigError
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.models.generate import generate
+from lightning_megatron.models.generation import generate
 from lightning_megatron.models.hf_config import config_to_hugging_face
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.models.weights import weights_of

@@ -69,7 +69,7 @@ def generate(
         ConfigError: an option is out of range, or the layout is one that cannot generate.
 
     Example:
-        >>> from lightning_megatron.models.transformer import Transformer
+        >>> from lightning_megatron.models import Transformer
         >>> model = Transformer(TransformerConfig.preset("tiny", num_layers=1))
         >>> generate(model, torch.zeros(1, 3, dtype=torch.long), 4).shape
         torch.Size([1, 7])

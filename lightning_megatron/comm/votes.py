@@ -2,14 +2,14 @@
 
 Some decisions must be the same everywhere, or ranks wait for ever for a peer that has gone another
 way: to stop because one of them got a signal, to leave out a step because one of them found a loss
-that is not finite. Each such question registers a `Slot`. During a batch every rank puts a number
-into it; once per batch, after the backward and before the update, all slots are settled together,
-and then each rank can see the largest number of every slot, and in some what every rank has put.
+that is not finite. Each such question registers a `Vote`. During a batch every rank puts a number
+into it; once per batch, after the backward and before the update, all votes are settled together.
+Each rank then sees the largest number of every vote, and of votes by rank what every rank has put.
 
-It takes the place of the broadcast by which Lightning tells the ranks of a SIGTERM before every
-batch. That one only knows of a signal that reached rank 0, and goes through the device, whose queue
-it empties. This one stays on the host, and goes up and down a tree (`comm.tree`): 8 bytes a slot,
-and 8 bytes a rank of each slot that is kept by rank.
+The votes take the place of the broadcast by which Lightning tells the ranks of a SIGTERM before
+every batch. That broadcast only knows of a signal that reached rank 0, and goes through the device,
+whose queue it empties. Votes stay on the host, and go up and down a tree (`comm.tree`): 8 bytes a
+vote, and 8 bytes a rank of each vote that is kept by rank.
 """
 
 import math
@@ -25,7 +25,7 @@ from lightning_megatron.comm.tree_group import tree_of
 from lightning_megatron.errors import ConfigError
 
 
-class Slot:
+class Vote:
     """One number a batch of every rank.
 
     Args:
@@ -54,10 +54,10 @@ class Slot:
         """The numbers by global rank, as they were settled last; empty until then.
 
         Raises:
-            RuntimeError: the slot was registered for its largest number alone.
+            RuntimeError: the vote was registered for its largest number alone.
         """
         if not self.by_rank:
-            raise RuntimeError(f"slot {self.name!r} has a largest number only: by_rank=False")
+            raise RuntimeError(f"vote {self.name!r} has a largest number only: by_rank=False")
         return self._values
 
     def settle(self, values: Sequence[float]) -> None:
@@ -76,37 +76,37 @@ class Slot:
         return mine
 
 
-class Agreement:
-    """Settles the slots of all ranks, once per batch.
+class PerBatchVotes:
+    """Settles the votes of all ranks, once per batch.
 
     The strategy has one, from its construction on. Whoever uses it registers in ``setup``, puts
     values in any hook up to ``on_after_backward``, and reads or is called from then on.
     """
 
     def __init__(self) -> None:
-        self._slots: dict[str, Slot] = {}
+        self._votes: dict[str, Vote] = {}
         self._listeners: list[Callable[[], None]] = []
         self._tree: Tree | None = None
         self._group: dist.ProcessGroup | None = None
         self._compared = False
 
-    def register(self, name: str, default: float = 0.0, *, by_rank: bool = True) -> Slot:
-        """The slot of this name; made where there is none, on every rank in the same order.
+    def register(self, name: str, default: float = 0.0, *, by_rank: bool = True) -> Vote:
+        """The vote of this name; made where there is none, on every rank in the same order.
 
         Args:
             name: says what it is.
-            default: see `Slot`; counts when the slot is made.
-            by_rank: whether `Slot.values` is needed; who only needs `Slot.max` saves the bytes.
+            default: see `Vote`; counts when the vote is made.
+            by_rank: whether `Vote.values` is needed; who only needs `Vote.max` saves the bytes.
         """
-        if name not in self._slots:
-            self._slots[name] = Slot(name, default, by_rank=by_rank)
+        if name not in self._votes:
+            self._votes[name] = Vote(name, default, by_rank=by_rank)
             self._compared = False
-        elif by_rank and not self._slots[name].by_rank:
-            self._slots[name].by_rank, self._compared = True, False
-        return self._slots[name]
+        elif by_rank and not self._votes[name].by_rank:
+            self._votes[name].by_rank, self._compared = True, False
+        return self._votes[name]
 
     def on_settled(self, listener: Callable[[], None]) -> None:
-        """Have ``listener`` called whenever the slots of a batch have been settled, on all ranks.
+        """Have ``listener`` called whenever the votes of a batch have been settled, on all ranks.
 
         It may use collectives; what it raises, it should raise on all ranks.
         """
@@ -122,19 +122,19 @@ class Agreement:
         together = dist.is_initialized() and dist.get_world_size() > 1
         self._tree = tree_of(group) if together else None
         self._group, self._compared = group, False
-        for slot in self._slots.values():
-            slot.reset()
+        for vote in self._votes.values():
+            vote.reset()
 
     def settle(self) -> None:
         """Let every rank see what all have put; collective."""
-        slots = list(self._slots.values())
+        votes = list(self._votes.values())
         if self._tree is not None and not self._compared:
             self._compare()
-        by_rank = [slot for slot in slots if slot.by_rank]
-        others = [slot for slot in slots if not slot.by_rank]
+        by_rank = [vote for vote in votes if vote.by_rank]
+        others = [vote for vote in votes if not vote.by_rank]
         columns = self._settled([s.take() for s in by_rank], [s.take() for s in others])
-        for slot, column in zip((*by_rank, *others), columns, strict=True):
-            slot.settle(column)
+        for vote, column in zip((*by_rank, *others), columns, strict=True):
+            vote.settle(column)
         for listener in self._listeners:
             listener()
 
@@ -171,11 +171,11 @@ class Agreement:
         return found
 
     def _compare(self) -> None:
-        """Numbers in other slots, or another number of them, would mean something else."""
-        mine = [(slot.name, slot.by_rank) for slot in self._slots.values()]
+        """Numbers in other votes, or another number of them, would mean something else."""
+        mine = [(vote.name, vote.by_rank) for vote in self._votes.values()]
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self._group)
-        differing = [rank for rank, slots in enumerate(everyone) if slots != everyone[0]]
+        differing = [rank for rank, votes in enumerate(everyone) if votes != everyone[0]]
         if differing:
             first, other = ([name for name, _ in everyone[r]] for r in (0, differing[0]))
             raise ConfigError(

@@ -5,7 +5,7 @@ import torch
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.models.generate import generate
+from lightning_megatron.models.generation import generate
 from lightning_megatron.models.hf_config import config_from_hugging_face
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.models.weights import from_hugging_face

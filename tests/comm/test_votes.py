@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.comm.tree_group import BACKEND
+from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.strategy.votes import Agreement
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategy.small import LAYOUTS, Small, dp_of, loader, make_trainer
 
@@ -29,17 +29,17 @@ class Telling(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
         assert isinstance(trainer.strategy, MegatronStrategy)
-        agreement = trainer.strategy.agreement
-        self.slots = [agreement.register(name, default=-1.0) for name in self.names]
-        agreement.on_settled(self.note)
+        votes = trainer.strategy.votes
+        self.votes = [votes.register(name, default=-1.0) for name in self.names]
+        votes.on_settled(self.note)
         self.step = lambda: trainer.global_step
 
     def on_after_backward(self, trainer: pl.Trainer, module: Any) -> None:
-        self.slots[0].put(-9.0)
-        self.slots[0].put(10.0 * trainer.fit_loop.epoch_loop.batch_idx + trainer.global_rank)
+        self.votes[0].put(-9.0)
+        self.votes[0].put(10.0 * trainer.fit_loop.epoch_loop.batch_idx + trainer.global_rank)
 
     def note(self) -> None:
-        self.seen.append((self.step(), *(slot.values for slot in self.slots)))
+        self.seen.append((self.step(), *(vote.values for vote in self.votes)))
 
 
 def tell(layout: Mapping[str, Any], devices: int, **options: Any) -> list[Any]:
@@ -117,22 +117,22 @@ def test_ranks_that_exchange_different_things_are_told(pool: WorkerPool) -> None
 
 
 def test_a_slot_alone() -> None:
-    agreement = Agreement()
-    agreement.start(None)
-    slot = agreement.register("x")
-    assert agreement.register("x") is slot
-    slot.put(math.nan)
-    agreement.settle()
-    assert math.isnan(slot.max)
-    slot.put(2)
-    agreement.settle()
-    assert (slot.values, slot.max) == ((2.0,), 2.0)
-    agreement.settle()
-    assert slot.values == (0.0,)
+    votes = PerBatchVotes()
+    votes.start(None)
+    vote = votes.register("x")
+    assert votes.register("x") is vote
+    vote.put(math.nan)
+    votes.settle()
+    assert math.isnan(vote.max)
+    vote.put(2)
+    votes.settle()
+    assert (vote.values, vote.max) == ((2.0,), 2.0)
+    votes.settle()
+    assert vote.values == (0.0,)
 
 
 def test_a_number_that_is_none_is_the_largest() -> None:
-    slot = Agreement().register("loss")
+    vote = PerBatchVotes().register("loss")
     for values in ((math.nan, 1.0), (1.0, math.nan)):
-        slot.settle(values)
-        assert math.isnan(slot.max)
+        vote.settle(values)
+        assert math.isnan(vote.max)
