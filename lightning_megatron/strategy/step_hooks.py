@@ -21,7 +21,7 @@ from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.whole_reductions import WholeReductions
 from lightning_megatron.precision.sharded import ShardedPrecision
-from lightning_megatron.strategy.data.position import DataPosition
+from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.held_schedules import HeldSchedules
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.step_engine import StepEngine, mean_over_tokens
@@ -31,11 +31,8 @@ from lightning_megatron.strategy.tuners.tuner import Tuner
 class StepHooks(ParallelStrategy):
     """Forward, backward and evaluation of one batch."""
 
-    counts_tokens = True
-    """Whether steps may return sums over tokens (`strategy.step_engine`)."""
     parallel: ParallelModule
-    _data_position: DataPosition
-    _random_state: RandomState
+    data: DataLoading
     _engine: StepEngine | None = None
     _reductions: WholeReductions | None = None
     """Sees what hooks do with weights in parts, where any may look at them."""
@@ -66,7 +63,7 @@ class StepHooks(ParallelStrategy):
         if trainer.accumulate_grad_batches > 1:
             epoch: Any = trainer.fit_loop.epoch_progress.current
             at = epoch.processed, batch_idx
-            self._random_state.note(at, self._module(), self._steps().by_token)
+            self.random_state.note(at, self._module(), self._steps().by_token)
 
     @override
     def batch_to_device(
@@ -176,7 +173,7 @@ class StepHooks(ParallelStrategy):
             self.parallel.data.after_step(optimizer)
         else:
             self._schedules.hold(self.lr_scheduler_configs, self._module().trainer)
-        self._data_position.after_step(self._module().trainer)
+        self.data.position.after_step(self._module().trainer)
         return result
 
     @contextmanager
@@ -218,12 +215,22 @@ class StepHooks(ParallelStrategy):
     def on_validation_start(self) -> None:
         trainer = self._module().trainer
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._random_state.begin_validation()
+            self.random_state.begin_validation()
 
     @override
     def on_validation_end(self) -> None:
         self.parallel.data.come_to_rest()
-        self._random_state.end_validation()
+        self.random_state.end_validation()
+
+    @property
+    def loss_per_token(self) -> bool | None:
+        """Whether steps return sums over tokens; None until one has."""
+        return None if self._engine is None else self._engine.by_token
+
+    @loss_per_token.setter
+    def loss_per_token(self, value: bool | None) -> None:
+        if self._engine is not None:
+            self._engine.by_token = value
 
     def _fresh(self) -> bool:
         """Whether the batch is the first before an optimizer step."""
@@ -239,6 +246,11 @@ class StepHooks(ParallelStrategy):
         """The precision plugin, which knows the shards."""
         assert isinstance(self.precision_plugin, ShardedPrecision)
         return self.precision_plugin
+
+    @property
+    def random_state(self) -> RandomState:
+        """Generators of this process; the strategy's."""
+        raise NotImplementedError
 
     def _steps(self) -> StepEngine:
         assert self._engine is not None
