@@ -18,7 +18,6 @@ Evaluation is ended likewise where all ranks have the same number of batches, wh
 its beginning; elsewhere a signal waits for its end.
 """
 
-import os
 import subprocess
 import time
 import zlib
@@ -52,7 +51,7 @@ from lightning_megatron._lightning import (
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
-from lightning_megatron.strategy.data.position import DataPosition
+from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.stop_connector import StopConnector
 
 _PATIENCE_S = 20.0
@@ -83,7 +82,7 @@ class StopHooks(ParallelStrategy):
         stop: what callbacks set, and what was agreed on.
     """
 
-    _data_position: DataPosition
+    data: DataLoading
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +228,7 @@ class StopHooks(ParallelStrategy):
         loop = self._trainer_of_run().fit_loop
         if self.stop.requested is None:
             end_epoch(loop.trainer)
-            self._data_position.after_epoch(loop.trainer)
+            self.data.position.after_epoch(loop.trainer)
             return
         with suppress(SIGTERMException):
             end_epoch(loop.trainer)
@@ -256,17 +255,11 @@ class StopHooks(ParallelStrategy):
             announce(f"{stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
         raise SIGTERMException(self.stop.flag.code_for(stop.number))
 
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | os.PathLike[str],
-        storage_options: Any | None = None,
-    ) -> None:
-        """Write it, with what the resumed run has to do before it reads the next batch."""
+    def mend_progress(self, checkpoint: dict[str, Any]) -> None:
+        """Change in a checkpoint what the resumed run does before it reads the next batch."""
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if self._mend is not None and progress is not None:
             self._mend(progress)
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[arg-type]
 
     @override
     def on_exception(self, exception: BaseException) -> None:

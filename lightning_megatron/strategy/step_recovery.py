@@ -62,7 +62,7 @@ class StepRecovery(StepHooks):
             # Of batches whose gradients are added up, all or none.
             self.skips_batch = self.batches_to_skip > 0
             if self.can_undo:
-                moment, results = self._random_state.now(), self._results()
+                moment, results = self.random_state.now(), self._results()
                 self._before = _Before(moment, self._statistics(), results)
         if self.skips_batch:
             self.batches_to_skip = max(0, self.batches_to_skip - 1)
@@ -118,7 +118,7 @@ class StepRecovery(StepHooks):
         """Undo what the present batch has changed, but for its gradients."""
         before = self._before
         assert before is not None
-        self._random_state.return_to(before.moment)
+        self.random_state.return_to(before.moment)
         with torch.no_grad():
             for held, value in zip(self._statistics_now(), before.statistics, strict=True):
                 held.copy_(value)
