@@ -8,7 +8,6 @@ Hooks only; parts do the work and own its state: `strategy.processes.processes`,
 
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,9 @@ from lightning_megatron import env
 from lightning_megatron._lightning import (
     LauncherBase,
     LaunchingStrategy,
+    avoid_inference_mode,
     call_module_hook,
+    hide_pytree_warning,
     keep_precision,
     limit_threads,
     set_device_mesh,
@@ -269,10 +270,7 @@ class MegatronStrategy(
     def setup_environment(self) -> None:
         self.clock.enter(sections.START)  # once more for each run
         super().setup_environment()
-        # Lightning 2.6 does this with torch 2.13, on every rank; the user can do nothing about it.
-        warnings.filterwarnings(
-            "ignore", ".*LeafSpec.*is deprecated", module=r"lightning\.pytorch\.utilities\._pytree"
-        )
+        hide_pytree_warning()
         # Lightning's launcher does this for the first process of a node only; the others would
         # compute with as many threads each as there are cores.
         limit_threads(self.num_processes)
@@ -386,10 +384,7 @@ class MegatronStrategy(
         self.accelerator.setup(trainer)
         module = self.module
         # What is gathered as an inference tensor cannot take part in later training.
-        trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
-        if self.world_size > 1:
-            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                loop.inference_mode = False
+        avoid_inference_mode(trainer, outside_training=self.world_size > 1)
         self.data.begin(trainer)
         self._random_state = RandomState(self.topology)
         self._host_gloo = self._host_group()
