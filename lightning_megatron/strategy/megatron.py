@@ -33,7 +33,7 @@ from typing_extensions import override
 from lightning_megatron import env
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.errors import ConfigError, instances, raise_if_any
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.layers.written_values import WrittenValues
@@ -53,7 +53,6 @@ from lightning_megatron.parallel.unparallelize import allow_calls, is_whole, ref
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
-from lightning_megatron.problems import instances
 from lightning_megatron.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_megatron.strategy.collectives import TopologyCollectives
 from lightning_megatron.strategy.coordinated_stop import StopHooks
@@ -464,7 +463,7 @@ class MegatronStrategy(
                 super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
-                optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
+                optimizer, self.parallel.gradients.shard_specs, self.parallel.gradients.lends
             )
             if warning:
                 rank_zero_warn(warning)
@@ -565,7 +564,7 @@ class MegatronStrategy(
         self.unshare_metrics(module)
         remember_layout(module, None)
         module._device_mesh = None
-        parallel.gradients.forget_pieces()
+        parallel.gradients.forget_shard_specs()
         self._precision().use(parallel.gradients)
         # At once, a rank that has fewer batches than others would cut these off in the midst of a
         # collective, where a hang names it.

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from lightning_megatron import MemoryConfig, PipelineSequential
 from lightning_megatron._torch import TorchDispatchMode, compile_with_callers_only
 from lightning_megatron.layers import linear_functions
-from lightning_megatron.layers.delayed_wgrad import WeightGradients, multiply_with
+from lightning_megatron.layers.delayed_wgrad import WgradQueue, set_gemm_backend
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.models.config import TransformerConfig
@@ -104,7 +104,7 @@ def train(processes: int, options: dict[str, Any], memory: MemoryConfig) -> Foun
     deferred: list[Any] = []
     limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": True}
     layout = {**options, "memory": memory, "sharding": ShardingConfig(min_numel=1)}
-    noting = patch.object(WeightGradients, "add", _noting(deferred))
+    noting = patch.object(WgradQueue, "add", _noting(deferred))
     with noting, torch._dynamo.config.patch(limits):
         trainer, module = make_trainer(layout, processes, max_steps=2), Net()
         kept = count_kept(module)
@@ -134,9 +134,9 @@ def count_kept(module: Net) -> list[int]:
 
 
 def _noting(deferred: list[Any]) -> Any:
-    add = WeightGradients.add
+    add = WgradQueue.add
 
-    def noted(self: WeightGradients, targets: list[Tensor], compute: Any) -> None:
+    def noted(self: WgradQueue, targets: list[Tensor], compute: Any) -> None:
         deferred.append(targets)
         add(self, targets, compute)
 
@@ -262,7 +262,7 @@ def test_a_graph_multiplies_while_it_sums(pool: WorkerPool) -> None:
 
 
 class Halved:
-    """Products of a layer's own."""
+    """GemmBackend of a layer's own."""
 
     def __init__(self) -> None:
         self.traced: list[bool] = []
@@ -288,7 +288,7 @@ def run_products() -> tuple[Ran, Ran, list[bool]]:
     halved = Halved()
     for layer in net.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            multiply_with(layer, halved)
+            set_gemm_backend(layer, halved)
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     plain = run(net.forward, x, net, topology.tp.meter)
     halved.traced.clear()
@@ -365,8 +365,8 @@ class Pass:
     buffers: list[Tensor]
     kept: int
     """Bytes of the activations that the forward kept."""
-    products: int
-    """Products of linear layers that the backward computed again."""
+    gemm: int
+    """GemmBackend of linear layers that the backward computed again."""
 
 
 def one_pass(kind: type[Random], memory: MemoryConfig) -> Pass:
@@ -411,7 +411,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_compiler_recomputes_what_it_is_told_to(name: str) -> None:
-    memory, more, products = INSIDE[name]
+    memory, more, gemm = INSIDE[name]
     compiled = replace(memory, compile="block" if "block" in name else "model")
     found = one_pass(Random, replace(compiled, compile_backend="aot_eager"))
     plain, forgetful = one_pass(Random, MemoryConfig()), one_pass(Random, FULL)
@@ -421,7 +421,7 @@ def test_a_compiler_recomputes_what_it_is_told_to(name: str) -> None:
         forgetful.kept,
         plain.kept,
     )
-    assert found.products == products
+    assert found.gemm == gemm
 
 
 @pytest.mark.parametrize("memory", [FULL, MemoryConfig(recompute="selective")])
@@ -443,7 +443,7 @@ def test_one_graph_serves_all_blocks_whose_parts_were_changed() -> None:
     net = nn.Sequential(*(Random() for _ in range(3))).double()
     for layer in net.modules():
         if isinstance(layer, nn.Linear):
-            multiply_with(layer, None)
+            set_gemm_backend(layer, None)
     parts = MemoryConfig(recompute="full", blocks=["*.up"], compile="block")
     memory = replace(parts, compile_backend="aot_eager")
     transform_blocks(net, blocks_to_recompute(net, memory), memory, CPU)

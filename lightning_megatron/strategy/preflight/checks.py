@@ -24,13 +24,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.parallel.activations.config import MemoryConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
 from lightning_megatron.parallel.zero import ComputeTypes, ShardingConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
-from lightning_megatron.problems import switches
 from lightning_megatron.schedules.schedule import (
     CUSTOM,
     Schedule,
