@@ -52,7 +52,7 @@ class Timing(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: pl.LightningModule, *_: Any) -> None:
         strategy = trainer.strategy
-        roles = strategy.parallel_gradients.roles
+        roles = strategy.gradients.roles
         plain = [nn.Parameter(role.values.detach().clone()) for role in roles]
         for role, p in zip(roles, plain, strict=True):
             p.grad = torch.full_like(p, 0.01)

@@ -8,7 +8,7 @@ the curve differs.
 
 To afford many tries, ranks are forked from a process that has imported everything; real launchers
 have cases of their own. ``--only`` runs one case and adds it to the results; ``--cost`` measures
-what the agreement costs beside Lightning's broadcast, which it replaces.
+what the votes of a batch cost beside Lightning's broadcast, which it replaces.
 """
 
 import argparse
@@ -414,24 +414,24 @@ def undisturbed(options: dict[str, Any]) -> list[Any]:
         return curves(Path(name), options["devices"])
 
 
-# What the agreement costs -------------------------------------------------------------------------
+# What the votes of a batch cost ------------------------------------------------------------------
 
 
 def cost(rank: int, ranks: int, port: int, rounds: int) -> dict[str, float]:
     """Microseconds of a settlement and of Lightning's broadcast, in turns."""
-    from lightning_megatron.strategy.votes import Agreement
+    from lightning_megatron.comm.votes import PerBatchVotes
 
     if ranks > 1:
         address = f"tcp://127.0.0.1:{port}"
         dist.init_process_group("gloo", address, rank=rank, world_size=ranks)
-    agreement = Agreement()
-    slots = [agreement.register(name) for name in ("stop signal", "loss", "norm")]
-    agreement.start(None)
+    votes = PerBatchVotes()
+    cast = [votes.register(name) for name in ("stop signal", "loss", "norm")]
+    votes.start(None)
 
     def ours() -> None:
-        for slot in slots:
-            slot.put(1.0)
-        agreement.settle()
+        for vote in cast:
+            vote.put(1.0)
+        votes.settle()
 
     def lightnings() -> None:  # as `_TrainingEpochLoop._broadcast_sigterm_tensor`
         if ranks > 1:
@@ -439,9 +439,9 @@ def cost(rank: int, ranks: int, port: int, rounds: int) -> dict[str, float]:
             dist.broadcast(flag, src=0)
             flag.item()
 
-    times: dict[str, list[float]] = {"agreement": [], "broadcast": []}
+    times: dict[str, list[float]] = {"votes": [], "broadcast": []}
     for _ in range(rounds):
-        for name, act in (("agreement", ours), ("broadcast", lightnings)):
+        for name, act in (("votes", ours), ("broadcast", lightnings)):
             if ranks > 1:
                 dist.barrier()
             begun = time.perf_counter()
@@ -500,11 +500,11 @@ def table(results: dict[str, Any]) -> str:
             "",
             "What a batch pays, in microseconds on rank 0 (median of 500, in turns):",
             "",
-            "| processes | agreement of 3 numbers | Lightning's broadcast |",
+            "| processes | votes: 3 numbers | Lightning's broadcast |",
             "|---|---|---|",
         ]
         for ranks, us in results["cost_us"].items():
-            lines.append(f"| {ranks} | {us['agreement']:.0f} | {us['broadcast']:.0f} |")
+            lines.append(f"| {ranks} | {us['votes']:.0f} | {us['broadcast']:.0f} |")
     return "\n".join(lines) + "\n"
 
 

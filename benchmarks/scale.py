@@ -1,6 +1,6 @@
 """What thousands of ranks cost each other: ``python -m benchmarks.scale --output FOLDER``.
 
-Measured: the time of the agreement of eight processes, and what threads in the place of ranks, with
+Measured: the time of the votes of eight processes, and what threads in the place of ranks, with
 connections of their own, ask of one store. Counted: the tree of 4,096 ranks on machines of eight,
 by the plan that they would follow, and what a gloo group asks of the store, which its source and
 the count here agree on. The rows of larger worlds say how they were found.
@@ -22,12 +22,12 @@ import torch.distributed as dist
 from benchmarks.harness import parser, report
 from lightning_megatron._torch import HashStore, PrefixStore, Store, connect_gloo
 from lightning_megatron.comm.tree import branches
+from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.fault_tolerance.failures.board import EndingBoard
 from lightning_megatron.fault_tolerance.failures.search import find_cause
 from lightning_megatron.launch.attempt import Peer
 from lightning_megatron.launch.rendezvous import join
 from lightning_megatron.launch.rendezvous_store import host_store, reach_store
-from lightning_megatron.strategy.votes import Agreement
 from lightning_megatron.testing import WorkerPool
 
 PER_MACHINE = 8
@@ -80,11 +80,11 @@ def agree(rounds: int, steps: int) -> dict[str, float]:
     """Median microseconds of an exchange of two numbers a rank, by way."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     size = dist.get_world_size()
-    largest, by_rank = Agreement(), Agreement()
-    for agreement in (largest, by_rank):
-        agreement.start(None)
-        agreement.register("stop signal", by_rank=False)
-        agreement.register("loss", by_rank=agreement is by_rank)
+    largest, by_rank = PerBatchVotes(), PerBatchVotes()
+    for votes in (largest, by_rank):
+        votes.start(None)
+        votes.register("stop signal", by_rank=False)
+        votes.register("loss", by_rank=votes is by_rank)
     local = torch.zeros(2, dtype=torch.float64)
     everything = torch.empty(2 * size, dtype=torch.float64)
 
@@ -93,8 +93,8 @@ def agree(rounds: int, steps: int) -> dict[str, float]:
 
     ways: dict[str, Callable[[], None]] = {
         "all-gather of gloo": ring,
-        "agreement, numbers by rank": by_rank.settle,
-        "agreement, largest numbers": largest.settle,
+        "votes, numbers by rank": by_rank.settle,
+        "votes, largest numbers": largest.settle,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
@@ -224,13 +224,13 @@ def main() -> None:
     threads = f"measured with {', '.join(map(str, THREADS))} threads, TCPStore"
     table: list[tuple[str, object, dict[int, Any], str]] = [
         (
-            "agreement of a batch, us: largest numbers",
+            "votes of a batch, us: largest numbers",
             f"{ring:.0f} (8 ranks)",
             {8: round(largest)},
             "measured, 8 processes",
         ),
         (
-            "agreement of a batch, us: one number of every rank",
+            "votes of a batch, us: one number of every rank",
             f"{ring:.0f} (8 ranks)",
             {8: round(all_of)},
             "measured, 8 processes",
@@ -243,13 +243,13 @@ def main() -> None:
             "computed",
         ),
         (
-            "bytes a rank gets, largest numbers of two slots",
+            "bytes a rank gets, largest numbers of two votes",
             16 * 4096,
             dict.fromkeys(WORLDS, 16),
             "computed",
         ),
         (
-            "bytes a rank gets, one of the slots by rank",
+            "bytes a rank gets, one of the votes by rank",
             16 * 4096,
             {r: 8 * r + 8 for r in WORLDS},
             "computed",

@@ -15,13 +15,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.directory.candidates import (
+from lightning_megatron.checkpoint.directory.commit import CORRUPT, locate
+from lightning_megatron.checkpoint.directory.discovery import (
     Places,
     candidates,
     is_candidate,
     renamed,
 )
-from lightning_megatron.checkpoint.directory.commit import CORRUPT, locate
 from lightning_megatron.checkpoint.directory.manifest import (
     METADATA_FILE,
     Manifest,
@@ -165,7 +165,7 @@ def _print_manifest(directory: AnyPath, manifest: Manifest) -> None:
         "size": _size(manifest.size),
         "own": f"{_size(manifest.own_size)}; the rest was linked from an earlier checkpoint",
         "optimizers": manifest.optimizers,
-        "parameters": f"{_elements(manifest):,} in model.*" if manifest.is_sealed else "-",
+        "parameters": f"{_elements(manifest):,} in model.*",
     }
     if not manifest.linked:
         del facts["own"]
@@ -242,7 +242,6 @@ def _verdict(path: AnyPath) -> dict[str, Any]:
         "bytes": manifest.size,
         "shared": [n for n in manifest.files if is_shared(reader.directory / n)],
         "tensors": len(reader.index.tensors),
-        "hashes": manifest.is_sealed,
         "foreign": foreign_files(reader.directory, manifest),
         "seconds": round(time.perf_counter() - begin, 3),
     }
@@ -253,12 +252,11 @@ def _sentence(verdict: Mapping[str, Any]) -> str:
     if verdict["exit"]:
         kind = "damaged" if verdict["exit"] == 1 else "cannot be verified"
         return f"{path}: {kind}\n  {_printable(verdict['fault'])}"
-    how = "valid" if verdict["hashes"] else "complete, but written before there were hashes"
     foreign = f"; not part of it: {', '.join(verdict['foreign'])}" if verdict["foreign"] else ""
     if verdict["shared"]:
         foreign += f"; shared with other checkpoints: {', '.join(verdict['shared'])}"
     return (
-        f"{path}: {how} ({verdict['files']} files, {_size(verdict['bytes'])}, "
+        f"{path}: valid ({verdict['files']} files, {_size(verdict['bytes'])}, "
         f"{verdict['tensors']} tensors, {verdict['seconds']:.1f} s){foreign}"
     )
 

@@ -9,8 +9,8 @@ from lightning_megatron.checkpoint.directory.commit import CORRUPT, locate
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from lightning_megatron.monitoring.report.page import page, verdict
-from lightning_megatron.monitoring.report.run_history import Story, read_story
+from lightning_megatron.monitoring.report.page import page, summarize
+from lightning_megatron.monitoring.report.run_history import RunHistory, read_run_history
 
 
 def report(args: Sequence[str]) -> int:
@@ -25,13 +25,13 @@ def report(args: Sequence[str]) -> int:
     options = _parser().parse_args(list(args))
     out = options.output or options.run_dir / "report.html"
     try:
-        story = read_story(options.run_dir, options.run)
-        story.states = _states(story, options.verify)
-        out.write_text(page(story), "utf-8")
+        history = read_run_history(options.run_dir, options.run)
+        history.states = _states(history, options.verify)
+        out.write_text(page(history), "utf-8")
     except (ConfigError, OSError) as error:
         print(f"lightning-megatron: {error}", file=sys.stderr)
         return 2
-    print(verdict(story))
+    print(summarize(history))
     print(f"  report      {out}")
     return 0
 
@@ -52,9 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _states(story: Story, verify: bool) -> dict[str, str]:
-    paths = {str(save["path"]) for save in story.saves if save.get("ok")}
-    return {path: _state(path, story.run_dir, verify) for path in sorted(paths)}
+def _states(history: RunHistory, verify: bool) -> dict[str, str]:
+    paths = {str(save["path"]) for save in history.saves if save.get("ok")}
+    return {path: _state(path, history.run_dir, verify) for path in sorted(paths)}
 
 
 def _state(path: str, run_dir: str, verify: bool) -> str:
@@ -97,5 +97,5 @@ def _verified(place: AnyPath) -> str:
     # Late: without --verify nobody waits for torch.
     from lightning_megatron.checkpoint.load.reader import CheckpointReader
 
-    reader = CheckpointReader(place, alone=True)
-    return "verified" if reader.manifest.is_sealed else "complete"
+    CheckpointReader(place, alone=True)  # raises where anything is wrong
+    return "verified"

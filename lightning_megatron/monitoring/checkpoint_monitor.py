@@ -24,8 +24,9 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_megatron.monitoring.events import EventLog, events_of
+from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.window import WindowCallback
+from lightning_megatron.services import events_of
 
 
 class CheckpointMonitor(WindowCallback):
@@ -49,7 +50,7 @@ class CheckpointMonitor(WindowCallback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._events = events_of(trainer.strategy, trainer.global_rank)
+        self._events = events_of(trainer)
         self._events.follow(self._take)
 
     @override

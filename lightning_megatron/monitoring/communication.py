@@ -31,8 +31,9 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.spread import number_device, spread
-from lightning_megatron.services import need_megatron
+from lightning_megatron.monitoring.rank_stats import gather_stats, number_device
+from lightning_megatron.services import services_of
+from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.meter import Meter
 
 _MIB = 1 << 20
@@ -63,7 +64,7 @@ class CommunicationMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        need_megatron(self, trainer, "it reads the counters")
+        self._topology(trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -75,9 +76,11 @@ class CommunicationMonitor(pl.Callback):
     ) -> None:
         # The first batch pays for what happens once (connections, for example).
         if self._batches == 1:
-            self._since = {kind: _read(meter) for kind, meter in _meters(trainer).items()}
+            self._since = {
+                kind: _read(meter) for kind, meter in self._topology(trainer).meters.items()
+            }
         if (self._batches + 1) % self._every == 0:
-            for kind, meter in _meters(trainer).items():
+            for kind, meter in self._topology(trainer).meters.items():
                 meter.settle()
                 meter.hidden_s, meter.timed = 0.0, True
                 if self._only_last(trainer) and kind in self._since:
@@ -98,13 +101,13 @@ class CommunicationMonitor(pl.Callback):
             return
         batches = min(self._every, self._batches - 1)
         mine: dict[str, float] = {}
-        for kind, meter in _meters(trainer).items():
+        for kind, meter in self._topology(trainer).meters.items():
             meter.settle()
             meter.timed = False
             calls, sent, leaving, exposed = self._since[kind]
             mine[f"comm/calls/{kind}"] = (meter.calls - calls) / batches
             mine[f"comm/mib/{kind}"] = total = (meter.bytes - sent) / batches / _MIB
-            if _spans_nodes(trainer):
+            if self._topology(trainer).nodes.count > 1:
                 between = (meter.inter_node_bytes - leaving) / batches / _MIB
                 mine[f"comm/inter_node_mib/{kind}"] = between
                 mine[f"comm/intra_node_mib/{kind}"] = total - between
@@ -114,26 +117,18 @@ class CommunicationMonitor(pl.Callback):
             if not only_last:
                 mine[f"time/comm_s/{kind}"] = waited + meter.hidden_s
             self._since[kind] = _read(meter)
-        found = {name: s.mean for name, s in spread(mine, number_device(trainer.strategy)).items()}
-        used = [k for k in _meters(trainer) if found[f"comm/calls/{k}"]]
+        found = {name: s.mean for name, s in gather_stats(mine, number_device(trainer)).items()}
+        used = [k for k in self._topology(trainer).meters if found[f"comm/calls/{k}"]]
         self.latest = {name: v for name, v in found.items() if name.rpartition("/")[2] in used}
         pl_module.log_dict(self.latest, batch_size=1)
+
+    def _topology(self, trainer: pl.Trainer) -> Topology:
+        return services_of(trainer, self, "it reads the counters").topology
 
     @staticmethod
     def _only_last(trainer: pl.Trainer) -> bool:
         """Whether waiting is known of the last batch of a window only, and nothing else is."""
         return trainer.strategy.root_device.type != "cpu"
-
-
-def _meters(trainer: pl.Trainer) -> dict[str, Meter]:
-    strategy: Any = trainer.strategy
-    meters: dict[str, Meter] = strategy.topology.meters
-    return meters
-
-
-def _spans_nodes(trainer: pl.Trainer) -> bool:
-    strategy: Any = trainer.strategy
-    return bool(strategy.topology.nodes.count > 1)
 
 
 def _read(meter: Meter) -> tuple[int, int, int, float]:

@@ -35,11 +35,12 @@ from typing_extensions import override
 
 from lightning_megatron.callbacks.group import members_of
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.events import EventLog, events_of
+from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.flops import count_tokens
 from lightning_megatron.monitoring.goodput import Ledger, ledger_of
 from lightning_megatron.monitoring.sections import CHECKPOINT, DATA, VALIDATION
 from lightning_megatron.monitoring.window import logging_interval, loss_of, metrics_of
+from lightning_megatron.services import events_of, services_if_any
 
 
 class EventLogWriter(pl.Callback):
@@ -84,8 +85,8 @@ class EventLogWriter(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        strategy: Any = trainer.strategy
-        self._log = log = events_of(strategy, trainer.global_rank)
+        strategy = trainer.strategy
+        self._log = log = events_of(trainer)
         if not log.run:
             log.identify(run=strategy.broadcast(secrets.token_hex(8)))
         log.step = trainer.global_step
@@ -93,7 +94,7 @@ class EventLogWriter(pl.Callback):
         log.write(
             "start",
             world=trainer.world_size,
-            layout=_layout(strategy),
+            layout=_layout(trainer),
             strategy=type(strategy).__name__,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -222,15 +223,17 @@ class EventLogWriter(pl.Callback):
         self._log.identify(run=state_dict["run"])
 
 
-def _layout(strategy: Any) -> dict[str, int] | None:
+def _layout(trainer: pl.Trainer) -> dict[str, int] | None:
     """The degrees of parallelism; None under another strategy than ours."""
-    degrees = getattr(getattr(strategy, "topology", None), "degrees", None)
-    return None if degrees is None else {k: v for k, v in vars(degrees).items() if type(v) is int}
+    services = services_if_any(trainer)
+    if services is None:
+        return None
+    return {k: v for k, v in vars(services.topology.degrees).items() if type(v) is int}
 
 
 def _section_seconds(trainer: pl.Trainer) -> dict[str, float]:
-    clock = getattr(trainer.strategy, "sections", None)
-    return {} if clock is None else dict(clock.seconds())
+    services = services_if_any(trainer)
+    return {} if services is None else dict(services.clock.seconds())
 
 
 def _peaks_gib(trainer: pl.Trainer) -> dict[str, float]:

@@ -196,14 +196,6 @@ class EventLog:
             )
 
 
-def events_of(strategy: Any, rank: int) -> EventLog:
-    """Return the log of a strategy of Lightning; one that has none is given one."""
-    log = getattr(strategy, "events", None)
-    if not isinstance(log, EventLog):
-        log = strategy.events = EventLog(rank)
-    return log
-
-
 def read_events(
     run_dir: str | os.PathLike[str], rank: int | None = None, *, steps_of: int | None = None
 ) -> list[dict[str, Any]]:

@@ -15,9 +15,12 @@ from typing_extensions import override
 from lightning_megatron.errors import raise_if_any, whole_numbers
 from lightning_megatron.monitoring.window import LoggingSteps
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
-from lightning_megatron.services import need_megatron
+from lightning_megatron.services import services_of
 
 Nonfinite = Literal["keep", "skip", "raise"]
+
+
+_NEEDS = "it needs the gradients"
 
 
 class GradientMonitor(pl.Callback):
@@ -71,7 +74,7 @@ class GradientMonitor(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        need_megatron(self, trainer, "it needs the gradients")
+        services_of(trainer, self, _NEEDS)
 
     @override
     def on_before_optimizer_step(
@@ -80,12 +83,12 @@ class GradientMonitor(pl.Callback):
         self._steps += 1
         if not self.clips and not self._is_due(trainer):
             return
-        strategy: Any = trainer.strategy
-        gradients = strategy.parallel_gradients
+        services = services_of(trainer, self, _NEEDS)
+        gradients, precision = services.gradients, services.precision
         norm = gradients.norm(optimizer)
         values: dict[str, Any] = {"optim/grad_norm": norm}
         watched = self.nonfinite != "keep" or isinstance(self._clip, PercentileClip | ZScoreClip)
-        if strategy.precision_plugin.will_skip:
+        if precision.will_skip:
             pass  # a loss scale that is too large, or what NumberGuard has dealt with
         elif watched and not math.isfinite(float(norm)):
             self._meet_nonfinite(trainer, float(norm))
@@ -96,7 +99,7 @@ class GradientMonitor(pl.Callback):
             values["optim/grad_clip"] = min(limit, float(norm))
             gradients.clip_norm(limit, optimizer)
         if self.nonfinite == "skip":
-            values["optim/skipped_steps"] = float(strategy.precision_plugin.skipped_steps)
+            values["optim/skipped_steps"] = float(precision.skipped_steps)
         pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
@@ -112,8 +115,7 @@ class GradientMonitor(pl.Callback):
                 f"step {trainer.global_step}: the norm of the gradients is {norm}"
             )
         if self.nonfinite == "skip":
-            strategy: Any = trainer.strategy
-            strategy.precision_plugin.skip_step()
+            services_of(trainer, self, _NEEDS).precision.skip_step()
             self.skipped += 1
 
     @override

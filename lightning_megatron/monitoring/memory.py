@@ -35,8 +35,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import dump_allocations, record_allocations
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.rank_stats import labelled_of
-from lightning_megatron.monitoring.spread import device_of, number_device, spread
+from lightning_megatron.monitoring.rank_stats import gather_stats, number_device, rank_metrics_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class MemoryMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._batches = 0
-        if self._record and device_of(trainer.strategy).type == "cuda":
+        if self._record and trainer.strategy.root_device.type == "cuda":
             record_allocations(True)
 
     @override
@@ -82,11 +81,11 @@ class MemoryMonitor(pl.Callback):
         self._batches += 1
         if self._batches != 1 and self._batches % self._every:
             return
-        pl_module.log_dict(_over_ranks(trainer.strategy), batch_size=1)
+        pl_module.log_dict(_over_ranks(trainer), batch_size=1)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._record and device_of(trainer.strategy).type == "cuda":
+        if self._record and trainer.strategy.root_device.type == "cuda":
             record_allocations(False)
 
     @override
@@ -99,8 +98,8 @@ class MemoryMonitor(pl.Callback):
         file = folder / f"rank_{trainer.global_rank:05d}.txt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(evidence(exception, device_of(trainer.strategy)))
-            if self._record and device_of(trainer.strategy).type == "cuda":
+            file.write_text(evidence(exception, trainer.strategy.root_device))
+            if self._record and trainer.strategy.root_device.type == "cuda":
                 dump_allocations(str(file.with_suffix(".pickle")))
         except OSError as error:
             logger.warning("rank %d ran out of memory; no evidence: %s", trainer.global_rank, error)
@@ -147,8 +146,8 @@ def _tensors() -> list[Tensor]:
     return [x for x in gc.get_objects() if type(x) in kinds and x.device.type != "meta"]
 
 
-def _over_ranks(strategy: Any) -> dict[str, float]:
-    device, peaks, totals = device_of(strategy), _host(), {}
+def _over_ranks(trainer: pl.Trainer) -> dict[str, float]:
+    device, peaks, totals = trainer.strategy.root_device, _host(), {}
     if device.type == "cuda":
         statistics = torch.cuda.memory_stats(device)
         whole = torch.cuda.get_device_properties(device).total_memory
@@ -163,9 +162,9 @@ def _over_ranks(strategy: Any) -> dict[str, float]:
             "mem/ooms": float(statistics.get("num_ooms", 0)),
         }
         torch.cuda.reset_peak_memory_stats(device)
-    found = spread(peaks | totals, number_device(strategy))
+    found = gather_stats(peaks | totals, number_device(trainer))
     for name, of_ranks in found.items():
-        labelled_of(strategy).put(name, of_ranks.values)
+        rank_metrics_of(trainer).put(name, of_ranks.values)
     worst = found.get("mem/peak_allocated_gib", found["mem/peak_rss_gib"]).highest_rank
     return {
         **{name: found[name].highest for name in peaks},

@@ -25,7 +25,9 @@ from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.monitoring.flops import count_both
-from lightning_megatron.services import need_megatron
+from lightning_megatron.services import services_of
+
+_NEEDS = "it needs the gradients"
 
 
 class GradientNoiseScale(pl.Callback):
@@ -65,7 +67,7 @@ class GradientNoiseScale(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        need_megatron(self, trainer, "it needs the gradients")
+        services_of(trainer, self, _NEEDS)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -75,15 +77,15 @@ class GradientNoiseScale(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        strategy: Any = trainer.strategy
-        self._samples += count_both(batch)[1] * strategy.topology.batch.size
+        topology = services_of(trainer, self, _NEEDS).topology
+        self._samples += count_both(batch)[1] * topology.batch.size
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        strategy: Any = trainer.strategy
-        gradients, samples, first = strategy.parallel_gradients, self._samples, self._first
+        gradients = services_of(trainer, self, _NEEDS).gradients
+        samples, first = self._samples, self._first
         self._samples, self._first = 0, None
         self._steps += 1
         if self._steps % self._every == 0:

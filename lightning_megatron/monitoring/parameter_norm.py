@@ -6,7 +6,9 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.services import need_megatron
+from lightning_megatron.services import services_of
+
+_NEEDS = "it needs to know the shards"
 
 
 class ParameterNorm(pl.Callback):
@@ -29,7 +31,7 @@ class ParameterNorm(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        need_megatron(self, trainer, "it needs to know the shards")
+        services_of(trainer, self, _NEEDS)
 
     @override
     def on_train_batch_end(
@@ -42,6 +44,5 @@ class ParameterNorm(pl.Callback):
     ) -> None:
         self._batches += 1
         if self._batches == 1 or self._batches % self._every == 0:
-            strategy: Any = trainer.strategy
-            norm = strategy.parallel_gradients.parameter_norm()
+            norm = services_of(trainer, self, _NEEDS).gradients.parameter_norm()
             pl_module.log("optim/param_norm", norm, batch_size=1)

@@ -21,7 +21,9 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.timing import Bubble
+from lightning_megatron.services import services_if_any
 
 
 class PipelineMonitor(pl.Callback):
@@ -47,7 +49,7 @@ class PipelineMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        pipeline = getattr(trainer.strategy, "pipeline", None)
+        pipeline = _pipeline_of(trainer)
         if pipeline is not None:
             # Not the first batch, which pays for everything that happens once.
             self._batches += 1
@@ -62,8 +64,8 @@ class PipelineMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        pipeline = getattr(trainer.strategy, "pipeline", None)
-        found: Bubble | None = pipeline.bubble() if pipeline is not None else None
+        pipeline = _pipeline_of(trainer)
+        found = None if pipeline is None else pipeline.bubble()
         if found is None:
             return
         self.latest = found
@@ -73,3 +75,8 @@ class PipelineMonitor(pl.Callback):
             "pp/imbalance": found.imbalance,
         }
         pl_module.log_dict(values, batch_size=1)
+
+
+def _pipeline_of(trainer: pl.Trainer) -> Pipeline | None:
+    services = services_if_any(trainer)
+    return None if services is None else services.pipeline

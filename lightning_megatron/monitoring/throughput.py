@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
@@ -47,9 +48,10 @@ from lightning_megatron.monitoring.flops import (
     count_tokens,
     model_flops,
 )
+from lightning_megatron.monitoring.rank_stats import number_device
 from lightning_megatron.monitoring.sections import CHECKPOINT
-from lightning_megatron.monitoring.spread import device_of, number_device
 from lightning_megatron.monitoring.window import LoggingSteps
+from lightning_megatron.services import services_if_any
 
 _COUNTED_BATCH = 3
 """Number of the batch whose operations are counted: by then a strategy that measures its first
@@ -250,9 +252,7 @@ class ThroughputMonitor(pl.Callback):
 
     def _use_count(self, trainer: pl.Trainer, flops: int, tokens: int) -> None:
         """Take what this batch took, on all ranks, for what every batch takes per token."""
-        total = torch.tensor(
-            float(flops), dtype=torch.float64, device=number_device(trainer.strategy)
-        )
+        total = torch.tensor(float(flops), dtype=torch.float64, device=number_device(trainer))
         if dist.is_initialized() and trainer.world_size > 1:
             dist.all_reduce(total)
         if not tokens or not float(total):
@@ -265,7 +265,7 @@ class ThroughputMonitor(pl.Callback):
     def _find_peak(self, trainer: pl.Trainer) -> float | None:
         if self._peak_tflops is not None:
             return self._peak_tflops * 1e12
-        device = device_of(trainer.strategy)
+        device = trainer.strategy.root_device
         if device.type != "cuda" or "Fp8" in type(trainer.precision_plugin).__name__:
             return None
         return peak_flops(torch.cuda.get_device_name(device))
@@ -278,22 +278,24 @@ class ThroughputMonitor(pl.Callback):
 
 def _seconds_saving(trainer: pl.Trainer) -> float:
     """Seconds this run has spent on checkpoints, where the strategy counts them."""
-    sections = getattr(trainer.strategy, "sections", None)
-    return 0.0 if sections is None else float(sections.seconds_in(CHECKPOINT))
+    services = services_if_any(trainer)
+    return 0.0 if services is None else services.clock.seconds_in(CHECKPOINT)
 
 
 def _data_parallel_size(trainer: pl.Trainer) -> int:
     """How many ranks work on different batches."""
-    kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas", trainer.world_size))
+    strategy = trainer.strategy
+    if not isinstance(strategy, ParallelStrategy):
+        return trainer.world_size
+    return int(strategy.distributed_sampler_kwargs.get("num_replicas", trainer.world_size))
 
 
 def _runs_eagerly(trainer: pl.Trainer) -> bool:
     """Whether operations pass one by one: a compiled block would be compiled anew, or not seen."""
-    memory = getattr(trainer.strategy, "memory", None)
-    return memory is None or getattr(memory, "compile", "none") == "none"
+    services = services_if_any(trainer)
+    return services is None or services.memory.compile == "none"
 
 
 def _recomputes_nothing(trainer: pl.Trainer) -> bool:
-    memory = getattr(trainer.strategy, "memory", None)
-    return memory is None or getattr(memory, "recompute", "none") == "none"
+    services = services_if_any(trainer)
+    return services is None or services.memory.recompute == "none"

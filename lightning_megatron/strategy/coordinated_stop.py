@@ -3,10 +3,10 @@
 Lightning's handler of SIGTERM broadcasts, and that of Slurm's requeue signal saves a checkpoint:
 from wherever a rank is at that moment, while its peers are somewhere else. A signal that reaches
 one rank only then pairs its broadcast with their gradients, and all hang. Here a handler notes the
-signal (`fault_tolerance.preemption.signals`), the note rides on the agreement of every batch
-(`strategy.votes`), and when that batch is over, all ranks leave by `SIGTERMException`.
+signal (`fault_tolerance.preemption.signals`), the note rides on the votes of every batch
+(`comm.votes`), and when that batch is over, all ranks leave by `SIGTERMException`.
 
-Before they do, whoever registered as `StopHooks.before_leaving` may save a checkpoint. What comes
+Before they do, whoever registered as `stop.before_leaving` may save a checkpoint. What comes
 after it must be what would have come, which depends on where Lightning is:
 
 * after a batch: nothing to mend, Lightning's end of the batch is behind it;
@@ -18,71 +18,76 @@ Evaluation is ended likewise where all ranks have the same number of batches, wh
 its beginning; elsewhere a signal waits for its end.
 """
 
-import os
 import subprocess
 import time
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron._lightning import (
+    broadcast_no_signals,
+    end_batch,
+    end_epoch,
+    evaluation_loop,
+    is_last_batch,
+    replace_end_of_batch,
+    replace_end_of_epoch,
+    replace_signal_connector,
+    say_validation_has_begun,
+    signal_connector,
+    take_children,
+    trainer_of,
+    validates_after_batch,
+)
+from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.preemption.signals import StopFlag, name_of
-from lightning_megatron.strategy.data.position import DataPosition
+from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
+from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.stop_connector import StopConnector
-from lightning_megatron.strategy.votes import Agreement
 
 _PATIENCE_S = 20.0
 """How long the processes that Lightning started may take to leave by themselves."""
 
-_VALIDATION = "epoch_loop.val_loop.batch_progress"
 
+@dataclass
+class StopControl:
+    """What the strategy and callbacks tell each other of the end of a run; see `Stopping`."""
 
-@dataclass(frozen=True)
-class Stop:
-    """What the ranks have agreed on."""
-
-    number: int
-    """Of the signal."""
-    ranks: tuple[int, ...]
-    """Which got it."""
-
-    def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"{name_of(self.number)} on rank{'s' if len(self.ranks) > 1 else ''} {ranks}"
+    flag: StopFlag = field(default_factory=StopFlag)
+    """Set by the handlers of signals."""
+    signals: tuple[int, ...] = ()
+    """Numbers that end the run, beside SIGTERM."""
+    replaces_requeue: bool = False
+    """Whether a callback does what Slurm's requeue signal asks for."""
+    requested: Stop | None = None
+    """Set on all ranks at the same batch, when they have agreed to end; None until then."""
+    before_leaving: Callable[[Stop], None] | None = None
+    """Called on all ranks, where they may save a checkpoint."""
 
 
 class StopHooks(ParallelStrategy):
-    """The part of the strategy that settles the agreement and ends the run; mixed in first.
+    """The part of the strategy that settles the votes and ends the run; mixed in first.
 
     Attributes:
-        agreement: what ranks tell each other in every batch.
-        stop_flag: set by the handlers of signals.
-        stop_signals: that end the run, beside SIGTERM.
-        replaces_requeue: whether a callback does what Slurm's requeue signal asks for.
-        stop: set on all ranks at the same batch, when they have agreed to end; None until then.
-        before_leaving: called on all ranks, where they may save a checkpoint.
+        votes: what ranks tell each other in every batch.
+        stop: what callbacks set, and what was agreed on.
     """
 
-    _data_position: DataPosition
+    data: DataLoading
 
     def __init__(self) -> None:
         super().__init__()
-        self.agreement = Agreement()
-        self.stop_flag = StopFlag()
-        self.stop_signals: tuple[int, ...] = ()
-        self.replaces_requeue = False
-        self.stop: Stop | None = None
-        self.before_leaving: Callable[[Stop], None] | None = None
+        self.votes = PerBatchVotes()
+        self.stop = StopControl()
         self._settled: int | None = None
         self._sent = 0.0
         self._evaluates_evenly = False
@@ -90,28 +95,28 @@ class StopHooks(ParallelStrategy):
         self._mend: Callable[[dict[str, Any]], None] | None = None
         self._children: list[subprocess.Popen[Any]] = []
 
-    def start_agreement(self, trainer: pl.Trainer, group: Any) -> None:
+    def start_votes(self, trainer: pl.Trainer, group: Any) -> None:
         """Begin a run: before Lightning installs its handlers, after callbacks have been set up.
 
         Args:
             trainer: whose handlers and broadcast are replaced, in this instance.
             group: all processes, for tensors on the host; None for the default group.
         """
-        self.stop, self._settled, self._requeues, self._mend = None, None, False, None
-        self._slot = self.agreement.register("stop signal", by_rank=False)
-        self._should_stop = self.agreement.register("trainer.should_stop", by_rank=False)
-        self.agreement.start(group)
-        trainer._signal_connector = StopConnector(
-            trainer, self.stop_flag, self.stop_signals, replaces_requeue=self.replaces_requeue
+        self.stop.requested = None
+        self._settled, self._requeues, self._mend = None, False, None
+        self._vote = self.votes.register("stop signal", by_rank=False)
+        self._should_stop = self.votes.register("trainer.should_stop", by_rank=False)
+        self.votes.start(group)
+        connector = StopConnector(
+            trainer,
+            self.stop.flag,
+            self.stop.signals,
+            replaces_requeue=self.stop.replaces_requeue,
         )
-        fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        for loop, name, ours in (
-            # The agreement takes the place of a broadcast before every batch.
-            (batches, "_broadcast_sigterm_tensor", _nothing),
-            (batches, "on_advance_end", self._end_batch),
-            (fit, "on_advance_end", self._end_epoch),
-        ):
-            setattr(loop, name, ours)
+        replace_signal_connector(trainer, connector)
+        broadcast_no_signals(trainer)  # before every batch: the votes take its place
+        replace_end_of_batch(trainer, self._end_batch)
+        replace_end_of_epoch(trainer, self._end_epoch)
 
     # Agreeing -------------------------------------------------------------------------------------
 
@@ -162,21 +167,21 @@ class StopHooks(ParallelStrategy):
         if batch == self._settled:
             return
         self._settled = batch
-        self._sent = float(self.stop_flag.number)
-        self._slot.put(self._sent)
+        self._sent = float(self.stop.flag.number)
+        self._vote.put(self._sent)
         self._should_stop.put(trainer.should_stop)
-        self.agreement.settle()
+        self.votes.settle()
         # A step may set it by what one rank sees; who went on alone would wait for ever.
         trainer.should_stop = trainer.should_stop or bool(self._should_stop.max)
-        self._decide(self._slot.max, self._sent)
+        self._decide(self._vote.max, self._sent)
 
     def _compare_evaluations(self) -> None:
         trainer = self._trainer_of_run()
-        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        loop = trainer.predict_loop if trainer.predicting else evaluation_loop(trainer)
         batches = [float(count) for count in loop.max_batches]
         known = all(count != float("inf") for count in batches)
         digest = float(zlib.crc32(repr(batches).encode())) if known else float("nan")
-        highest, lowest = self.agreement.largest([digest, -digest])
+        highest, lowest = self.votes.largest([digest, -digest])
         self._evaluates_evenly = highest == -lowest  # not if one is NaN
 
     def _decide(self, highest: float, mine: float) -> None:
@@ -186,22 +191,19 @@ class StopHooks(ParallelStrategy):
             highest: number of a signal, of all ranks; 0 if none got one.
             mine: the number that this rank has put.
         """
-        if not highest or self.stop is not None:
+        if not highest or self.stop.requested is not None:
             return
-        [numbers] = self.agreement.exchange([mine])
+        [numbers] = self.votes.exchange([mine])
         ranks = tuple(rank for rank, number in enumerate(numbers) if number)
         connector = self._connector()
         number = int(numbers[ranks[0]])
         if number == connector.requeue_signal:
             self._requeues = True
-            self.stop_flag.clear()
+            self.stop.flag.clear()
             return
-        self.stop = Stop(number, ranks)
+        self.stop.requested = Stop(number, ranks)
         connector.received_sigterm = True
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            # Else its observer kills this process as soon as one of them leaves.
-            self._children = list(self._launcher.procs)
-            self._launcher.procs.clear()
+        self._children = take_children(self.launcher)
 
     # Leaving --------------------------------------------------------------------------------------
 
@@ -210,12 +212,12 @@ class StopHooks(ParallelStrategy):
         loop = self._trainer_of_run().fit_loop.epoch_loop
         if self._settled != loop.total_batch_idx and self.world_size == 1:
             # Lightning allows one process, and no other, a step without a backward.
-            self._decide(self.stop_flag.number, self.stop_flag.number)
-        if self.stop is not None and loop._should_check_val_fx(fetcher):
-            self._leave(_validate_first)
-        with suppress(SIGTERMException) if self.stop is not None else nullcontext():
-            type(loop).on_advance_end(loop, fetcher)
-        if self.stop is not None and not loop._num_ready_batches_reached():
+            self._decide(self.stop.flag.number, self.stop.flag.number)
+        if self.stop.requested is not None and validates_after_batch(loop.trainer, fetcher):
+            self._leave(say_validation_has_begun)
+        with suppress(SIGTERMException) if self.stop.requested is not None else nullcontext():
+            end_batch(loop.trainer, fetcher)
+        if self.stop.requested is not None and not is_last_batch(loop.trainer):
             self._leave()
         if self._requeues:  # what Lightning does in its handler
             self._requeues = False
@@ -224,50 +226,45 @@ class StopHooks(ParallelStrategy):
     def _end_epoch(self) -> None:
         """Lightning's end of an epoch, and that of the run if so agreed."""
         loop = self._trainer_of_run().fit_loop
-        if self.stop is None:
-            type(loop).on_advance_end(loop)
-            self._data_position.after_epoch(loop.trainer)
+        if self.stop.requested is None:
+            end_epoch(loop.trainer)
+            self.data.position.after_epoch(loop.trainer)
             return
         with suppress(SIGTERMException):
-            type(loop).on_advance_end(loop)
+            end_epoch(loop.trainer)
         self._leave()
 
     def _end_evaluation(self, output: Any) -> Any:
         """End the run within the evaluation of a batch, if so agreed."""
-        if self._evaluates_evenly and self.stop is None:
-            mine = float(self.stop_flag.number)
-            [highest] = self.agreement.largest([mine])
+        if self._evaluates_evenly and self.stop.requested is None:
+            mine = float(self.stop.flag.number)
+            [highest] = self.votes.largest([mine])
             self._decide(highest, mine)
-        if self.stop is not None:
-            self._leave(_validate_first)
+        if self.stop.requested is not None:
+            self._leave(say_validation_has_begun)
         return output
 
     def _leave(self, mend: Callable[[dict[str, Any]], None] | None = None) -> None:
-        assert self.stop is not None
+        stop = self.stop.requested
+        assert stop is not None
         self._mend = mend
         trainer = self._trainer_of_run()
-        if self.before_leaving is not None:
-            self.before_leaving(self.stop)
+        if self.stop.before_leaving is not None:
+            self.stop.before_leaving(stop)
         elif trainer.is_global_zero:
-            announce(f"{self.stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
-        raise SIGTERMException(self.stop_flag.code_for(self.stop.number))
+            announce(f"{stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
+        raise SIGTERMException(self.stop.flag.code_for(stop.number))
 
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | os.PathLike[str],
-        storage_options: Any | None = None,
-    ) -> None:
-        """Write it, with what the resumed run has to do before it reads the next batch."""
+    def mend_progress(self, checkpoint: dict[str, Any]) -> None:
+        """Change in a checkpoint what the resumed run does before it reads the next batch."""
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if self._mend is not None and progress is not None:
             self._mend(progress)
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[arg-type]
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if isinstance(exception, KeyboardInterrupt) and self.before_leaving is None:
+        if isinstance(exception, KeyboardInterrupt) and self.stop.before_leaving is None:
             self._tell_of_interrupt()
         deadline = time.monotonic() + _PATIENCE_S
         for process in self._children:
@@ -277,12 +274,12 @@ class StopHooks(ParallelStrategy):
 
     def _tell_of_interrupt(self) -> None:
         # It may come before a run has begun.
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = trainer_of(self.lightning_module)
         if trainer is not None and trainer.is_global_zero and trainer.global_step:
             announce(f"interrupted at step {trainer.global_step}", _unsaved(trainer))
 
     def _connector(self) -> StopConnector:
-        connector = self._trainer_of_run()._signal_connector
+        connector = signal_connector(self._trainer_of_run())
         assert isinstance(connector, StopConnector)
         return connector
 
@@ -296,19 +293,3 @@ def _unsaved(trainer: pl.Trainer) -> list[str]:
     if trainer.state.fn != TrainerFn.FITTING:
         return []
     return ["nothing was saved for it; with callbacks=[Preemption()] a signal or Ctrl-C saves"]
-
-
-def _nothing() -> None:
-    """In the place of what need not be done."""
-
-
-def _validate_first(progress: dict[str, Any]) -> None:
-    """Make Lightning believe that it is in the first batch of a validation, which it then repeats.
-
-    It takes a validation for done unless one of its batches was begun and not evaluated.
-    """
-    batches = progress[_VALIDATION]
-    begun = batches["total"]["completed"] + 1
-    batches["total"].update(ready=begun, started=begun, processed=begun - 1, completed=begun - 1)
-    batches["current"].update(ready=0, started=0, processed=0, completed=0)
-    batches["is_last_batch"] = False

@@ -3,7 +3,7 @@
 That is between two batches, when every other callback has seen the first, so that what
 ModelCheckpoint did in this step is part of it. All ranks must decide alike, though each is done
 with the one before at another time, and only one of them measures what it costs. So they decide by
-what they told each other in the batch (`strategy.votes`): one that is still writing puts off
+what they told each other in the batch (`comm.votes`): one that is still writing puts off
 the next for all, and without ``every_n_steps`` it is rank 0 that says when one is due.
 """
 
@@ -18,9 +18,9 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.run import LocalRun
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.checkpoint.save.save_job import SaveOutcome
+from lightning_megatron.checkpoint.save.saver import SaveOutcome
+from lightning_megatron.comm.votes import Vote
 from lightning_megatron.strategy.checkpoint_search import checkpoint_places
-from lightning_megatron.strategy.votes import Slot
 
 _DUE, _BUSY = 1.0, 2.0
 
@@ -38,7 +38,7 @@ class LocalCheckpoints(pl.Callback):
         trainer: whose last callback this becomes.
         peers: all ranks.
         background: the same ranks over a gloo group of its own.
-        slot: what ranks tell each other of it in every batch.
+        vote: what ranks tell each other of it in every batch.
         save: begins to make one of the present; collective.
         report: called with what came of each, in the thread that wrote it.
 
@@ -53,12 +53,12 @@ class LocalCheckpoints(pl.Callback):
         peers: Peers,
         background: Peers,
         *,
-        slot: Slot,
+        vote: Vote,
         save: Callable[[], None],
         report: Callable[[SaveOutcome], None],
     ) -> None:
         self._every, self._decides = config.every_n_steps, peers.is_first
-        self._slot, self._save, self._report = slot, save, report
+        self._vote, self._save, self._report = vote, save, report
         self._last_step = self._step_before = -1
         self._begun = self._stall_s = self._duration_s = 0.0
         self.run = LocalRun(
@@ -90,9 +90,9 @@ class LocalCheckpoints(pl.Callback):
     ) -> None:
         self._step_before = trainer.global_step
         if self.run.is_busy:
-            self._slot.put(_BUSY)
+            self._vote.put(_BUSY)
         elif self._decides and self._every is None and self._is_time():
-            self._slot.put(_DUE)
+            self._vote.put(_DUE)
 
     @override
     def on_train_batch_end(
@@ -103,7 +103,7 @@ class LocalCheckpoints(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        step, told, every = trainer.global_step, self._slot.max, self._every
+        step, told, every = trainer.global_step, self._vote.max, self._every
         due = told == _DUE if every is None else told < _BUSY and step - self._last_step >= every
         if not due or step == self._step_before:  # amid an accumulation of gradients
             return

@@ -38,7 +38,6 @@ class Keeper(Protocol):
 
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
-    _random_state: RandomState
 
     @property
     def lightning_module(self) -> LightningModule | None:
@@ -48,7 +47,13 @@ class Keeper(Protocol):
     def parallel(self) -> ParallelModule:
         """The module on its layout."""
 
-    def _precision(self) -> ShardedPrecision: ...
+    @property
+    def random_state(self) -> RandomState:
+        """Generators of this process."""
+
+    @property
+    def precision(self) -> ShardedPrecision:
+        """The precision plugin."""
 
 
 @dataclass
@@ -124,8 +129,8 @@ class Rollback:
             updates=self.updates,
             batches=batches,
             of=of,
-            moment=keeper._random_state.now(),
-            precision=deepcopy(keeper._precision().state_dict()),
+            moment=keeper.random_state.now(),
+            precision=deepcopy(keeper.precision.state_dict()),
             schedules=[
                 deepcopy(config.scheduler.state_dict()) if counts_steps(config) else None
                 for config in keeper.lr_scheduler_configs
@@ -166,13 +171,13 @@ class Rollback:
             for key, tensor in self._tensors():
                 tensor.copy_(copy.tensors[key])
         self._restore_schedules(copy)
-        precision = keeper._precision()
+        precision = keeper.precision
         precision.forget_weights()
         keeper.parallel.data.gather_all()
         counts = {k: v for k, v in precision.state_dict().items() if k in _COUNTS}
         precision.load_state_dict({**copy.precision, **counts})
         precision.forget_batch()
-        keeper._random_state.return_to(copy.moment)
+        keeper.random_state.return_to(copy.moment)
 
     def _restore_schedules(self, copy: _Copy) -> None:
         """Those that count steps, with what they have set in the optimizers."""

@@ -42,7 +42,7 @@ EXPLANATIONS = (
         r"data is not allocated yet",
         "a parameter or gradient, or what was computed from one, was used as an ordinary tensor, "
         "and under zero=3 it is a DTensor of which each rank holds a part",
-        "or make it whole by .full_tensor(), or take gradients from strategy.parallel_gradients",
+        "or make it whole by .full_tensor(), or take gradients from strategy.gradients",
     ),
     Explanation(
         r"does not support deepcopy",
@@ -53,7 +53,7 @@ EXPLANATIONS = (
         r"Cannot (?:un)?flatten unevenly sharded tensor",
         "a parameter or gradient was given another shape, and under zero=3 it is in parts that "
         "cannot take it",
-        "or make it whole by .full_tensor(), or take gradients from strategy.parallel_gradients",
+        "or make it whole by .full_tensor(), or take gradients from strategy.gradients",
     ),
     Explanation(
         r"weights trying to be saved contained shared tensors",
@@ -75,7 +75,7 @@ EXPLANATIONS = (
         r"\bDTensor\b|Sharding propagation failed|sharding strategy",
         "a parameter or gradient was used in an operation that cannot be done on the parts in "
         "which zero=3 keeps it",
-        "or make it whole by .full_tensor(), or take gradients from strategy.parallel_gradients",
+        "or make it whole by .full_tensor(), or take gradients from strategy.gradients",
     ),
 )
 """The first that matches counts."""

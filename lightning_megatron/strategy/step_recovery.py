@@ -1,8 +1,8 @@
-"""Steps that can be left out, taken again, or whose batches are passed over.
+"""Steps that can be left out, taken again, or whose batches are skipped.
 
 Whether an update is sound is known when its gradients are there, and must be decided before the
 optimizer touches the weights. So the closure that Lightning hands to the optimizer (forward and
-backward of the batch) is followed by a *judge*, which a callback may set: it sees losses and
+backward of the batch) is followed by `accept_step`, which a callback may set: it sees losses and
 gradients, and may have the batch run once more. If it says no, the precision plugin leaves the step
 out, on all ranks alike, with the schedules of the learning rate standing still.
 
@@ -12,7 +12,7 @@ and the means over the epoch of what is logged, of which one NaN would make NaN.
 batch was left out is then, to the bit, one that never saw it. (What ``torchmetrics`` objects of the
 module have gathered stays.)
 
-A batch that is *passed over* is read, and counts for the position in the data and the Trainer's
+A batch that is *skipped* is read, and counts for the position in the data and the Trainer's
 progress, but nothing is computed. Its loss is zero, and no callback is asked about its gradients.
 """
 
@@ -25,29 +25,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron._lightning import initial_states, training_sums
+from lightning_megatron.services import Recovery
 from lightning_megatron.strategy.rng_state import Moment
 from lightning_megatron.strategy.rollback import Rollback
 from lightning_megatron.strategy.step_hooks import StepHooks
 
-Judge = Callable[[], bool]
+AcceptStep = Callable[[], bool]
 """Whether the update may be made whose gradients are there; the same answer on all ranks."""
 
 
 class StepRecovery(StepHooks):
-    """Runs the judge of each step, and what it decides.
+    """Asks whether each step is accepted, and does what follows.
 
     Attributes:
-        judge: asked before every update; None for none.
-        takes_back: whether what a batch changes is noted, so that it can be put back.
-        passed_over: batches that are still to be passed over.
-        passing: whether the present batch is.
+        accept_step: asked before every update; None for none.
+        can_undo: whether what a batch changes is noted, so that it can be put back.
+        batches_to_skip: batches that are still to be skipped.
+        skips_batch: whether the present batch is.
         rollback: copies of the state to go back to; None where nobody wants any.
     """
 
-    judge: Judge | None = None
-    takes_back = False
-    passed_over = 0
-    passing = False
+    accept_step: AcceptStep | None = None
+    can_undo = False
+    batches_to_skip = 0
+    skips_batch = False
     rollback: Rollback | None = None
     _before: "_Before | None" = None
     _closure: Callable[[], Any] | None = None
@@ -58,15 +60,16 @@ class StepRecovery(StepHooks):
         super().on_train_batch_start(batch, batch_idx)
         if self._fresh():
             # Of batches whose gradients are added up, all or none.
-            self.passing = self.passed_over > 0
-            if self.takes_back:
-                moment, results = self._random_state.now(), self._results()
+            self.skips_batch = self.batches_to_skip > 0
+            if self.can_undo:
+                moment, results = self.random_state.now(), self._results()
                 self._before = _Before(moment, self._statistics(), results)
-        self.passed_over = max(0, self.passed_over - 1) if self.passing else self.passed_over
+        if self.skips_batch:
+            self.batches_to_skip = max(0, self.batches_to_skip - 1)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.passing:
+        if self.skips_batch:
             return torch.zeros((), device=self.root_device)
         return super().training_step(*args, **kwargs)
 
@@ -74,7 +77,7 @@ class StepRecovery(StepHooks):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if self.passing:
+        if self.skips_batch:
             self.post_backward(closure_loss)  # ranks tell each other something in every batch
             return closure_loss
         return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -87,72 +90,76 @@ class StepRecovery(StepHooks):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self.passing:
-            self._precision().skip_step()
-        elif self.judge is not None:
-            closure = self._judged(closure)
+        if self.skips_batch:
+            self.precision.skip_step()
+        elif self.accept_step is not None:
+            closure = self._asking(closure)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.rollback is not None and not self._precision().skipped:
+        if self.rollback is not None and not self.precision.skipped:
             self.rollback.updates += 1
         return result
+
+    @property
+    def recovery(self) -> Recovery:
+        """What callbacks know of this class."""
+        return self
 
     def keep_states(self, every: int | None) -> None:
         """Keep copies of the state from now on, one of which is ``every`` updates old; or none."""
         self.rollback = None if every is None else Rollback(self, every)
 
     def run_again(self) -> None:
-        """Run the batch that is being judged once more, as if for the first time; collective."""
+        """Run the batch again of which `accept_step` is asked, as if it were new; collective."""
         assert self._closure is not None
-        self.take_back()
+        self.undo_batch()
         self._closure()
 
-    def take_back(self) -> None:
+    def undo_batch(self) -> None:
         """Undo what the present batch has changed, but for its gradients."""
         before = self._before
         assert before is not None
-        self._random_state.return_to(before.moment)
+        self.random_state.return_to(before.moment)
         with torch.no_grad():
             for held, value in zip(self._statistics_now(), before.statistics, strict=True):
                 held.copy_(value)
         for key, sums in self._results().items():
             metric = self._collection()[key]
             for name, value in sums.items():
-                begun = torch.full_like(value, float(metric._defaults[name]))
+                begun = torch.full_like(value, float(initial_states(metric)[name]))
                 setattr(metric, name, before.results.get(key, {}).get(name, begun))
-        self._precision().forget_batch()
+        self.precision.forget_batch()
 
     def _collection(self) -> Any:
         """What is logged in training, as Lightning keeps it."""
-        return self._module().trainer.fit_loop.epoch_loop._results
+        return training_sums(self._module().trainer)
 
     def _results(self) -> dict[str, dict[str, Tensor]]:
         """The sums over the epoch of what is logged; tensors that are replaced, not changed."""
         return {
-            key: {name: getattr(metric, name) for name in metric._defaults}
+            key: {name: getattr(metric, name) for name in initial_states(metric)}
             for key, metric in self._collection().items()
-            if metric.is_tensor and metric.meta.on_epoch
         }
 
-    def _judged(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, followed by the judge the first time that it is called."""
+    def _asking(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, followed by `accept_step` the first time that it is called."""
         asked = False
 
-        def judged() -> Any:
+        def asking() -> Any:
             nonlocal asked
             result = closure()
-            if asked or self.judge is None:  # of optimizers that call it several times
+            if asked or self.accept_step is None:  # of optimizers that call it several times
                 return result
             asked, self._closure = True, closure
             try:
-                if not self.judge():
+                if not self.accept_step():
                     if self._before is not None:
-                        self.take_back()
-                    self._precision().skip_step()
+                        self.undo_batch()
+                    self.precision.skip_step()
             finally:
                 self._closure = None
             return result
 
-        return judged
+        return asking
 
     def _statistics(self) -> list[Tensor]:
         return [value.detach().clone() for value in self._statistics_now()]

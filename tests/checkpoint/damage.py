@@ -1,6 +1,5 @@
 """Checkpoints to damage, and ways to do it."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ from torch.optim import SGD
 
 from lightning_megatron.checkpoint.chunks import model_chunks, parameter_names
 from lightning_megatron.checkpoint.collective_io import save_directory
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lightning_megatron.checkpoint.directory.rank_manifest import (
     ChunkEntry,
-    FileEntry,
-    Part,
+    RankManifest,
+    entry_of,
     part_file,
 )
 from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
@@ -71,10 +69,10 @@ def rewrite_manifest(directory: Path, **changes: Any) -> None:
     (directory / MANIFEST_FILE).write_text(manifest.to_json())
 
 
-def part_at(directory: Path, number: int = 0) -> Part:
+def part_at(directory: Path, number: int = 0) -> RankManifest:
     """The part that a rank has written."""
     name = part_file(number)
-    return Part.from_json((directory / name).read_text(), name)
+    return RankManifest.from_json((directory / name).read_text(), name)
 
 
 def place_of(directory: Path, name: str) -> ChunkEntry:
@@ -106,10 +104,3 @@ def forge(directory: Path, name: str, content: bytes) -> None:
         if name in part.files:
             files = {**part_at(directory, part.number).files, name: entry}
             rewrite_part(directory, part.number, files=files)
-
-
-def without_hashes(directory: Path) -> None:
-    """Make a checkpoint what it was before there were hashes."""
-    files = {e.name: FileEntry(size=e.stat().st_size) for e in os.scandir(directory)}
-    del files[MANIFEST_FILE]
-    rewrite_manifest(directory, schema=1, files=files, tensors={}, written=None)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lightning_megatron._torch import PrefixStore, connect_gloo, group_ranks
 from lightning_megatron.comm.tree import Branch, Tree, branches
 from lightning_megatron.comm.tree_group import BACKEND, new_tree_group, tree_of
-from lightning_megatron.strategy.votes import Agreement
+from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.testing import WorkerPool
 
 
@@ -129,13 +129,13 @@ def over_the_tree() -> list[Any]:
         passed = torch.tensor([7.0 * (rank == 1)])
         dist.send(passed, 4, group=group) if rank == 1 else dist.recv(passed, 1, group=group)
         assert passed.item() == 7.0
-    agreement = Agreement()
-    agreement.start(group)
-    highest, all_of = agreement.register("a", by_rank=False), agreement.register("b")
+    votes = PerBatchVotes()
+    votes.start(group)
+    highest, all_of = votes.register("a", by_rank=False), votes.register("b")
     for value in (1.0, math.inf):
         highest.put(-value if rank else value)
         all_of.put(rank * value if rank else 0.0)
-        agreement.settle()
+        votes.settle()
         found.append((highest.max, all_of.max, all_of.values))
     dist.destroy_process_group(group)
     dist.barrier()
@@ -158,8 +158,8 @@ def test_torch_and_the_agreement_use_it_like_any_group(pool: WorkerPool) -> None
 
 
 def test_a_slot_for_the_largest_number_keeps_no_others() -> None:
-    slot = Agreement().register("x", by_rank=False)
-    slot.settle([1.0])
-    assert slot.max == 1.0
+    vote = PerBatchVotes().register("x", by_rank=False)
+    vote.settle([1.0])
+    assert vote.max == 1.0
     with pytest.raises(RuntimeError, match="by_rank=False"):
-        _ = slot.values
+        _ = vote.values

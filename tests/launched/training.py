@@ -98,7 +98,7 @@ class Strike(pl.Callback):
         else:
             os.kill(os.getpid() if self.whom == "self" else os.getppid(), self.number)
         until = time.monotonic() + 300
-        while not trainer.strategy.stop_flag.number and time.monotonic() < until:  # type: ignore[attr-defined]
+        while not trainer.strategy.stop.flag.number and time.monotonic() < until:  # type: ignore[attr-defined]
             time.sleep(0.01)
 
 

@@ -3,12 +3,14 @@ import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 
 from lightning_megatron import LanguageModel, ThroughputMonitor
@@ -44,10 +46,14 @@ def logged(
     callback = ThroughputMonitor(every=1, **options)
     callback._clock = lambda: next(moments)
     trainer: Any = SimpleNamespace(
-        world_size=world_size, strategy=SimpleNamespace(), precision_plugin=None
+        world_size=world_size,
+        strategy=Mock(
+            spec=DDPStrategy if sampler else SingleDeviceStrategy,
+            root_device=torch.device("cpu"),
+            distributed_sampler_kwargs=sampler,
+        ),
+        precision_plugin=None,
     )
-    if sampler is not None:
-        trainer.strategy.distributed_sampler_kwargs = sampler
     module: Any = Recorder()
     callback.on_train_start(trainer, module)
     for i in range(len(times)):
@@ -92,7 +98,11 @@ def test_validation_does_not_count() -> None:
     clock = itertools.count()
     callback = ThroughputMonitor(every=1)
     callback._clock = lambda: float(next(clock))
-    trainer: Any = SimpleNamespace(world_size=1, strategy=SimpleNamespace(), precision_plugin=None)
+    trainer: Any = SimpleNamespace(
+        world_size=1,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        precision_plugin=None,
+    )
     module: Any = Recorder()
     callback.on_train_start(trainer, module)  # 0 s
     callback.on_train_batch_end(trainer, module, None, TOKENS, 0)  # 1 s

@@ -61,14 +61,14 @@ class Counter(L.Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         self._mode = mode = Collectives()
-        agreement = trainer.strategy.agreement
+        votes = trainer.strategy.votes
 
         def settle() -> None:  # not part of data parallelism
             mode.paused = True
-            type(agreement).settle(agreement)
+            type(votes).settle(votes)
             mode.paused = False
 
-        agreement.settle = settle
+        votes.settle = settle
         rows = getattr(trainer.strategy.parallel.data, "_gather", None)
         if rows is not None:  # by broadcasts on CPUs
             rows._start = lambda bucket: self._gather(rows, bucket)

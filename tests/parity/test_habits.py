@@ -31,7 +31,7 @@ ZERO3 = {
     "Prunes": rf"ModelPruning\.on_train_epoch_end: .*{_KEPT}full_tensor",
     "Averages": r"callbacks=\[EMAWeightAveraging\].*nearest valid: zero of at most 2",
     "AveragesEvenly": r"callbacks=\[WeightAveraging\].*nearest valid: zero of at most 2",
-    "ReducesByHand": rf"ReducesByHand\.on_after_backward: .*{_KEPT}parallel_gradients",
+    "ReducesByHand": rf"ReducesByHand\.on_after_backward: .*{_KEPT}gradients",
     "CopiesAtEpochEnd": rf"CopiesAtEpochEnd\.on_train_epoch_end: .*{_KEPT}lightning_megatron",
     "ZeroRedundancy": "optimizer=ZeroRedundancyOptimizer: .*|ZeroRedundancy: .*full_tensor",
     "AssignsElsewhere": r"net\.0\.weight, .*: \.data was assigned.*nearest valid: p\.data\.copy_",

@@ -72,7 +72,7 @@ class Types(L.Callback):
         self.gradients: set[str] = set()
 
     def on_before_optimizer_step(self, trainer: Any, module: L.LightningModule, _: Any) -> None:
-        roles = trainer.strategy.parallel_gradients.roles
+        roles = trainer.strategy.gradients.roles
         self.at_rest |= {str(role.values.dtype) for role in roles}
         self.gradients |= {str(role.gradient.dtype) for role in roles if role.gradient is not None}
 

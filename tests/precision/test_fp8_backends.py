@@ -30,7 +30,7 @@ from lightning_megatron.precision.fp8_te import TransformerEngineGemm
 from lightning_megatron.precision.fp8_torchao import TorchaoGemm
 from lightning_megatron.testing import WorkerPool
 from tests.layers.parity import distribute, finished_gradient, local_part, make_topology, piece
-from tests.precision.test_fp8_products import ERRORS, Pair, error
+from tests.precision.test_fp8_gemm import ERRORS, Pair, error
 
 WHOLE = (False, False, False)
 

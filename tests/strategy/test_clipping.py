@@ -252,7 +252,7 @@ def norms_before_and_after() -> list[float]:
 
     class Asking(pl.Callback):
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            gradients = trainer.strategy.parallel_gradients
+            gradients = trainer.strategy.gradients
             others = float(gradients.norm()) ** 2 - float(gradients.norm(optimizer)) ** 2
             found.extend([float(gradients.clip_norm(0.05, optimizer)), others])
             clipped = float(gradients.norm(optimizer)), float(gradients.norm())

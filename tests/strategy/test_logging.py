@@ -249,9 +249,9 @@ def world_calls(layout: Mapping[str, Any], devices: int) -> tuple[int, int]:
     trainer = make_trainer(layout, devices)
     loop = trainer.fit_loop.epoch_loop
     broadcasts, agreements = [], []
-    agreement: Any = trainer.strategy.agreement  # type: ignore[attr-defined]
-    settle = agreement.settle
-    agreement.settle = lambda: agreements.append(settle())
+    votes: Any = trainer.strategy.votes  # type: ignore[attr-defined]
+    settle = votes.settle
+    votes.settle = lambda: agreements.append(settle())
     kept = type(loop)._broadcast_sigterm_tensor
     type(loop)._broadcast_sigterm_tensor = lambda loop: broadcasts.append(1)  # type: ignore[method-assign]
     try:

@@ -48,7 +48,7 @@ class Manual(Small):
 
 def trace_of(trainer: pl.Trainer) -> Recorded:
     assert isinstance(trainer.strategy, MegatronStrategy)
-    trainer.strategy.sections = clock = Recorded()
+    trainer.strategy.clock = clock = Recorded()
     return clock
 
 

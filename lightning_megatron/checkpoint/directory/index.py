@@ -3,7 +3,7 @@
 The root says which rectangle of which tensor is in which part, the parts at which bytes of which
 file (rank_manifest.py). So a rank that loads under another layout looks up what overlaps its own
 rectangles in the root, and opens the few parts that have them; at a thousand ranks none needs to
-know what all of them have written. Checkpoints of schema 1 and 2 have an index in one piece, which
+know what all of them have written. Checkpoints of schema 2 have an index in one piece, which
 becomes parts in memory.
 
 What is read is checked. The rectangles of every tensor must tile it, and each must be in the part
@@ -26,12 +26,15 @@ from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle, Run
 from lightning_megatron.checkpoint.directory.coverage import Numbers, expand, run_coverage_fault
 from lightning_megatron.checkpoint.directory.dcp_metadata import (
     parts_of,
-    read_metadata,
     torch_dtype,
 )
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import Manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, FileEntry, Part
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    ChunkEntry,
+    FileEntry,
+    RankManifest,
+    entry_of,
+)
 from lightning_megatron.checkpoint.directory.sealed_text import read_text
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
@@ -69,22 +72,19 @@ class ShardIndex:
         tensors: all that are stored, by name.
 
     Raises:
-        OSError: it cannot be read.
-        DamagedCheckpointError: it is not an index, or would run code.
+        DamagedCheckpointError: a tensor has an unknown dtype.
     """
 
     def __init__(self, directory: AnyPath, manifest: Manifest) -> None:
-        self._directory, self._files = directory, manifest.files
-        self._embedded, entries = manifest.embedded, manifest.tensors
-        if not manifest.is_sealed:
-            entries, self._embedded, faults = parts_of(read_metadata(directory))
-            raise_if_damaged(faults)
+        self._directory = directory
+        self._files = manifest.files
+        self._embedded = manifest.embedded
         self._names = {part.number: name for name, part in manifest.parts.items()}
         self._entries = {part.number: part for part in manifest.parts.values()}
-        self._kept: OrderedDict[int, Part] = OrderedDict()
+        self._kept: OrderedDict[int, RankManifest] = OrderedDict()
         self.tensors = {
             name: StoredTensor(shape=e.shape, dtype=torch_dtype(name, e.dtype), runs=e.runs)
-            for name, e in entries.items()
+            for name, e in manifest.tensors.items()
         }
 
     @classmethod
@@ -107,7 +107,7 @@ class ShardIndex:
         """Numbers of all parts."""
         return sorted({*self._names, *self._embedded})
 
-    def part(self, number: int, *, keep: bool = True) -> Part:
+    def part(self, number: int, *, keep: bool = True) -> RankManifest:
         """Return a part.
 
         Args:
@@ -130,14 +130,14 @@ class ShardIndex:
         self._kept.move_to_end(number)
         return self._kept[number]
 
-    def _read(self, number: int) -> Part:
+    def _read(self, number: int) -> RankManifest:
         if number not in self._names:
             raise DamagedCheckpointError(f"there is no part {number} of the manifest")
         name = self._names[number]
         text = read_text(self._directory / name)
         if entry_of(text.encode()) != self._files[name]:
             raise DamagedCheckpointError(f"{name} is not the part that was written")
-        part, entry = Part.from_json(text, name), self._entries[number]
+        part, entry = RankManifest.from_json(text, name), self._entries[number]
         files = {file: self._files[file] for file in entry.files}
         if part.number != number or part.files != files or part.count != entry.count:
             raise DamagedCheckpointError(f"{name} and the root of the manifests contradict")
@@ -248,7 +248,7 @@ def _within(tensor: StoredTensor, numbers: Sequence[int]) -> Iterator[tuple[int,
         yield part, (tuple(offset), tuple(size))
 
 
-def _shared_bytes(part: Part) -> Iterator[str]:
+def _shared_bytes(part: RankManifest) -> Iterator[str]:
     """Name the files of which two chunks claim the same bytes."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for chunks in part.tensors.values():

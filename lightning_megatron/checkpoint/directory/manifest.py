@@ -33,7 +33,7 @@ from lightning_megatron.checkpoint.directory.chunk_runs import Repeat, Run, comp
 from lightning_megatron.checkpoint.directory.rank_manifest import (
     PART_SCHEMA,
     FileEntry,
-    Part,
+    RankManifest,
     chunk_entries,
     file_entry,
 )
@@ -63,11 +63,12 @@ STATE_TENSORS_FILE = "state.safetensors"
 METADATA_FILE = ".metadata"
 
 SCHEMA = 3
-"""Raised when older readers can no longer read what is written, or must not trust it less.
+"""Format that is written; raised when older readers cannot read what is written.
 
-Since 2 a manifest has hashes, tensors and its own seal; since 3 it has parts. No single flipped bit
-turns the digit 2 or 3 into a 1, so a sealed manifest cannot be taken for one of the time before
-seals."""
+Format 2 has the index of all tensors in one piece; format 3 has parts."""
+
+OLDEST_SCHEMA = 2
+"""Oldest format that is read. Format 1 had neither hashes nor a seal."""
 
 _LIBRARIES = ("torch", "lightning", "lightning-megatron")
 
@@ -132,12 +133,12 @@ class Manifest:
     linked: Sequence[str] = field(default_factory=list)
     """Files that were not written but shared with an earlier checkpoint (incremental.py)."""
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
-    """Every tensor in the shards; empty in schema 1."""
+    """Every tensor in the shards."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of shared parameters, and the name under which each is stored."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
-    embedded: Mapping[int, Part] = field(default_factory=dict, repr=False)
+    embedded: Mapping[int, RankManifest] = field(default_factory=dict, repr=False)
     """Parts that the manifest itself holds, by number: one per file in schema 2, else none."""
 
     @property
@@ -169,20 +170,13 @@ class Manifest:
         """
         return next((name for name in self.files if name.rpartition("=")[2] == role), role)
 
-    @property
-    def is_sealed(self) -> bool:
-        """Whether it has hashes and tensors, and was checked against its own hash."""
-        return self.schema > 1
-
     def to_json(self) -> str:
-        """Return the content of ``manifest.json``; of schema 2, which has another form, none."""
-        assert self.schema == 1 or self.schema >= PART_SCHEMA, self.schema
+        """Return the content of ``manifest.json``; only the present format is written."""
+        assert self.schema >= PART_SCHEMA, self.schema
         tables = ("files", "parts", "tensors", "embedded")
         head = {k: v for k, v in vars(self).items() if k not in tables}
         texts = [json.dumps(head, indent=1, sort_keys=True)[: -len("\n}")]]
         texts.append(one_line_each("files", ((n, asdict(e)) for n, e in self.files.items())))
-        if not self.is_sealed:
-            return ",\n".join(texts) + "\n}\n"
         texts.append(one_line_each("parts", ((n, _plain_part(p)) for n, p in self.parts.items())))
         plain = ((name, _plain_tensor(entry)) for name, entry in self.tensors.items())
         texts.append(one_line_each("tensors", plain))
@@ -196,27 +190,25 @@ class Manifest:
             DamagedCheckpointError: it is not a manifest, or not what was written.
             CheckpointError: it has a newer schema.
         """
-        newer = _newer(text)
+        other = _other_format(text)
         try:
             has_seal = is_sealed(text, MANIFEST_FILE)
         except DamagedCheckpointError as error:
-            if newer is None:
+            if other is None:
                 raise
-            raise DamagedCheckpointError(f"{newer}, unless it is damaged: {error}") from None
-        if newer is not None:
-            raise CheckpointError(newer)
+            raise DamagedCheckpointError(f"{other}, unless it is damaged: {error}") from None
+        if other is not None:
+            raise CheckpointError(other)
         try:
             data = parsed(text)
             schema = data["schema"]
-            if type(schema) is not int or schema < 1:
+            if type(schema) is not int or schema < OLDEST_SCHEMA:
                 raise ValueError(f"schema {schema!r}")
-            if schema > 1 and not has_seal:
+            if not has_seal:
                 raise ValueError("it does not end with its own hash")
-            if schema == 1 and (has_seal or '"sha256": "' in text):
-                raise ValueError("it has hashes but not their schema")
             names = cls.__dataclass_fields__.keys() - {"embedded", "parts", "tensors"}
             known = {k: v for k, v in data.items() if k in names}
-            known["files"] = {n: _file(n, e, schema) for n, e in data["files"].items()}
+            known["files"] = {n: _file(n, e) for n, e in data["files"].items()}
             manifest = cls(**known, **_contents(data, schema))
             _check_mappings(manifest)
             _check_parts(manifest)
@@ -225,15 +217,23 @@ class Manifest:
         return manifest
 
 
-def _newer(text: str) -> str | None:
-    """Say that a manifest has a format of the future, if it has."""
+def _other_format(text: str) -> str | None:
+    """Return the message about a format that is not read; None for the others."""
     try:
         data = json.loads(text)
         schema, versions = data["schema"], data.get("versions")
     except NOT_OURS:
         return None  # whatever it is, it is no manifest
-    if type(schema) is not int or schema <= SCHEMA:
+    if type(schema) is not int or schema < 1 or OLDEST_SCHEMA <= schema <= SCHEMA:
         return None
+    if schema < OLDEST_SCHEMA:
+        if '"sha256": "' in text:
+            return None  # a damaged digit: format 1 has no hashes
+        return (
+            f"it has format {schema}, which has no hashes; formats {OLDEST_SCHEMA} to {SCHEMA} are "
+            "read; nearest valid: load it with an earlier version of lightning-megatron and save "
+            "it again"
+        )
     names = versions if isinstance(versions, dict) else {}
     writer, ours = names.get("lightning-megatron"), _version("lightning-megatron")
     by = "a later lightning-megatron" if writer is None else f"lightning-megatron {writer}"
@@ -252,16 +252,14 @@ def _plain_tensor(entry: TensorEntry) -> dict[str, Any]:
     return {"dtype": entry.dtype, "shape": list(entry.shape), "chunks": runs}
 
 
-def _file(name: str, data: Mapping[str, Any], schema: int) -> FileEntry:
+def _file(name: str, data: Mapping[str, Any]) -> FileEntry:
     if name == MANIFEST_FILE:
         raise ValueError(f"entry {name!r}: {data!r}")
-    return file_entry(name, data, hashed=schema > 1)
+    return file_entry(name, data)
 
 
 def _contents(data: Mapping[str, Any], schema: int) -> dict[str, Any]:
     """Return the tensors, and the parts or, in schema 2, what stands for them."""
-    if schema == 1:
-        return {}
     if schema < PART_SCHEMA:
         chunks = {n: chunk_entries(t["chunks"]) for n, t in data["tensors"].items()}
         dtypes = {n: (_dtype(t), counts(t["shape"])) for n, t in data["tensors"].items()}
@@ -279,7 +277,7 @@ def _contents(data: Mapping[str, Any], schema: int) -> dict[str, Any]:
 def in_parts(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     chunks: Mapping[str, Sequence[Any]],
-) -> tuple[dict[str, TensorEntry], dict[int, Part]]:
+) -> tuple[dict[str, TensorEntry], dict[int, RankManifest]]:
     """Turn an index that is in one piece into parts, one for each file.
 
     Args:
@@ -299,7 +297,9 @@ def in_parts(
         runs = compress((numbers[c.file], (c.offsets, c.sizes)) for c in chunks[name])
         tensors[name] = TensorEntry(dtype=dtype, shape=shape, runs=runs)
     parts = {
-        number: Part(number=number, files={}, tensors={n: tuple(c) for n, c in held.items()})
+        number: RankManifest(
+            number=number, files={}, tensors={n: tuple(c) for n, c in held.items()}
+        )
         for number, held in contents.items()
     }
     return tensors, parts

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lightning_megatron.checkpoint.directory.digest import entry_of, read_entry
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
@@ -19,7 +18,7 @@ from lightning_megatron.checkpoint.directory.manifest import (
     STATE_FILE,
     Manifest,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import PART_SCHEMA
+from lightning_megatron.checkpoint.directory.rank_manifest import PART_SCHEMA, entry_of, read_entry
 from lightning_megatron.checkpoint.directory.sealed_text import read_text
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes
 from lightning_megatron.checkpoint.rank_coordination import Peers
@@ -55,8 +54,6 @@ def check_files(directory: AnyPath, manifest: Manifest) -> None:
 
 def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Peers) -> None:
     """Compare the content of every file with its hash in the manifest; collective.
-
-    Files without a hash, which schema 1 has, pass.
 
     Args:
         what: what is being done; begins the message of an error.
@@ -98,8 +95,8 @@ def _share(manifest: Manifest, peers: Peers) -> list[str]:
     """Return the files that this rank hashes."""
     loads = [(0, rank) for rank in range(peers.size)]  # a heap
     share = []
-    hashed = [(n, e.size) for n, e in manifest.files.items() if e.sha256 is not None]
-    for name, size in sorted(hashed, key=lambda item: (-item[1], item[0])):
+    sizes_of = [(name, entry.size) for name, entry in manifest.files.items()]
+    for name, size in sorted(sizes_of, key=lambda item: (-item[1], item[0])):
         load, rank = loads[0]
         heapq.heapreplace(loads, (load + size + 1, rank))
         if rank == peers.rank:

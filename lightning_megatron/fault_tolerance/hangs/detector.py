@@ -36,10 +36,10 @@ from lightning_megatron.fault_tolerance.hangs.report import title
 from lightning_megatron.fault_tolerance.hangs.section_limits import Limit, Limits
 from lightning_megatron.fault_tolerance.hangs.watchdog import Watchdog, start_monitor, this_member
 from lightning_megatron.launch import interfaces
-from lightning_megatron.monitoring.rank_stats import Family, labelled_of
+from lightning_megatron.monitoring.rank_stats import LabelledMetric, rank_metrics_of
 from lightning_megatron.monitoring.sections import SECTIONS
 from lightning_megatron.monitoring.window import LoggingSteps
-from lightning_megatron.services import need_megatron
+from lightning_megatron.services import MegatronServices, services_of
 
 Action = Literal["abort", "raise", "report"]
 FOLDER = "hangs"
@@ -47,6 +47,9 @@ _MEMORY, _NEEDED = Path("/dev/shm"), 4 << 20
 _SHORTEST_S, _SHORTEST_AUTO_S, _LONGEST_AUTO_S = 5.0, 10.0, 120.0
 _HELD_S = 60.0
 """How long a rank waits to be ended."""
+
+
+_NEEDS = "it needs the sections of a step"
 
 
 class HangDetector(pl.Callback):
@@ -116,32 +119,32 @@ class HangDetector(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        need_megatron(self, trainer, "it needs the sections of a step")
+        services_of(trainer, self, _NEEDS)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
-        strategy: Any = trainer.strategy
+        services = services_of(trainer, self, _NEEDS)
         rank = trainer.global_rank
-        meeting = self._meet(this_member(rank), strategy)
+        meeting = self._meet(this_member(rank), services)
         members, directory = meeting.members, meeting.directory
         first = members[0].rank == rank
         self._watchdog = Watchdog(
-            strategy.sections,
+            services.clock,
             directory,
             rank,
             self._limits,
             self._check_s,
-            lambda report: self._tell(strategy, report),
+            lambda report: self._tell(services, report),
         )
         self._watchdog.start()
-        strategy.held = self._held
+        services.held = self._held
         _barrier()  # the monitor opens the pages of all ranks
         self._pages = pages = Pages(directory, [member.rank for member in members])
-        labelled_of(strategy).ask("hang detector", lambda: heartbeats(pages))
+        rank_metrics_of(trainer).set_source("hang detector", lambda: heartbeats(pages))
         if first:
             run_dir = self.directory_of_files(trainer)
-            attempt = getattr(getattr(strategy, "events", None), "attempt", 0)
+            attempt = services.events.attempt
             whole = len(meeting.nodes) == 1
             config = MonitorConfig(
                 members=tuple(members),
@@ -192,10 +195,10 @@ class HangDetector(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        labelled_of(trainer.strategy).ask("hang detector", None)
+        rank_metrics_of(trainer).set_source("hang detector", None)
         self._stop()
 
-    def _meet(self, member: Member, strategy: Any) -> "_Meeting":
+    def _meet(self, member: Member, services: MegatronServices) -> "_Meeting":
         """Who runs where, and a directory that the ranks of this node share; collective."""
         everyone = _gather((_node(), member))
         by_node: dict[tuple[str, ...], list[Member]] = {}
@@ -210,7 +213,7 @@ class HangDetector(pl.Callback):
         if parts[place][0] == member:
             made = tempfile.mkdtemp(prefix="lightning_megatron-", dir=_in_memory())
         if member.rank == 0 and len(parts) > 1:
-            listening, address = _listen(strategy)
+            listening, address = _listen(services)
             token = secrets.token_hex(16)
         shared = {rank: rest for rank, *rest in _gather((member.rank, made, address, token))}
         _, address, token = shared[0]
@@ -224,12 +227,9 @@ class HangDetector(pl.Callback):
             listening=listening,
         )
 
-    def _tell(self, strategy: Any, report: Mapping[str, Any]) -> None:
-        events = getattr(strategy, "events", None)
-        if events is None:
-            return
+    def _tell(self, services: MegatronServices, report: Mapping[str, Any]) -> None:
         for culprit in report["culprits"]:
-            events.write(
+            services.events.write(
                 "hang",
                 report=report["path"],
                 rank_of_fault=culprit["rank"],
@@ -287,10 +287,10 @@ def _node_limit(given: object, limit: Limit) -> float:
     return float(given)
 
 
-def _listen(strategy: Any) -> tuple[socket.socket, tuple[str, int]]:
+def _listen(services: MegatronServices) -> tuple[socket.socket, tuple[str, int]]:
     """A socket at which the other nodes reach this one, and its address."""
     try:
-        listening = interfaces.listen(_address(strategy))
+        listening = interfaces.listen(_address(services))
     except OSError as error:
         raise ConfigError(
             f"HangDetector: rank 0's machine has no address where the others reach it ({error}); "
@@ -300,14 +300,15 @@ def _listen(strategy: Any) -> tuple[socket.socket, tuple[str, int]]:
     return listening, (host, port)
 
 
-def _address(strategy: Any) -> str:
+def _address(services: MegatronServices) -> str:
     """Where this machine listens for the others, as gloo does."""
-    if strategy.on_one_machine:
+    if services.on_one_machine:
         return interfaces.address_of(interfaces.loopback())
     name = (env.chosen_interface() or "").partition(",")[0]
     if name:
         return interfaces.address_of(name)
-    meeting = strategy.cluster_environment.main_address
+    assert services.cluster_environment is not None
+    meeting = services.cluster_environment.main_address
     place = interfaces.leading_to(meeting)
     if place is None:
         raise OSError(f"several interfaces may lead to MASTER_ADDR={meeting}")
@@ -322,7 +323,7 @@ def _in_memory() -> Path | None:
     return None
 
 
-def heartbeats(pages: Pages) -> list[Family]:
+def heartbeats(pages: Pages) -> list[LabelledMetric]:
     """How the ranks of this node are at this moment."""
     now, beats = time.monotonic(), pages.read()
     ages: dict[tuple[str, ...], float] = {}
@@ -334,10 +335,10 @@ def heartbeats(pages: Pages) -> list[Family]:
         sections |= {(name, section): float(section == beat.section) for section in SECTIONS}
         begun |= {(name, group): float(c[0]) for group, c in beat.collectives.items()}
     return [
-        Family("dist/heartbeat_age_s", ("rank",), ages),
-        Family("dist/section", ("rank", "section"), sections),
-        Family("dist/section_age_s", ("rank",), stays),
-        Family("dist/collective_seq", ("rank", "group"), begun),
+        LabelledMetric("dist/heartbeat_age_s", ("rank",), ages),
+        LabelledMetric("dist/section", ("rank", "section"), sections),
+        LabelledMetric("dist/section_age_s", ("rank",), stays),
+        LabelledMetric("dist/collective_seq", ("rank", "group"), begun),
     ]
 
 

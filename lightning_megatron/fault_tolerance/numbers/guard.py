@@ -42,6 +42,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.callbacks.group import members_of
+from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.fault_tolerance.numbers.diagnosis import (
     BadNumber,
@@ -61,7 +62,10 @@ from lightning_megatron.fault_tolerance.numbers.responses import (
 from lightning_megatron.fault_tolerance.numbers.spikes import SpikeConfig, SpikeHistory
 from lightning_megatron.monitoring.gradients import GradientMonitor
 from lightning_megatron.monitoring.window import LoggingSteps
-from lightning_megatron.services import need_megatron
+from lightning_megatron.precision.fp16 import Fp16Precision
+from lightning_megatron.services import MegatronServices, services_if_any, services_of
+
+_NEEDS = "it needs the losses and gradients"
 
 
 class NumberGuard(pl.Callback):
@@ -117,8 +121,8 @@ class NumberGuard(pl.Callback):
         self.skipped = self.rollbacks = 0
         self.faults: list[BadNumber] = []
         self._trainer: pl.Trainer | None = None
-        self._slot: Any = None
-        self._sums: Any = None
+        self._vote = Vote("loss", default=math.nan)
+        self._sums: Vote | None = None
         self._finite = False
         self._loss = torch.zeros(())
         self._to_pass_over = 0
@@ -128,8 +132,7 @@ class NumberGuard(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        strategy: Any = trainer.strategy
-        need_megatron(self, trainer, "it needs the losses and gradients")
+        strategy = services_of(trainer, self, _NEEDS)
         automatic = pl_module.automatic_optimization
         monitors = [one for one in members_of(trainer) if isinstance(one, GradientMonitor)]
         raise_if_any(
@@ -140,37 +143,40 @@ class NumberGuard(pl.Callback):
             )
         )
         self._trainer = trainer
-        self._slot = strategy.agreement.register("loss", default=math.nan)
+        self._vote = strategy.votes.register("loss", default=math.nan)
         clips = trainer.gradient_clip_val or any(one.clips for one in monitors)
         single = automatic and trainer.accumulate_grad_batches == 1
         together = single and not clips and not self._scales_loss()
-        self._sums = strategy.agreement.register("gradients", by_rank=False) if together else None
-        strategy.agreement.on_settled(self._settled)
-        strategy.judge = self._judge
+        self._sums = strategy.votes.register("gradients", by_rank=False) if together else None
+        strategy.votes.on_settled(self._settled)
+        strategy.recovery.accept_step = self._accept_step
         # Under manual optimization a batch has no beginning to return to.
-        strategy.takes_back = automatic and self._responses.takes_back
+        strategy.recovery.can_undo = automatic and self._responses.undoes_batches
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy: Any = trainer.strategy
+        recovery = services_of(trainer, self, _NEEDS).recovery
         self._window = Window()
-        strategy.passed_over, self._to_pass_over = self._to_pass_over, 0
-        strategy.keep_states(self._rollback.steps if "rollback" in self._responses.all else None)
+        recovery.batches_to_skip, self._to_pass_over = self._to_pass_over, 0
+        recovery.keep_states(self._rollback.steps if "rollback" in self._responses.all else None)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        copies = self._strategy.rollback
+        copies = self._strategy.recovery.rollback
         if copies is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             copies.note(trainer.fit_loop.epoch_loop.total_batch_idx)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if stage == "fit" and getattr(strategy, "judge", None) == self._judge:
-            strategy.judge, strategy.takes_back = None, False
-            strategy.keep_states(None)
+        services = services_if_any(trainer)
+        if stage != "fit" or services is None:
+            return
+        recovery = services.recovery
+        if recovery.accept_step == self._accept_step:
+            recovery.accept_step, recovery.can_undo = None, False
+            recovery.keep_states(None)
             self._trainer = None
 
     # What is seen --------------------------------------------------------------------------------
@@ -186,27 +192,27 @@ class NumberGuard(pl.Callback):
         # Only now: to wait for the loss before the backward is enqueued would leave a GPU idle.
         # Lightning has divided it for accumulation.
         if self._sums is None:
-            self._slot.put(float(self._loss) * trainer.accumulate_grad_batches)
+            self._vote.put(float(self._loss) * trainer.accumulate_grad_batches)
             return
-        own = self._strategy.parallel_gradients.finiteness()
+        own = self._strategy.gradients.finiteness()
         loss, total = torch.stack([self._loss.to(own), own]).tolist()
-        self._slot.put(loss)
+        self._vote.put(loss)
         self._sums.put(abs(total))
 
     def _settled(self) -> None:
         """The losses of a batch are known."""
         trainer = self._trainer
-        if trainer is None or self._strategy.passing:
+        if trainer is None or self._strategy.recovery.skips_batch:
             return
         if trainer.lightning_module.automatic_optimization:
             self._window.batches.append(trainer.fit_loop.epoch_loop.batch_idx)
-            self._window.losses.append(self._slot.values)
+            self._window.losses.append(self._vote.values)
             if self._sums is not None:
                 self._finite = math.isfinite(self._sums.max)
 
     # What is decided -----------------------------------------------------------------------------
 
-    def _judge(self) -> bool:
+    def _accept_step(self) -> bool:
         """Whether to make the update; called on every rank when the gradients are there."""
         fault = self._examine()
         go_on = fault is None or self._meet(fault)
@@ -237,7 +243,7 @@ class NumberGuard(pl.Callback):
     def _bad_gradients(self) -> BadNumber | None:
         if self._finite:
             return None
-        gradients = self._strategy.parallel_gradients
+        gradients = self._strategy.gradients
         norm = float(gradients.norm())
         if math.isfinite(norm):
             return None
@@ -283,9 +289,9 @@ class NumberGuard(pl.Callback):
 
     def _run_again(self) -> BadNumber | None:
         strategy, batches = self._strategy, self._window.batches
-        strategy.run_again()
+        strategy.recovery.run_again()
         self._finite = False
-        [losses] = strategy.agreement.exchange([float(self._loss)])
+        [losses] = strategy.votes.exchange([float(self._loss)])
         self._window = Window(batches, [losses])
         return self._examine()
 
@@ -293,8 +299,10 @@ class NumberGuard(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        precision = self._strategy.precision_plugin
-        if precision.overflowed and precision.loss_scale.value <= 1 and not self._going_back:
+        precision = self._strategy.precision
+        if not isinstance(precision, Fp16Precision) or self._going_back:
+            return
+        if precision.overflowed and precision.loss_scale.value <= 1:
             fault = self._bad_gradients()
             if fault is None:
                 return  # a gradient that was finite as a sum of squares
@@ -306,11 +314,11 @@ class NumberGuard(pl.Callback):
 
     def _scales_loss(self) -> bool:
         """Whether gradients may overflow for a loss scale that is too large."""
-        return hasattr(self._strategy.precision_plugin, "loss_scale")
+        return isinstance(self._strategy.precision, Fp16Precision)
 
     def _report(self, fault: BadNumber, action: str, note: str) -> None:
         self.faults.append(fault)
-        tell_fault(self._running, fault, action, note)
+        tell_fault(self._running, self._strategy, fault, action, note)
 
     # What is done when the batch is over ---------------------------------------------------------
 
@@ -326,8 +334,8 @@ class NumberGuard(pl.Callback):
         if self._going_back:
             self._going_back = False
             self._go_back()
-        if self._responses.takes_back:
-            skipped, back = self._strategy.precision_plugin.skipped_steps, self.rollbacks
+        if self._responses.undoes_batches:
+            skipped, back = self._strategy.precision.skipped_steps, self.rollbacks
             if self._logging.now(trainer) or (skipped, back) != self._logged:
                 self._logged = skipped, back
                 values = {"optim/skipped_steps": float(skipped), "ft/rollbacks_total": float(back)}
@@ -335,9 +343,11 @@ class NumberGuard(pl.Callback):
 
     def _go_back(self) -> None:
         """Return to an older state, and pass over batches; the update was left out."""
-        trainer, strategy = self._running, self._strategy
-        made, read = strategy.rollback.updates, trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        there = strategy.rollback.go_back()
+        trainer, recovery = self._running, self._strategy.recovery
+        copies = recovery.rollback
+        assert copies is not None
+        made, read = copies.updates, trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        there = copies.go_back()
         if there is None:
             raise FloatingPointError(
                 f"step {trainer.global_step}: there is no state to go back to, as layers or "
@@ -345,14 +355,14 @@ class NumberGuard(pl.Callback):
             )
         self.rollbacks += 1
         updates, batches = there
-        strategy.passed_over = max(0, self._rollback.skip_batches - (read - batches))
+        recovery.batches_to_skip = max(0, self._rollback.skip_batches - (read - batches))
         count = f"{self.rollbacks} of at most {self._rollback.max_rollbacks}"
-        tell_rollback(trainer, count, made - updates, read - batches)
+        tell_rollback(trainer, self._strategy, count, made - updates, read - batches)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        ahead = 0 if trainer is None else getattr(trainer.strategy, "passed_over", 0)
+        ahead = 0 if trainer is None else self._strategy.recovery.batches_to_skip
         counts = {"skipped": self.skipped, "rollbacks": self.rollbacks, "in_a_row": self._in_a_row}
         return {**counts, "to_pass_over": ahead, "history": self._history.state_dict()}
 
@@ -369,5 +379,5 @@ class NumberGuard(pl.Callback):
         return self._trainer
 
     @property
-    def _strategy(self) -> Any:
-        return self._running.strategy
+    def _strategy(self) -> MegatronServices:
+        return services_of(self._running, self, _NEEDS)

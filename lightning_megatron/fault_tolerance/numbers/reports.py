@@ -1,11 +1,10 @@
 """What `NumberGuard` tells: an event on every rank, and a block on stderr of the first one."""
 
-from typing import Any
-
 import lightning.pytorch as pl
 
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.numbers.diagnosis import BadNumber
+from lightning_megatron.services import MegatronServices
 
 
 def text_of(trainer: pl.Trainer, fault: BadNumber) -> str:
@@ -13,17 +12,19 @@ def text_of(trainer: pl.Trainer, fault: BadNumber) -> str:
     return f"step {trainer.global_step}: {fault.detail}"
 
 
-def tell_fault(trainer: pl.Trainer, fault: BadNumber, action: str, note: str) -> None:
+def tell_fault(
+    trainer: pl.Trainer, services: MegatronServices, fault: BadNumber, action: str, note: str
+) -> None:
     """Report a fault and what follows it.
 
     Args:
         trainer: of the run.
+        services: its strategy.
         fault: what was found.
         action: what follows.
         note: what a second run of the batch showed, if there was one.
     """
-    strategy: Any = trainer.strategy
-    strategy.events.write(
+    services.events.write(
         "fault",
         what=fault.what,
         rank_of_fault=list(fault.ranks),
@@ -32,27 +33,29 @@ def tell_fault(trainer: pl.Trainer, fault: BadNumber, action: str, note: str) ->
         action=action,
     )
     if action == "skip":
-        strategy.events.write("skip", batch=trainer.fit_loop.epoch_loop.batch_idx)
-    if strategy.is_global_zero:
+        services.events.write("skip", batch=trainer.fit_loop.epoch_loop.batch_idx)
+    if services.is_global_zero:
         lines = [text_of(trainer, fault), f"epoch {trainer.current_epoch}; action: {action}"]
         announce(f"bad numbers: {fault.what}", [*lines, note] if note else lines)
 
 
-def tell_rollback(trainer: pl.Trainer, count: str, updates: int, batches: int) -> None:
+def tell_rollback(
+    trainer: pl.Trainer, services: MegatronServices, count: str, updates: int, batches: int
+) -> None:
     """Report that a run has gone back.
 
     Args:
-        trainer: of the run; its strategy knows how many batches it is to pass over.
+        trainer: of the run.
+        services: its strategy, which knows how many batches are to be skipped.
         count: how often it has, in words.
         updates: by how many it went back.
         batches: read since the state that it returned to.
     """
-    strategy: Any = trainer.strategy
-    ahead = strategy.passed_over
-    strategy.events.write(
+    ahead = services.recovery.batches_to_skip
+    services.events.write(
         "rollback", updates_back=updates, batches_since=batches, batches_ahead=ahead
     )
-    if strategy.is_global_zero:
+    if services.is_global_zero:
         announce(
             f"rollback {count}",
             [

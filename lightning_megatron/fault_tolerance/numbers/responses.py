@@ -46,7 +46,7 @@ class Responses:
         return first | {self.after_rerun} if "rerun" in first else first
 
     @property
-    def takes_back(self) -> bool:
+    def undoes_batches(self) -> bool:
         """Whether what a batch has changed may have to be undone."""
         return bool(self.all & {"skip", "rollback", "rerun"})
 

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -29,13 +29,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import cluster_environment, requeue_path
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce
+from lightning_megatron.fault_tolerance.preemption.signals import Stop
+from lightning_megatron.services import services_of
 
 _NAME = "preempted-step={}.ckpt"
 _SCONTROL_S = 20.0
+
+
+_NEEDS = "it needs the coordinated stop"
 
 
 class Preemption(pl.Callback):
@@ -89,45 +95,40 @@ class Preemption(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
-        if not hasattr(type(strategy), "start_agreement"):
-            raise ConfigError(
-                f"Preemption under {type(strategy).__name__}: it needs ranks to agree on a batch, "
-                "as those of a MegatronStrategy do; nearest valid: strategy=MegatronStrategy()"
-            )
+        stopping = services_of(trainer, self, _NEEDS).stop
         if self._requeue is True and env.slurm_job() is None:
             raise ConfigError(
                 "Preemption(requeue=True) outside of a Slurm job; nearest valid: requeue='auto'"
             )
         self._trainer = trainer
-        strategy.stop_signals = self._signals
-        strategy.stop_flag.grace_s = self._grace_s
-        strategy.stop_flag.exit_code = self._exit_code
-        strategy.replaces_requeue = True
-        strategy.before_leaving = self._leave
+        stopping.signals = self._signals
+        stopping.flag.grace_s = self._grace_s
+        stopping.flag.exit_code = self._exit_code
+        stopping.replaces_requeue = True
+        stopping.before_leaving = self._leave
 
-    def _leave(self, stop: Any) -> None:
+    def _leave(self, stop: Stop) -> None:
         """Save, and have the job queued again; on all ranks."""
         trainer = self._trainer
         assert trainer is not None
-        strategy: Any = trainer.strategy
+        services = services_of(trainer, self, _NEEDS)
         begun, saved = time.monotonic(), None
         lines = ["nothing has been trained that would have to be saved"]
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             saved, lines = self._save(trainer, stop)
-        strategy.events.write(
+        services.events.write(
             "preempted",
             signal=str(stop),
             path=saved,
             seconds=time.monotonic() - begun,
-            exit_code=strategy.stop_flag.code_for(stop.number),
+            exit_code=services.stop.flag.code_for(stop.number),
         )
         if trainer.is_global_zero:
             lines += self._queue_again(trainer, stop)
             announce(f"{stop}: the run ends at step {trainer.global_step}", lines)
-        strategy.barrier("preempted")  # nobody ends before the job is in the queue
+        services.barrier("preempted")  # nobody ends before the job is in the queue
 
-    def _save(self, trainer: pl.Trainer, stop: Any) -> tuple[str | None, list[str]]:
+    def _save(self, trainer: pl.Trainer, stop: Stop) -> tuple[str | None, list[str]]:
         """The checkpoint, if it came about, and what to tell; on global rank 0."""
         path, every = self._target(trainer)
         if trainer.is_global_zero:
@@ -157,10 +158,7 @@ class Preemption(pl.Callback):
         """Where to save, and the pattern of such names."""
         if self._dirpath is None and _requeues(trainer):
             # Whence Lightning starts in a job that was queued again, without a ckpt_path.
-            connector = trainer._checkpoint_connector
-            return storage_path(
-                connector.hpc_save_path(trainer.default_root_dir)
-            ), "hpc_ckpt_*.ckpt"
+            return storage_path(requeue_path(trainer)), "hpc_ckpt_*.ckpt"
         name = _NAME.format(trainer.global_step)
         if self._dirpath is not None:
             return storage_path(self._dirpath) / name, _NAME.format("*")
@@ -176,7 +174,7 @@ class Preemption(pl.Callback):
         for other in others[:-1]:
             trainer.strategy.remove_checkpoint(str(other))
 
-    def _queue_again(self, trainer: pl.Trainer, stop: Any) -> list[str]:
+    def _queue_again(self, trainer: pl.Trainer, stop: Stop) -> list[str]:
         """What became of it, on global rank 0."""
         wanted, job = self._requeue, env.slurm_job()
         if wanted == "auto":  # not for SIGTERM, which is how a job is cancelled
@@ -197,7 +195,7 @@ class Preemption(pl.Callback):
 
 def _requeues(trainer: pl.Trainer) -> int:
     """The signal at which Lightning would queue the job again; 0 if it would not."""
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return 0
     return int(environment.requeue_signal or signal.SIGUSR1)

@@ -197,6 +197,20 @@ def name_of(number: float) -> str:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """What the ranks have agreed on."""
+
+    number: int
+    """Number of the signal."""
+    ranks: tuple[int, ...]
+    """Ranks that got it."""
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"{name_of(self.number)} on rank{'s' if len(self.ranks) > 1 else ''} {ranks}"
+
+
+@dataclass(frozen=True)
 class WorkerStart:
     """A DataLoader's ``worker_init_fn`` that has its workers take signals from the parent only.
 

@@ -34,9 +34,11 @@ from lightning_megatron.fault_tolerance.replicas.comparison import (
     unequal,
 )
 from lightning_megatron.parallel.gradients import ParameterRole, local
-from lightning_megatron.services import need_megatron
+from lightning_megatron.services import MegatronServices, services_of
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
+
+_NEEDS = "it needs to know the copies"
 
 
 class ReplicaCheck(pl.Callback):
@@ -80,13 +82,13 @@ class ReplicaCheck(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            need_megatron(self, trainer, "it needs to know the copies")
+            services_of(trainer, self, _NEEDS)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = trainer.global_step
-        strategy: Any = trainer.strategy
-        if not any(_gather(len(_held(trainer)), strategy)):
+        services = services_of(trainer, self, _NEEDS)
+        if not any(_gather(len(_held(services)), services)):
             rank_zero_warn(
                 "ReplicaCheck: no two ranks hold the same parameters under this layout, so there "
                 "is nothing to compare"
@@ -120,11 +122,11 @@ class ReplicaCheck(pl.Callback):
         return self.found
 
     def _compare(self, trainer: pl.Trainer) -> list[Difference]:
-        strategy: Any = trainer.strategy
-        strategy.parallel.data.come_to_rest()
-        held = _held(trainer)
+        services = services_of(trainer, self, _NEEDS)
+        services.parallel.data.come_to_rest()
+        held = _held(services)
         prints = fingerprints([one.tensor for one in held])
-        doubtful = unequal(_gather(condense(held, prints), strategy))
+        doubtful = unequal(_gather(condense(held, prints), services))
         if not doubtful:
             return []
         mine = {
@@ -132,16 +134,16 @@ class ReplicaCheck(pl.Callback):
             for one, value in zip(held, prints, strict=True)
             if one.holders in doubtful
         }
-        return differences(_gather(mine, strategy))
+        return differences(_gather(mine, services))
 
     def _meet(self, trainer: pl.Trainer) -> None:
-        strategy: Any = trainer.strategy
+        services = services_of(trainer, self, _NEEDS)
         wrong = suspects(self.found)
         unclear = [one for one in self.found if not one.wrong]
         heals = self._action == "heal" and not unclear
         text = _told(self.found, wrong, unclear)
         ranks = wrong or sorted({r for one in unclear for group in one.groups for r in group})
-        strategy.events.write(
+        services.events.write(
             "fault",
             what="replica",
             rank_of_fault=ranks,
@@ -149,12 +151,12 @@ class ReplicaCheck(pl.Callback):
             detail=text,
             action=self._action if heals else "raise",
         )
-        if strategy.is_global_zero:
+        if services.is_global_zero:
             action = f"healing {in_words(wrong)}" if heals else "the run ends"
             announce("replicas differ", [f"step {trainer.global_step}: {text}", action])
         if not heals:
             raise RuntimeError(f"step {trainer.global_step}: {text}")
-        _heal(self.found, _held(trainer), strategy)
+        _heal(self.found, _held(services), services)
         again = self._compare(trainer)
         if again:
             raise RuntimeError(
@@ -172,24 +174,23 @@ class ReplicaCheck(pl.Callback):
         self.checks, self.healed = state_dict["checks"], state_dict["healed"]
 
 
-def _held(trainer: pl.Trainer) -> list[Held]:
+def _held(services: MegatronServices) -> list[Held]:
     """What this rank holds and others hold, too: parameters, and what optimizers keep of them."""
-    strategy: Any = trainer.strategy
     found = []
-    for role in strategy.parallel_gradients.roles:
+    for role in services.gradients.roles:
         # Below ZeRO 3 all data-parallel ranks hold a parameter, and each owns a part of it.
         whole = role.rows is not None
-        shown = _holders(role, strategy.topology, divided=role.is_divided and not whole)
+        shown = _holders(role, services.topology, divided=role.is_divided and not whole)
         if shown is not None:
             held = local(role.parameter.detach())
             found.append(Held(name=role.name, tensor=held, holders=shown))
-        holders = _holders(role, strategy.topology, divided=role.is_divided)
+        holders = _holders(role, services.topology, divided=role.is_divided)
         if holders is None:
             continue
         if role.rows is not None and role.rows.is_copy:
             name = f"{role.name}: what the optimizer steps on"
             found.append(Held(name=name, tensor=role.rows.values, holders=holders))
-        for index, optimizer in enumerate(strategy.optimizers):
+        for index, optimizer in enumerate(services.optimizers):
             for key, value in optimizer.state.get(role.parameter, {}).items():
                 if isinstance(value, Tensor):
                     name = f"{role.name}: {key} of optimizer {index}"
@@ -222,19 +223,19 @@ def _holders(role: ParameterRole, topology: Topology, *, divided: bool) -> Holde
     return tuple(axes), min(ranks)
 
 
-def _gather(mine: Any, strategy: Any) -> list[Any]:
+def _gather(mine: Any, services: MegatronServices) -> list[Any]:
     """What every rank says, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine, group=strategy.host_group)
+    dist.all_gather_object(found, mine, group=services.host_group)
     return found
 
 
-def _heal(found: Sequence[Difference], held: Sequence[Held], strategy: Any) -> None:
+def _heal(found: Sequence[Difference], held: Sequence[Held], services: MegatronServices) -> None:
     """Give the ranks that are wrong what one that is right holds; through the host."""
     mine = {(one.holders, one.name): one.tensor for one in held}
-    rank, group = strategy.global_rank, strategy.host_group
+    rank, group = services.global_rank, services.host_group
     for one in found:
         source, tensor = one.groups[0][0], mine.get((one.holders, one.name))
         if tensor is None:

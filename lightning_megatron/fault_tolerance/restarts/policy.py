@@ -26,7 +26,7 @@ from lightning_megatron.fault_tolerance.restarts.attempt_log import (
     AttemptRecord,
     cycles_without_progress,
 )
-from lightning_megatron.monitoring.events import events_of
+from lightning_megatron.services import events_of, services_if_any
 
 
 class RestartPolicy(pl.Callback):
@@ -76,17 +76,18 @@ class RestartPolicy(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        attempt = getattr(trainer.strategy, "attempt", None)
-        self._run = attempt.run_id if attempt is not None else ""
+        services = services_if_any(trainer)
+        attempt = None if services is None else services.attempt
+        self._run = "" if attempt is None else attempt.run_id
         self._step = -1
         if trainer.is_global_zero:
-            self._open(trainer, attempt.number if attempt is not None else 0)
-            events_of(trainer.strategy, 0).follow(self._hear)
+            self._open(trainer, 0 if attempt is None else attempt.number)
+            events_of(trainer).follow(self._hear)
         self._decide(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        events_of(trainer.strategy, trainer.global_rank).unfollow(self._hear)
+        events_of(trainer).unfollow(self._hear)
 
     def _hear(self, event: dict[str, Any]) -> None:
         """Note what others find out: a root cause is looked for after all callbacks were told."""
@@ -126,9 +127,7 @@ class RestartPolicy(pl.Callback):
             return
         if trainer.is_global_zero:
             announce(f"not restarted again: {why}", map(_line, self.earlier[-8:]), rank=0)
-        events = getattr(trainer.strategy, "events", None)
-        if events is not None:
-            events.write("fault", what="restart limit", detail=why, action="end")
+        events_of(trainer).write("fault", what="restart limit", detail=why, action="end")
         self._note_end("failed")
         self._end_torchrun(trainer)
         raise RestartLimitError(why)

@@ -16,11 +16,12 @@ from lightning_megatron.fault_tolerance.slow_ranks.comparison import (
     Verdicts,
     scores,
 )
-from lightning_megatron.monitoring.rank_stats import Family, Values, labelled_of
-from lightning_megatron.services import need_megatron
+from lightning_megatron.monitoring.rank_stats import LabelledMetric, Values, rank_metrics_of
+from lightning_megatron.services import MegatronServices, services_of
 
 _WINDOWS = 2
 _SHOWN = 3
+_NEEDS = "it needs the sections of a step"
 
 
 class SlowRankDetector(pl.Callback):
@@ -63,14 +64,14 @@ class SlowRankDetector(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        need_megatron(self, trainer, "it needs the sections of a step")
+        services_of(trainer, self, _NEEDS)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
         if trainer.world_size == 1:
             return
-        clock = trainer.strategy.sections  # type: ignore[attr-defined]
+        clock = services_of(trainer, self, _NEEDS).clock
         self._unwatch = watch_waits(clock.began_to_wait, clock.waited)
         self._work = OwnWork(clock)
         self._batches = 0
@@ -115,9 +116,9 @@ class SlowRankDetector(pl.Callback):
     def _compare(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, mine: list[float]
     ) -> None:
-        strategy: Any = trainer.strategy
-        stage = float(strategy.topology.pp.rank)
-        *columns, stages = strategy.agreement.exchange([*mine, stage])
+        services = services_of(trainer, self, _NEEDS)
+        stage = float(services.topology.pp.rank)
+        *columns, stages = services.votes.exchange([*mine, stage])
         self.latest = scores(list(zip(*columns, strict=True)), stages)
         values = [score.score for score in self.latest]
         found = {"min": min(values), "median": median(values), "max": max(values)}
@@ -127,17 +128,19 @@ class SlowRankDetector(pl.Callback):
             logged[f"straggler/worst_{place}_rank"] = float(score.rank)
         pl_module.log_dict(logged, batch_size=1)
         by_label: Values = {(str(score.rank), score.section): score.score for score in self.latest}
-        labelled_of(strategy).put_family(Family("straggler/score", ("rank", "section"), by_label))
+        rank_metrics_of(trainer).put_metric(
+            LabelledMetric("straggler/score", ("rank", "section"), by_label)
+        )
         slow = self._verdicts.add(self.latest)
         self.slow += slow
         if trainer.is_global_zero:
             for score in slow:
-                self._tell(strategy, score)
+                self._tell(services, score)
 
-    def _tell(self, strategy: Any, score: Score) -> None:
+    def _tell(self, services: MegatronServices, score: Score) -> None:
         worst = [str(other) for other in self.latest[:_SHOWN] if other.score < 1]
         announce(f"rank {score.rank} is slow in {score.section}", [str(score), "worst:", *worst])
-        strategy.events.write(
+        services.events.write(
             "slow_rank",
             rank_of_fault=score.rank,
             section=score.section,

@@ -5,7 +5,7 @@ workers that a strategy prepares, under any strategy.
 """
 
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.workers.loader_workers import GuardRules, WorkerFault, guard
+from lightning_megatron.services import events_of
 
 
 class WorkerGuard(pl.Callback):
@@ -51,7 +52,7 @@ class WorkerGuard(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         if "process_dataloader" in vars(strategy):
             if not isinstance(strategy.process_dataloader, _Guarding):
                 raise ConfigError(
@@ -64,12 +65,12 @@ class WorkerGuard(pl.Callback):
             report=lambda fault, action: _report(trainer, fault, action),
             hang_s=self._hang_s,
         )
-        strategy.process_dataloader = _Guarding(strategy.process_dataloader, rules)
+        vars(strategy)["process_dataloader"] = _Guarding(strategy.process_dataloader, rules)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if isinstance(vars(trainer.strategy).get("process_dataloader"), _Guarding):
-            del trainer.strategy.process_dataloader
+            del vars(trainer.strategy)["process_dataloader"]
 
     def _may_replace(self) -> bool:
         with self._lock:
@@ -82,7 +83,7 @@ class WorkerGuard(pl.Callback):
 class _Guarding:
     """What stands in for ``strategy.process_dataloader``."""
 
-    def __init__(self, original: Any, rules: GuardRules) -> None:
+    def __init__(self, original: Callable[[object], object], rules: GuardRules) -> None:
         self._original, self._rules = original, rules
 
     def __call__(self, dataloader: object) -> object:
@@ -95,9 +96,8 @@ class _Guarding:
 def _report(trainer: pl.Trainer, fault: WorkerFault, action: str | None) -> None:
     lines = [str(fault), action or "found now; dealt with when the next batch is asked for"]
     announce("DataLoader", lines, rank=trainer.global_rank)
-    events = getattr(trainer.strategy, "events", None)
-    if events is not None and action is not None:
-        events.write(
+    if action is not None:
+        events_of(trainer).write(
             "fault",
             what="dataloader worker",
             rank_of_fault=trainer.global_rank,

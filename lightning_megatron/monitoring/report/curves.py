@@ -9,22 +9,22 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.monitoring.report.run_history import Mark, Reading
-from lightning_megatron.monitoring.report.text import escape, number
+from lightning_megatron.monitoring.report.run_history import Incident, Reading
+from lightning_megatron.monitoring.report.text import number
 
 BUCKETS = 480
 _AGAIN_BUCKETS = 120
-_WIDTH, _HEIGHT = 1000.0, 300.0
+_WIDTH, _HEIGHT = 1000, 300
 _TICKS = 4
 _NEAR = 0.03
-"""Marks that are nearer to each other than this share of the width have one label."""
+"""Share of the width; incidents that are nearer to each other have one label."""
 _NEAR_END = 0.06
-"""The first and the last step are labelled; no other label comes nearer to them."""
+"""Share of the width around the labels of the first and the last step without other labels."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The steps around one."""
+    """Mean and range of the values of neighbouring steps."""
 
     step: float
     low: float
@@ -66,29 +66,58 @@ def _distance(span: float, count: int) -> float:
     return next(unit * m for m in (1, 2, 2.5, 5, 10) if span / (unit * m) <= count + 0.5)
 
 
+@dataclass(frozen=True)
+class Label:
+    """Text beside the picture."""
+
+    kind: str
+    """CSS class."""
+    text: str
+    place: str = ""
+    """CSS property."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure: SVG paths and the labels around them."""
+
+    title: str
+    notes: list[str]
+    first: int
+    last: int
+    paths: list[tuple[str, str]]
+    """CSS class and data of each path."""
+    labels: list[Label]
+    size: tuple[int, int] = (_WIDTH, _HEIGHT)
+
+    def has(self, kind: str) -> bool:
+        """Whether there is a path of this class."""
+        return any(kind == k for k, _ in self.paths)
+
+
 def curve(
     title: str,
     readings: Sequence[Reading],
-    marks: Sequence[Mark],
+    incidents: Sequence[Incident],
     steps: tuple[int, int],
     *,
     robust: bool = False,
     label: Callable[[float], str] = number,
-) -> str:
-    """Return a figure; empty where there is nothing to draw.
+) -> Curve | None:
+    """Return a figure; None where there is nothing to draw.
 
     Args:
         title: of the figure.
-        readings: in the order in which they happened.
-        marks: faults to be drawn.
+        readings: values of steps, in the order of time.
+        incidents: faults to be drawn.
         steps: the first and the last of the run, which all figures share.
-        robust: whether a few large values may leave the picture at its top.
-        label: how values are written.
+        robust: whether a few large values may lie above the picture.
+        label: makes the text of a value.
     """
     values = [(r, r.value) for r in readings if r.value is not None]
     finite = [v for _, v in values if math.isfinite(v)]
     if not finite:
-        return ""
+        return None
     first, last = steps
     kept = thin_out(((p.step, v) for p, v in values if not p.redone), first, last, BUCKETS)
     again: dict[int, list[tuple[int, float]]] = {}
@@ -96,25 +125,16 @@ def curve(
         if p.redone:
             again.setdefault(p.attempt, []).append((p.step, v))
     frame = _Frame(first, last, *_range(finite, robust))
-    lines = [_path("mean", frame.line(kept)), _path("band", frame.band(kept))]
+    paths = [("grid", frame.horizontal(y)) for y in frame.heights]
+    paths += [("mean", frame.line(kept)), ("band", frame.band(kept))]
     for old in again.values():
-        lines.append(_path("again", frame.line(thin_out(old, first, last, _AGAIN_BUCKETS))))
-    labels = _labels(frame, label) + _mark_labels(frame, marks)
-    lines += [_path("fault", frame.upright(mark.step)) for mark in marks]
-    grid = [_path("grid", frame.level(y)) for y in frame.heights]
-    wild = len(values) - len(finite)
-    note = f" <small>({wild} not finite and left out)</small>" if wild else ""
-    beyond = sum(v > frame.high for v in finite)
-    note += f" <small>({beyond} above the picture)</small>" if beyond else ""
-    picture = (
-        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(title)} over steps {first} to {last}">{"".join([*grid, *lines])}'
-        "</svg>"
-    )
-    return (
-        f"<figure><figcaption>{escape(title)}{note}</figcaption>"
-        f'<div class="area">{picture}{"".join(labels)}</div></figure>'
-    )
+        paths.append(("again", frame.line(thin_out(old, first, last, _AGAIN_BUCKETS))))
+    paths += [("fault", frame.vertical(incident.step)) for incident in incidents]
+    wild, beyond = len(values) - len(finite), sum(v > frame.high for v in finite)
+    notes = [f"{wild} not finite and left out"] if wild else []
+    notes += [f"{beyond} above the picture"] if beyond else []
+    labels = _labels(frame, label) + _incident_labels(frame, incidents)
+    return Curve(title, notes, first, last, [(k, data) for k, data in paths if data], labels)
 
 
 def _range(values: list[float], robust: bool) -> tuple[float, float, float]:
@@ -132,14 +152,14 @@ def _range(values: list[float], robust: bool) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where things are in the picture."""
+    """Mapping of steps and values to the coordinates of the picture."""
 
     first: int
     last: int
     low: float
     high: float
     tick: float
-    """Distance of the values that are labelled; divides ``low`` and ``high``."""
+    """Distance of the values with a label; divides ``low`` and ``high``."""
 
     @property
     def heights(self) -> list[float]:
@@ -148,11 +168,11 @@ class _Frame:
         return [round(i * self.tick, 12) for i in range(first, last + 1)]
 
     def x(self, step: float) -> float:
-        """From 0 to 1."""
+        """Horizontal position of a step, from 0 to 1."""
         return min(max((step - self.first) / max(self.last - self.first, 1), 0.0), 1.0)
 
     def y(self, value: float) -> float:
-        """From 0, at the bottom, to 1."""
+        """Height of a value, from 0 at the bottom to 1."""
         return min(max((value - self.low) / (self.high - self.low), 0.0), 1.0)
 
     def at(self, step: float, value: float) -> str:
@@ -171,44 +191,37 @@ class _Frame:
         back = [self.at(b.step, b.low) for b in reversed(buckets)]
         return "M" + "L".join([*there, *back]) + "Z"
 
-    def upright(self, step: float) -> str:
+    def vertical(self, step: float) -> str:
         x = f"{_WIDTH * self.x(step):.5g}"
         return f"M{x} 0L{x} {_HEIGHT:g}"
 
-    def level(self, value: float) -> str:
+    def horizontal(self, value: float) -> str:
         y = f"{_HEIGHT * (1 - self.y(value)):.4g}"
         return f"M0 {y}L{_WIDTH:g} {y}"
 
 
-def _path(kind: str, data: str) -> str:
-    return f'<path class="{kind}" d="{data}"/>' if data else ""
-
-
-def _labels(frame: _Frame, label: Callable[[float], str]) -> list[str]:
-    found = [
-        f'<span class="y" style="bottom:{100 * frame.y(y):.2f}%">{escape(label(y))}</span>'
-        for y in frame.heights
-    ]
+def _labels(frame: _Frame, label: Callable[[float], str]) -> list[Label]:
+    found = [Label("y", label(y), f"bottom:{100 * frame.y(y):.2f}%") for y in frame.heights]
     ends = {frame.first, frame.last}
     inner = (t for t in ticks(frame.first, frame.last, 6) if t == int(t))
     steps = ends.union(t for t in inner if _NEAR_END < frame.x(t) < 1 - _NEAR_END)
-    found += [
-        f'<span class="x" style="left:{100 * frame.x(x):.2f}%">{int(x):,}</span>'
-        for x in sorted(steps)
-    ]
-    return [*found, '<span class="axis">step</span>']
+    found += [Label("x", f"{int(x):,}", f"left:{100 * frame.x(x):.2f}%") for x in sorted(steps)]
+    return [*found, Label("axis", "step")]
 
 
-def _mark_labels(frame: _Frame, marks: Sequence[Mark]) -> list[str]:
-    groups: list[list[Mark]] = []
-    for mark in sorted(marks, key=lambda mark: (frame.x(mark.step), mark.number)):
-        if groups and frame.x(mark.step) - frame.x(groups[-1][0].step) < _NEAR:
-            groups[-1].append(mark)
+def _incident_labels(frame: _Frame, incidents: Sequence[Incident]) -> list[Label]:
+    groups: list[list[Incident]] = []
+    for one in sorted(incidents, key=lambda one: (frame.x(one.step), one.number)):
+        if groups and frame.x(one.step) - frame.x(groups[-1][0].step) < _NEAR:
+            groups[-1].append(one)
         else:
-            groups.append([mark])
+            groups.append([one])
     return [
-        f'<span class="m" style="left:{100 * frame.x(group[0].step):.2f}%">'
-        f"{escape(_numbers([mark.number for mark in group]))}</span>"
+        Label(
+            "m",
+            _numbers([incident.number for incident in group]),
+            f"left:{100 * frame.x(group[0].step):.2f}%",
+        )
         for group in groups
     ]
 

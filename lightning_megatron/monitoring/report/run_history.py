@@ -80,7 +80,7 @@ class RankFigures:
 
 
 @dataclass
-class Mark:
+class Incident:
     """Something that went wrong, or was about to."""
 
     t: float
@@ -123,18 +123,18 @@ class Reading:
 
 
 @dataclass
-class Story:
+class RunHistory:
     """Everything that the page shows."""
 
     run_dir: str
     run: str
     now: float
-    """When the story was gathered."""
+    """When the history was gathered."""
     ledger: Ledger
     other_runs: list[str] = field(default_factory=list)
     starts: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[RankFigures] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     readings: dict[str, list[Reading]] = field(default_factory=dict)
     """By name of the metric: those of validations, and learning rates."""
@@ -197,9 +197,9 @@ class Story:
         return "running" if self.now - self.end < max(_STALE_S, 10 * usual) else "silent"
 
 
-def read_story(
+def read_run_history(
     run_dir: str | os.PathLike[str], run: str | None = None, now: float | None = None
-) -> Story:
+) -> RunHistory:
     """Gather what is in the directory about a run.
 
     Args:
@@ -232,12 +232,12 @@ def read_story(
         reference = lowest
         events = read_events(run_dir, steps_of=reference)
         mine = [e for e in events if names[str(e.get("run", ""))] == run]
-    story = Story(os.fspath(run_dir), run, now or time.time(), Ledger(reference))
-    story.other_runs = [other for other in known if other != run]
+    history = RunHistory(os.fspath(run_dir), run, now or time.time(), Ledger(reference))
+    history.other_runs = [other for other in known if other != run]
     for event in mine:
-        story.ledger.add(event)
-    begun = story.ledger.attempts[0].started if story.ledger.attempts else 0.0
-    _Teller(story, reference).tell([e for e in mine if e["t"] >= begun])
+        history.ledger.add(event)
+    begun = history.ledger.attempts[0].started if history.ledger.attempts else 0.0
+    _Sorter(history, reference).tell([e for e in mine if e["t"] >= begun])
     of_run = {name for name, final in names.items() if final == run}
     for rank, file in sorted(files.items()):
         figures = RankFigures(rank)
@@ -246,52 +246,54 @@ def read_story(
             if known and str(event.get("run", "")) in of_run:
                 figures.add(event)
         if figures.last:
-            story.ranks.append(figures)
-    _mark_silence(story)
-    if story.tells_saves and story.status not in ("completed", "running"):
+            history.ranks.append(figures)
+    _add_silent_ends(history)
+    if history.tells_saves and history.status not in ("completed", "running"):
         # Whoever goes on begins at the checkpoint.
-        story.ledger.undo(story.saved_step)
+        history.ledger.undo(history.saved_step)
     # What ends an attempt comes last, also where the cause was found out after it.
-    story.marks.sort(key=lambda mark: (mark.attempt, mark.ends, mark.t))
-    for number, mark in enumerate(story.marks, 1):
-        mark.number = number
-    return story
+    history.incidents.sort(key=lambda incident: (incident.attempt, incident.ends, incident.t))
+    for number, incident in enumerate(history.incidents, 1):
+        incident.number = number
+    return history
 
 
-class _Teller:
-    """Sorts events into a story."""
+class _Sorter:
+    """Sorts events into a history."""
 
-    def __init__(self, story: Story, reference: int) -> None:
-        self._story, self._reference = story, reference
-        self._starts = [a.started for a in story.ledger.attempts]
-        self._told: dict[tuple[Any, ...], Mark] = {}
-        self._failed_saves: list[Mark] = []
+    def __init__(self, history: RunHistory, reference: int) -> None:
+        self._history, self._reference = history, reference
+        self._starts = [a.started for a in history.ledger.attempts]
+        self._told: dict[tuple[Any, ...], Incident] = {}
+        self._failed_saves: list[Incident] = []
 
     def tell(self, events: Sequence[dict[str, Any]]) -> None:
-        story = self._story
+        history = self._history
         for event in events:
             kind, mine = event["kind"], event["rank"] == self._reference
             if kind in _FAULTS or (kind == "end" and event.get("status") != "completed"):
-                self._mark(event)
+                self._add_incident(event)
             elif kind == "start" and mine:
-                story.starts.append(event)
+                history.starts.append(event)
             elif kind == "save" and mine:
-                story.saves.append(event)
+                history.saves.append(event)
                 if _failed(event):
-                    self._mark_failed_save(event)
-                _count(story.stall_s, self._attempt(event), event.get("stall"))
+                    self._add_failed_save(event)
+                _count(history.stall_s, self._attempt(event), event.get("stall"))
             elif kind == "verified" and mine:
-                story.verified[self._attempt(event)] = event
+                history.verified[self._attempt(event)] = event
             elif kind == "validation" and mine and not event.get("sanity"):
-                _count(story.validation_s, self._attempt(event), event.get("seconds"))
+                _count(history.validation_s, self._attempt(event), event.get("seconds"))
             elif kind == "window" and mine:
-                story.metrics = {k: _float(v) for k, v in event.get("metrics", {}).items()}
+                history.metrics = {k: _float(v) for k, v in event.get("metrics", {}).items()}
             elif kind == "formula":
-                story.formula = str(event.get("text", ""))
+                history.formula = str(event.get("text", ""))
             elif kind == "alert":
-                story.alerts.append(event)
-        for count, mark in enumerate(self._failed_saves, 1):
-            mark.text = f"save {count} of {len(self._failed_saves)} that failed: {mark.text}"
+                history.alerts.append(event)
+        for count, incident in enumerate(self._failed_saves, 1):
+            incident.text = (
+                f"save {count} of {len(self._failed_saves)} that failed: {incident.text}"
+            )
         self._read_steps([e for e in events if e["rank"] == self._reference])
         self._read_dumps(events)
 
@@ -299,7 +301,7 @@ class _Teller:
         t = event["t"]
         return max((i for i, start in enumerate(self._starts) if start <= t), default=0)
 
-    def _mark(self, event: dict[str, Any]) -> None:
+    def _add_incident(self, event: dict[str, Any]) -> None:
         attempt, kind = self._attempt(event), event["kind"]
         who = event.get("rank_of_fault")
         ranks = who if isinstance(who, list) else [event["rank"] if who is None else who]
@@ -316,23 +318,23 @@ class _Teller:
         if before is not None:  # other ranks tell of the same
             before.ranks += [rank for rank in ranks if rank not in before.ranks]
             return
-        mark = Mark(
+        incident = Incident(
             t=event["t"],
             step=_int(event.get("step")),
             kind=kind,
             ranks=ranks,
-            text=with_short_paths(text, self._story.run_dir),
+            text=with_short_paths(text, self._history.run_dir),
             section=str(event.get("section") or ""),
             action=str(event.get("action") or ""),
             attempt=attempt,
             ends=event["kind"] == "end",
         )
-        self._told[key] = mark
-        self._story.marks.append(mark)
+        self._told[key] = incident
+        self._history.incidents.append(incident)
 
-    def _mark_failed_save(self, event: dict[str, Any]) -> None:
-        text = with_short_paths(str(event["error"]), self._story.run_dir)
-        mark = Mark(
+    def _add_failed_save(self, event: dict[str, Any]) -> None:
+        text = with_short_paths(str(event["error"]), self._history.run_dir)
+        incident = Incident(
             t=event["t"],
             step=_int(event.get("step")),
             kind="save",
@@ -341,8 +343,8 @@ class _Teller:
             section="checkpoint",
             attempt=self._attempt(event),
         )
-        self._failed_saves.append(mark)
-        self._story.marks.append(mark)
+        self._failed_saves.append(incident)
+        self._history.incidents.append(incident)
 
     def _read_steps(self, mine: Sequence[dict[str, Any]]) -> None:
         """Gather the numbers over steps; what a later event of the log repeats is marked."""
@@ -356,7 +358,7 @@ class _Teller:
             step, attempt = _int(event.get("step")), self._attempt(event)
             if event["kind"] == "step":
                 loss = event.get("loss")
-                self._story.points.append(
+                self._history.points.append(
                     Point(
                         step=step,
                         seconds=_float(event.get("seconds")) / max(_int(event.get("steps", 1)), 1),
@@ -367,12 +369,12 @@ class _Teller:
                 )
             for name, value in _drawn(event).items():
                 reading = Reading(step, _float(value), attempt, again)
-                self._story.readings.setdefault(name, []).append(reading)
+                self._history.readings.setdefault(name, []).append(reading)
 
     def _read_dumps(self, events: Sequence[dict[str, Any]]) -> None:
         paths = [e["report"] for e in events if e["kind"] == "hang" and e.get("report")]
         for path in list(dict.fromkeys(map(str, paths)))[:MAX_DUMPS]:
-            self._story.dumps.append((path, _dump(Path(path), self._story.run_dir)))
+            self._history.dumps.append((path, _dump(Path(path), self._history.run_dir)))
 
 
 def _drawn(event: dict[str, Any]) -> dict[str, Any]:
@@ -393,12 +395,12 @@ def _failed(save: dict[str, Any]) -> bool:
 _FAULTS = frozenset({"fault", "hang", "rollback", "slow_rank", "preempted", "injected"})
 
 
-def _mark_silence(story: Story) -> None:
+def _add_silent_ends(history: RunHistory) -> None:
     """Attempts that neither ended nor go on were killed, or hang."""
-    attempts = story.ledger.attempts
+    attempts = history.ledger.attempts
     for attempt in attempts:
         last = attempt.number == len(attempts) - 1
-        if attempt.status or (last and story.status != "silent"):
+        if attempt.status or (last and history.status != "silent"):
             continue
         step = attempt.to_step or 0
         # Who fell behind; nobody, where all came as far.
@@ -406,8 +408,8 @@ def _mark_silence(story: Story) -> None:
         ranks = [rank for rank, reached in sorted(attempt.reached.items()) if reached == least]
         ranks = ranks if len(ranks) < len(attempt.reached) else []
         text = "no end was written: the processes were killed, or could not go on"
-        story.marks.append(
-            Mark(attempt.last, step, "silent", ranks, text, attempt=attempt.number, ends=True)
+        history.incidents.append(
+            Incident(attempt.last, step, "silent", ranks, text, attempt=attempt.number, ends=True)
         )
 
 

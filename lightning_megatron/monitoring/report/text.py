@@ -1,17 +1,9 @@
-"""Numbers, times and foreign text, as the page shows them."""
+"""Texts of numbers, times and paths, as the page shows them."""
 
-import html
 import math
 import os
 import re
 import time
-from typing import Any
-
-
-def escape(value: Any) -> str:
-    """Text that cannot be taken for HTML."""
-    return html.escape(str(value), quote=True)
-
 
 _PATH = re.compile(r"(: )?(['\"]?)((?<![\w./])/(?:[^\s/:'\"]+/)+[^\s/:'\",;()]+)\2")
 
@@ -20,7 +12,7 @@ _DRAFT = re.compile(r"/\.([^/]+)\.tmp-.*")
 
 
 def with_short_paths(text: str, run_dir: str | os.PathLike[str]) -> str:
-    """A message in which each absolute path stands once, seen from the run's directory.
+    """Message with each absolute path once, relative to the run's directory.
 
     >>> with_short_paths("/a/run/x.ckpt: Disk full: '/a/run/x.ckpt'", "/a/run")
     'x.ckpt: Disk full'
@@ -46,7 +38,7 @@ def seen_from(path: str, run_dir: str | os.PathLike[str]) -> str:
 
 
 def middle_cut(text: str, count: int) -> str:
-    """At most ``count`` characters; what is longer loses its middle.
+    """Text of at most ``count`` characters; a longer one loses its middle.
 
     >>> middle_cut("runs/an-experiment/step=100.ckpt", 20)
     'runs/an-e…p=100.ckpt'
@@ -58,12 +50,12 @@ def middle_cut(text: str, count: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 step``, ``2,000 steps``."""
+    """Count with its noun: ``1 step``, ``2,000 steps``."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def duration(seconds: float | None) -> str:
-    """``35 ms``, ``14.2 s``, ``3 min 5 s``, ``2 h 3 min``, ``4 d 1 h``."""
+    """Time in words: ``35 ms``, ``14.2 s``, ``3 min 5 s``, ``2 h 3 min``, ``4 d 1 h``."""
     if seconds is None:
         return "–"
     if seconds < 1:
@@ -78,7 +70,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number of so many digits, with thousands apart."""
+    """Number with ``digits`` significant digits and commas between thousands."""
     if value is None:
         return "–"
     if math.isnan(value):
@@ -91,12 +83,12 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of one in percent."""
+    """Share in percent: ``12.5 %``."""
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
 def size(count: float | None) -> str:
-    """Bytes."""
+    """Bytes in the largest fitting unit: ``1.5 MB``."""
     if not count:
         return "–"
     units = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -104,6 +96,6 @@ def size(count: float | None) -> str:
     return f"{count / 1000**power:.3g} {units[power]}"
 
 
-def moment(t: float) -> str:
-    """Wall time, in the time zone of this machine."""
+def timestamp(t: float) -> str:
+    """Wall time in the time zone of this machine."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t))

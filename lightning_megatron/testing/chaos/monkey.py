@@ -30,10 +30,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import call_before_fetch
 from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.services import events_of, services_if_any
 from lightning_megatron.testing.chaos.actions import (
     ACTS,
     fill_disk,
@@ -121,12 +123,7 @@ class ChaosMonkey(pl.Callback):
             self._open_diary(self._diary, trainer)
         elif not env.restart_count() and not trainer.global_step:
             self._memory.forget()
-        loop: Any = trainer.fit_loop.epoch_loop
-        loop._on_before_fetch = partial(self._before_fetch, loop._on_before_fetch, trainer)
-
-    def _before_fetch(self, original: Callable[[], None], trainer: pl.Trainer) -> None:
-        original()
-        self._strike("data", trainer)
+        call_before_fetch(trainer, partial(self._strike, "data", trainer))
 
     @override
     def on_train_batch_start(
@@ -209,8 +206,8 @@ class ChaosMonkey(pl.Callback):
         diary.identify(rank=trainer.global_rank, run="rehearsal", attempt=env.restart_count())
         diary.step, self._last_batch = trainer.global_step, time.monotonic()
         diary.open(self._place(trainer))
-        events = getattr(trainer.strategy, "events", None)
-        where = None if events is None or events.run_dir is None else str(events.run_dir.absolute())
+        run_dir = events_of(trainer).run_dir
+        where = None if run_dir is None else str(run_dir.absolute())
         diary.write("start", run_dir=where)
 
     # What is due ---------------------------------------------------------------------------------
@@ -363,10 +360,10 @@ def _moments(fault: Fault, now: Moment, trainer: pl.Trainer) -> list[Moment]:
 
     A loss belongs to all ranks that work on the same samples: whichever has it poisons it.
     """
-    topology = getattr(trainer.strategy, "topology", None)
-    if fault.kind not in _OF_THE_LOSS or topology is None:
+    services = services_if_any(trainer)
+    if fault.kind not in _OF_THE_LOSS or services is None:
         return [now]
-    groups = groups_along(("pp", "cp", "tp"), topology.degrees)
+    groups = groups_along(("pp", "cp", "tp"), services.topology.degrees)
     peers = next(group for group in groups if now.rank in group)
     return [replace(now, rank=rank) for rank in peers]
 
@@ -382,9 +379,7 @@ def _scaled(output: Any, factor: float) -> Any:
 def _announce(fault: Fault, now: Moment, trainer: pl.Trainer) -> None:
     where = f"rank {now.rank}, step {now.step}, {now.section}, attempt {now.attempt}"
     announce(f"CHAOS: injecting '{fault}'", [where], rank=now.rank)
-    events = getattr(trainer.strategy, "events", None)
-    if events is not None:
-        sections = getattr(trainer.strategy, "sections", None)
-        doing = now.section if sections is None else sections.current
-        about = {"section": now.section, "doing": doing, "detail": str(fault), "step": now.step}
-        events.write("injected", what=fault.kind, **about)
+    services = services_if_any(trainer)
+    doing = now.section if services is None else services.clock.current
+    about = {"section": now.section, "doing": doing, "detail": str(fault), "step": now.step}
+    events_of(trainer).write("injected", what=fault.kind, **about)

@@ -4,7 +4,6 @@ import json
 import pytest
 
 from lightning_megatron.checkpoint.directory.chunk_runs import Repeat, Run
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import (
     SCHEMA,
     Manifest,
@@ -15,7 +14,7 @@ from lightning_megatron.checkpoint.directory.manifest import (
     local_path,
     read_manifest,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry
+from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
 from lightning_megatron.checkpoint.directory.sealed_text import is_file_name
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
@@ -42,7 +41,6 @@ MANIFEST = Manifest(
     tensors={"model.a": TensorEntry(dtype="float32", shape=(2, 4), runs=(RUN,))},
     aliases={"b": "a"},
 )
-FIRST = Manifest(schema=1, files={"state.json": FileEntry(size=2), ".metadata": FileEntry(size=3)})
 
 
 def sealed(data):
@@ -59,7 +57,6 @@ def changed(**changes):
 
 def test_manifest_comes_back():
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
-    assert Manifest.from_json(FIRST.to_json()) == FIRST
 
 
 def test_tensors_and_files_have_a_line_each():
@@ -106,15 +103,20 @@ def test_hash_of_the_manifest_is_named_expected_and_found():
         Manifest.from_json(text)
 
 
-def test_sealed_manifest_cannot_pass_for_one_without_hashes():
-    body = MANIFEST.to_json().rpartition(",\n")[0].replace(f'"schema": {SCHEMA}', '"schema": 1')
-    text = body + "\n}\n"
-    with pytest.raises(DamagedCheckpointError, match="hashes but not their schema"):
+def test_the_first_schema_is_refused_but_not_called_damaged():
+    text = json.dumps({"schema": 1, "files": {".metadata": {"size": 3, "sha256": None}}})
+    with pytest.raises(CheckpointError, match="format 1, .* formats 2 to 3 are read;") as info:
         Manifest.from_json(text)
-    with pytest.raises(DamagedCheckpointError, match="hashes but not their schema"):
-        Manifest.from_json(changed(schema=1))
+    assert not isinstance(info.value, DamagedCheckpointError)
+
+
+def test_sealed_manifest_cannot_pass_for_one_without_hashes():
+    body = MANIFEST.to_json().rpartition(",\n")[0]
     with pytest.raises(DamagedCheckpointError, match="does not end with its own hash"):
-        Manifest.from_json(text.replace('"schema": 1', f'"schema": {SCHEMA}'))
+        Manifest.from_json(body + "\n}\n")
+    for text in (body.replace(f'"schema": {SCHEMA}', '"schema": 1') + "\n}\n", changed(schema=1)):
+        with pytest.raises(DamagedCheckpointError, match="schema 1"):
+            Manifest.from_json(text)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ import re
 import pytest
 
 from lightning_megatron.checkpoint.directory import verify
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import Manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry
+from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
 from lightning_megatron.checkpoint.directory.verify import (
     check_contents,
     check_files,
@@ -61,11 +60,6 @@ def test_files_with_other_content_are_named_with_both_hashes(directory):
     assert "state.json" not in text
 
 
-def test_file_without_a_hash_passes(directory):
-    (directory / ".metadata").write_bytes(b"abd")
-    check(directory, Manifest(files={**MANIFEST.files, ".metadata": FileEntry(size=3)}))
-
-
 @pytest.mark.parametrize(
     ("name", "schema"), [(".metadata", 2), ("state.json", 2), ("state.json", 3)]
 )
@@ -114,7 +108,7 @@ class _Rank(Peers):
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_ranks_share_the_bytes(size):
     files = {f"f{i}": entry_of(bytes(100 * (i % 5))) for i in range(20)}
-    manifest = Manifest(files={**files, "none": FileEntry(size=5)})
+    manifest = Manifest(files=files)
     shares = [verify._share(manifest, _Rank(rank, size)) for rank in range(size)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(files[name].size for name in share) for share in shares]

@@ -19,14 +19,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.checkpoint.collective_io import load_directory
 from lightning_megatron.checkpoint.directory.chunk_runs import Repeat, Run
-from lightning_megatron.checkpoint.directory.digest import read_entry
 from lightning_megatron.checkpoint.directory.manifest import read_manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry
+from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry, read_entry
 from lightning_megatron.checkpoint.offline.export import (
     export_safetensors,
     load_from_checkpoint,
     load_full_state_dict,
 )
+from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.damage import (
@@ -37,7 +37,6 @@ from tests.checkpoint.damage import (
     rewrite_manifest,
     save,
     value_of,
-    without_hashes,
 )
 from tests.strategy.small import loader, make_trainer
 
@@ -71,16 +70,6 @@ def change_tensor(path, **changes):
     tensors = dict(read_manifest(path).tensors)
     tensors["model.0.weight"] = replace(tensors["model.0.weight"], **changes)
     rewrite_manifest(path, tensors=tensors)
-
-
-def old_metadata(path):
-    without_hashes(path)
-    (path / ".metadata").write_bytes(gadget(path))
-    rewrite_manifest(path, files=sizes(path))
-
-
-def sizes(path):
-    return {n: FileEntry(size=(path / n).stat().st_size) for n in read_manifest(path).files}
 
 
 def pickled_shard(path):
@@ -122,7 +111,6 @@ def sparse_tensors(path):
     text = json.dumps({"callbacks.best": entry}).encode()
     (path / "state.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     os.truncate(path / "state.safetensors", 8 + len(text) + size)
-    without_hashes(path)
 
 
 def zip_bomb(path):
@@ -162,7 +150,6 @@ def many_chunks(path):
 
 
 MALICE = {
-    "pickle in the index of an old one": (old_metadata, "refusing to load"),
     "pickle for the state": (lambda p: forge(p, "state.json", gadget(p)), "state"),
     "pickle for the state's tensors": (
         lambda p: forge(p, "state.safetensors", gadget(p)),
@@ -211,10 +198,6 @@ MALICE = {
         lambda p: add_file(p, "__0_0.distcp", FileEntry(size=LARGE, sha256="0" * 64)),
         f"not the {LARGE}",
     ),
-    "sparse state": (
-        lambda p: (os.truncate(p / "state.json", LARGE), rewrite_manifest(p, files=sparse(p))),
-        "are not read",
-    ),
     "one place for two": (
         lambda p: change_chunk(p, WEIGHT, begin=place_of(p, "model.0.bias").begin),
         "exceeds file|the same bytes",
@@ -259,11 +242,6 @@ MALICE = {
         lambda p: forge(p, "state.safetensors", safetensors_file([1], 4, begin=LARGE)),
         "state cannot be read",
     ),
-    "sparse text": (
-        lambda p: (os.truncate(p / "state.json", 1 << 29), rewrite_manifest(p, files=sparse(p))),
-        "is not a text",
-    ),
-    "sparse tensors of the state": (sparse_tensors, "far more than its content"),
     "millions of chunks": (many_chunks, "manifest.0.json is not a text"),
     "bomb for a shard": (zip_bomb, "is compressed"),
     "a name twice": (
@@ -272,12 +250,6 @@ MALICE = {
     ),
     "deep nesting": (lambda p: forge(p, "state.json", b"[" * 10**6), "state cannot be read"),
 }
-
-
-def sparse(path):
-    """No hash, as that would take an hour; the manifest of an old one needs none."""
-    without_hashes(path)
-    return sizes(path)
 
 
 LIMIT_KB = 50_000
@@ -305,6 +277,24 @@ def test_nothing_is_executed_allocated_or_loaded(path, kind):
     # Values are read in place, tensor by tensor.
     if "shard" not in kind and message is not None:
         assert value_of(module) == -1.0
+
+
+SPARSE = {
+    "state": (lambda p: os.truncate(p / "state.json", LARGE), "are not read"),
+    "text": (lambda p: os.truncate(p / "state.json", 1 << 29), "is not a text"),
+    "tensors of the state": (sparse_tensors, "far more than its content"),
+}
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_a_sparse_file_is_refused_before_it_takes_memory(path, kind):
+    """Asked of the reader of the state itself: to hash such a file first would take an hour."""
+    attack, message = SPARSE[kind]
+    attack(path)
+    before = peak()
+    with pytest.raises(CheckpointError, match=message):
+        read_state_files(path, read_manifest(path))
+    assert peak() - before < LIMIT_KB
 
 
 class Net(pl.LightningModule):

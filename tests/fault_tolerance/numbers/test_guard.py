@@ -212,7 +212,7 @@ class Losses(pl.Callback):
         self.found: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
-        if not trainer.strategy.passing:
+        if not trainer.strategy.recovery.skips_batch:
             self.found.append(float(trainer.strategy.reduce(outputs["loss"])))
 
 

@@ -16,7 +16,7 @@ class Clock:
         self.t = START
 
 
-def write_run(  # noqa: C901 (a story has many turns)
+def write_run(  # noqa: C901 (a history has many turns)
     directory: Path,
     *,
     steps: int = 400,

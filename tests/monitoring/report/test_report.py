@@ -18,10 +18,10 @@ from lightning_megatron.cli import main
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.event_log import EventLogWriter
 from lightning_megatron.monitoring.events import event_file
-from lightning_megatron.monitoring.report.bars import spent
+from lightning_megatron.monitoring.report.bars import time_spent
 from lightning_megatron.monitoring.report.curves import thin_out, ticks
-from lightning_megatron.monitoring.report.page import page, verdict
-from lightning_megatron.monitoring.report.run_history import Story, read_story
+from lightning_megatron.monitoring.report.page import page, summarize
+from lightning_megatron.monitoring.report.run_history import RunHistory, read_run_history
 from lightning_megatron.monitoring.report.text import duration, number, size
 from tests.checkpoint.damage import flip, save
 from tests.monitoring.report.made_run import START, write_run
@@ -55,17 +55,17 @@ class WellFormed(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def history(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunHistory]:
     """Of 10,000 steps of 8 ranks."""
     directory = tmp_path_factory.mktemp("long") / "run-7"
     write_run(directory, steps=10_000, ranks=8)
-    yield read_story(directory)
+    yield read_run_history(directory)
     shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="module")
-def long_page(story: Story) -> str:
-    return page(story)
+def long_page(history: RunHistory) -> str:
+    return page(history)
 
 
 def test_the_page_of_a_long_run(long_page: str) -> None:
@@ -96,26 +96,26 @@ def test_the_page_of_a_long_run(long_page: str) -> None:
     assert "hunter2" not in text
 
 
-def test_the_times_add_up(story: Story) -> None:
-    times = spent(story)
+def test_the_times_add_up(history: RunHistory) -> None:
+    times = time_spent(history)
     for attempt, following in zip(times, [*times[1:], None], strict=True):
-        end = story.end - START if following is None else following.begin
+        end = history.end - START if following is None else following.begin
         assert sum(attempt.parts.values()) == pytest.approx(end - attempt.begin, rel=1e-3)
     assert times[0].parts["start"] == pytest.approx(6)
     assert times[0].parts["gap"] == pytest.approx(9, abs=0.1)
-    assert story.ledger.goodput(story.end) == pytest.approx(
-        sum(t.parts["kept"] for t in times) / (story.end - START), rel=1e-3
+    assert history.ledger.goodput(history.end) == pytest.approx(
+        sum(t.parts["kept"] for t in times) / (history.end - START), rel=1e-3
     )
-    assert sum(p.redone for p in story.points) == 2000
-    assert [(m.number, m.kind, m.step, m.ranks[:1]) for m in story.marks] == [
+    assert sum(p.redone for p in history.points) == 2000
+    assert [(m.number, m.kind, m.step, m.ranks[:1]) for m in history.incidents] == [
         (1, "silent", 4000, [1]),
         (2, "save", 5000, []),
         (3, "hang", 7000, [2]),
         (4, "failed", 7000, [2]),
         (5, "fault", 8000, [1]),
     ]
-    assert story.ranks[1].steps == 11_999
-    assert (story.ranks[3].host, story.ranks[3].share("data")) == (
+    assert history.ranks[1].steps == 11_999
+    assert (history.ranks[3].host, history.ranks[3].share("data")) == (
         "node-1",
         pytest.approx(0.085, 0.1),
     )
@@ -133,10 +133,10 @@ def test_the_times_add_up(story: Story) -> None:
 )
 def test_how_it_ended(tmp_path: Path, end: str | None, later: float, verdict: str) -> None:
     write_run(tmp_path, steps=40, end=end)
-    now = read_story(tmp_path).end + later
-    story = read_story(tmp_path, now=now)
-    assert verdict in " ".join(WellFormed(page(story)).text)
-    assert len(story.marks) == 5 + (end != "completed" and later != 5.0)
+    now = read_run_history(tmp_path).end + later
+    history = read_run_history(tmp_path, now=now)
+    assert verdict in " ".join(WellFormed(page(history)).text)
+    assert len(history.incidents) == 5 + (end != "completed" and later != 5.0)
 
 
 def test_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,10 +157,10 @@ def test_a_run_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str
         file.write('{"v":1,"t":17')  # as a machine that lost its power may leave it
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
     assert "Running at step 3." in capsys.readouterr().out
-    story = read_story(tmp_path, now=read_story(tmp_path).end + 1000)
-    assert [(p.step, p.redone) for p in story.points] == [(1, False), (2, False), (3, False)]
-    assert [(m.kind, m.step) for m in story.marks] == [("silent", 3)]
-    assert "✕ Stopped without an end" in " ".join(WellFormed(page(story)).text)
+    history = read_run_history(tmp_path, now=read_run_history(tmp_path).end + 1000)
+    assert [(p.step, p.redone) for p in history.points] == [(1, False), (2, False), (3, False)]
+    assert [(m.kind, m.step) for m in history.incidents] == [("silent", 3)]
+    assert "✕ Stopped without an end" in " ".join(WellFormed(page(history)).text)
 
 
 def test_which_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,18 +171,18 @@ def test_which_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, steps=60, run="newer")
     later = event_file(tmp_path, 0).read_text().replace('"t":17600', '"t":17700')
     event_file(tmp_path, 0).write_text(older + later)
-    story = read_story(tmp_path)
-    assert (story.run, story.other_runs, story.points[-1].step) == ("newer", ["older"], 60)
-    assert read_story(tmp_path, "older").points[-1].step == 40
-    assert read_story(tmp_path, "older").ledger.rank == 0
+    history = read_run_history(tmp_path)
+    assert (history.run, history.other_runs, history.points[-1].step) == ("newer", ["older"], 60)
+    assert read_run_history(tmp_path, "older").points[-1].step == 40
+    assert read_run_history(tmp_path, "older").ledger.rank == 0
     event_file(tmp_path, 0).write_text(older)
-    found = read_story(tmp_path, "newer")
+    found = read_run_history(tmp_path, "newer")
     assert (found.ledger.rank, found.points[-1].step) == (1, 60)
     assert main(["report", str(tmp_path), "--run", "none"]) == 2
     assert "nearest valid: " in capsys.readouterr().err
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "no" / "page.html")]) == 2
     with pytest.raises(ConfigError, match="run=x"):
-        read_story(tmp_path, "x")
+        read_run_history(tmp_path, "x")
 
 
 def test_what_stands_on_the_disk(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_run_without_anything_to_draw(tmp_path: Path) -> None:
     path = event_file(tmp_path, 0)
     path.parent.mkdir()
     path.write_text('{"v":1,"t":5.0,"run":"a","rank":0,"step":0,"kind":"start"}\n')
-    said = " ".join(WellFormed(page(read_story(tmp_path))).text)
+    said = " ".join(WellFormed(page(read_run_history(tmp_path))).text)
     assert "No step was recorded." in said
     assert "Saves are recorded under MegatronStrategy only." in said
 
@@ -282,15 +282,15 @@ def test_steps_that_no_checkpoint_holds_are_lost(
     tmp_path: Path, saves: list[bool], end: str, expected: str
 ) -> None:
     write_short_run(tmp_path, saves=saves, end=end)
-    said = verdict(read_story(tmp_path))
+    said = summarize(read_run_history(tmp_path))
     assert said.endswith(expected)
 
 
 def test_every_failed_save_is_listed_and_each_text_names_a_path_once(tmp_path: Path) -> None:
     write_short_run(tmp_path, saves=[False, False, False], end="failed")
-    story = read_story(tmp_path)
-    text = page(story)
-    assert [(mark.kind, mark.step) for mark in story.marks] == [
+    history = read_run_history(tmp_path)
+    text = page(history)
+    assert [(incident.kind, incident.step) for incident in history.incidents] == [
         ("save", 3), ("save", 6), ("save", 9), ("failed", 9),
     ]  # fmt: skip
     faults = text.split("<h2>What went wrong")[1].split("</table>")[0]
@@ -337,18 +337,20 @@ class Tables(HTMLParser):
 
 def test_tables_fit_on_a_page_of_1100_pixels(tmp_path: Path, long_page: str) -> None:
     write_short_run(tmp_path, saves=[True, False, True], end="failed")
-    for text in (page(read_story(tmp_path)), long_page):
+    for text in (page(read_run_history(tmp_path)), long_page):
         for widths in Tables(text).tables:
             # 7.5 pixels a character and 10.5 of padding a column, within margins of 44.
             assert sum(7.5 * width + 10.5 for width in widths.values()) <= 1100 - 2 * 44, widths
-    text = page(read_story(tmp_path)).split("<h2>Checkpoints")[1]
+    text = page(read_run_history(tmp_path)).split("<h2>Checkpoints")[1]
     assert text.count("<br") == 0
     assert 'class="t"' not in text.split("</table>")[0]  # such cells would be of several lines
     path = "experiments/with-a-long-name/version_0/step=9.ckpt"
     assert f'<span title="{path}">experiments/with…ion_0/step=9.ckpt</span>' in text
 
 
-def test_curves_of_validations_and_of_the_learning_rate(story: Story, long_page: str) -> None:
+def test_curves_of_validations_and_of_the_learning_rate(
+    history: RunHistory, long_page: str
+) -> None:
     text = long_page
     titles = re.findall(r"<figcaption>(.*?)[ ]?<|<figcaption>(.*?)</fig", text)
     assert [first or second for first, second in titles] == [
@@ -358,12 +360,12 @@ def test_curves_of_validations_and_of_the_learning_rate(story: Story, long_page:
     assert text.count('<span class="axis">step</span>') == 5
     assert text.count("over steps 1 to 10000") == 5  # validations and faults below each other
     assert "mean of the steps around" in text
-    assert [r.step for r in story.readings["val_loss"] if r.redone] == [4000]
+    assert [r.step for r in history.readings["val_loss"] if r.redone] == [4000]
 
 
 def test_the_page_of_a_short_run_explains_what_is_drawn(tmp_path: Path) -> None:
     write_short_run(tmp_path, saves=[True, True, True], end="completed")
-    text = page(read_story(tmp_path))
+    text = page(read_run_history(tmp_path))
     assert 'class="band"' not in text
     assert "mean of the steps" not in text
     assert "from the smallest" not in text

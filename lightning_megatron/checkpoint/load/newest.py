@@ -1,0 +1,195 @@
+"""The newest checkpoint that can be trusted.
+
+A run that is to go on by itself needs more than "the latest": the latest may be torn, or a disk may
+have spoiled it. So the candidates are opened from the newest on, which verifies them; one that is
+damaged is renamed ``<name>.corrupt`` (never deleted), which takes it out of every later search, and
+the one before it is tried. All ranks do this together and agree. What cannot be *read*, for want of
+permission or by a failing disk, is no damage: going back would throw work away, so it is an error.
+So is a file in the place of a directory.
+
+Local checkpoints (local/run.py) stand in the same order, by when their state was taken. They
+are passed over where they are damaged or where a part of them is on no node that is left.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_megatron.checkpoint.directory.commit import locate, set_aside
+from lightning_megatron.checkpoint.directory.discovery import Places, age, candidates, renamed
+from lightning_megatron.checkpoint.directory.index import summary
+from lightning_megatron.checkpoint.directory.manifest import read_manifest
+from lightning_megatron.checkpoint.directory.storage import AnyPath
+from lightning_megatron.checkpoint.load.reader import CheckpointReader
+from lightning_megatron.checkpoint.local.restore import LocalCandidate, LocalStock
+from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def open_newest(
+    places: Places,
+    *,
+    with_optimizers: bool = False,
+    group: dist.ProcessGroup | None = None,
+    stock: LocalStock | None = None,
+) -> CheckpointReader | None:
+    """Open the newest valid checkpoint; collective.
+
+    Args:
+        places: where to look; the first rank's count.
+        with_optimizers: pass over checkpoints that hold weights alone.
+        group: the ranks that read; all when None.
+        stock: what the nodes have of local checkpoints, if there may be some.
+
+    Returns:
+        None when there has never been a checkpoint.
+
+    Raises:
+        CheckpointError: every one is damaged, which is listed; or one cannot be read.
+    """
+    peers = Peers(group)
+    found, corrupt = peers.run(
+        "looking for checkpoints", lambda: None, lambda _: _search(places, with_optimizers)
+    )
+    local = [] if stock is None else stock.find()
+    reasons: list[str] = []
+    for one in _merged(found, local):
+        if isinstance(one, LocalCandidate):
+            assert stock is not None
+            try:
+                return stock.open(one)
+            except CheckpointError as error:  # what it should have spared is lost, and no more
+                if peers.is_first:
+                    logger.warning("Going back further: %s", error)
+            continue
+        try:
+            return CheckpointReader(one.path, group=group)
+        except DamagedCheckpointError as error:
+            reasons.append(_put_aside(one.path, error, peers))
+    reasons += [f"{path}: found damaged before" for path in corrupt]
+    if not reasons:
+        return None
+    listed = "\n".join(f"  {reason}" for reason in reasons)
+    raise CheckpointError(
+        f"every checkpoint is damaged; to start from the beginning, move these away:\n{listed}"
+    )
+
+
+def open_or_go_back(
+    path: AnyPath,
+    places: Places,
+    *,
+    with_optimizers: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> CheckpointReader:
+    """Open ``path``, or if it is damaged the newest valid checkpoint beside it; collective.
+
+    In the latter case ``path`` becomes a link to that one, so that the name stays good (but for
+    stores, which have no links).
+
+    Args:
+        path: a checkpoint; the first rank's value counts.
+        places: where else to look.
+        with_optimizers: pass over checkpoints that hold weights alone.
+        group: the ranks that read; all when None.
+
+    Raises:
+        CheckpointError: there is none, every one is damaged, or one cannot be read.
+    """
+    peers = Peers(group)
+    try:
+        return CheckpointReader(path, group=group)
+    except DamagedCheckpointError as error:
+        reason = _put_aside(path, error, peers)
+    reader = open_newest(places, with_optimizers=with_optimizers, group=group)
+    if reader is None:
+        raise CheckpointError(f"the only checkpoint is damaged: {reason}")
+
+    found = reader.directory
+
+    def link(_: object) -> None:
+        if not isinstance(path, Path):  # stores have no links: the next save takes the name
+            return
+        if path.is_symlink():
+            path.unlink()
+        if not os.path.lexists(path):
+            path.symlink_to(os.path.relpath(found, path.parent))
+
+    peers.run(f"linking {path}", lambda: None, link)
+    return reader
+
+
+def _put_aside(path: AnyPath, error: DamagedCheckpointError, peers: Peers) -> str:
+    def rename(_: object) -> AnyPath:
+        try:
+            return set_aside(path)
+        except OSError as problem:  # a directory that may only be read
+            logger.warning("%s cannot be renamed: %s", path, problem)
+            return path
+
+    now = peers.run(f"renaming {path}", lambda: None, rename)
+    reason = " ".join(str(error).split())  # one line, whatever is in it
+    if peers.is_first:
+        logger.warning("Damaged checkpoint, renamed to %s: %s", now, reason)
+    return f"{now}: {reason}"
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A shared checkpoint, complete or torn."""
+
+    path: AnyPath
+    taken: float
+    """When the state was taken, or else when it was written."""
+
+
+def _merged(
+    shared: Sequence[_Shared], local: Sequence[LocalCandidate]
+) -> list[_Shared | LocalCandidate]:
+    """Put both in one order, the newest first, in which each keeps its own."""
+    merged: list[_Shared | LocalCandidate] = []
+    ours = list(local)
+    for one in shared:
+        while ours and ours[0].taken >= one.taken:
+            merged.append(ours.pop(0))
+        merged.append(one)
+    return [*merged, *ours]
+
+
+def _search(places: Places, with_optimizers: bool) -> tuple[list[_Shared], list[AnyPath]]:
+    """Return the candidates, and what earlier searches have renamed."""
+    for place in (*places.trees, *places.folders):
+        if isinstance(place, Path) and place.exists() and not place.is_dir():
+            raise CheckpointError(
+                f"{place} is no directory, as where checkpoints are looked for should be: bring "
+                "back what was there, or move it away to start from the beginning"
+            )
+    found = candidates(places)
+    weights = [path for path in found if with_optimizers and _has_weights_alone(path)]
+    if weights:
+        logger.warning(
+            "Passing over checkpoints of weights alone: %s",
+            summary([str(path) for path in weights]),
+        )
+    return [_Shared(p, _taken(p)) for p in found if p not in weights], renamed(places)
+
+
+def _taken(path: AnyPath) -> float:
+    with suppress(CheckpointError):  # opening it will tell
+        if (taken := read_manifest(locate(path)).taken) is not None:
+            return taken
+    return age(path)[0]
+
+
+def _has_weights_alone(path: AnyPath) -> bool:
+    try:
+        return read_manifest(locate(path)).optimizers == 0
+    except CheckpointError:
+        return False  # opening it will tell
