@@ -1,23 +1,28 @@
 """Lightning's loops do what `_lightning.loops` relies on."""
 
 import inspect
+from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
 from lightning_megatron._lightning import (
+    batch_progress,
     begin_next_epoch,
     broadcast_no_signals,
     call_before_fetch,
     count_batches_anew,
     end_batch,
     end_epoch,
+    epoch_counts,
     evaluation_loop,
     is_last_batch,
     replace_end_of_batch,
     replace_end_of_epoch,
     say_validation_has_begun,
+    shift_batch_counts,
+    take_batches_back,
     validates_after_batch,
     validates_first,
 )
@@ -112,6 +117,31 @@ def test_say_validation_has_begun_and_validates_first() -> None:
     assert not validates_first(resumed(progress))
     say_validation_has_begun(progress)
     assert validates_first(resumed(progress))
+
+
+def test_batch_progress_epoch_counts_and_take_batches_back() -> None:
+    saved: list[dict[str, Any]] = []
+    note = On(on_train_batch_end=lambda trainer, _: saved.append(deepcopy(progress_of(trainer))))
+    make_trainer(note, max_epochs=2).fit(Module())
+    progress = saved[3]  # the last batch of the second epoch
+    counts = {"ready": 2, "started": 2, "processed": 2, "completed": 1}
+    assert batch_progress(progress)["current"] == counts
+    assert batch_progress(progress)["total"] == {name: n + 2 for name, n in counts.items()}
+    assert batch_progress(progress)["is_last_batch"]
+    assert not batch_progress(saved[2])["is_last_batch"]
+    assert epoch_counts(progress) == {"ready": 2, "started": 2, "processed": 1, "completed": 1}
+    take_batches_back(progress, 1)
+    loop = resumed(progress).fit_loop.epoch_loop
+    assert set(vars(loop.batch_progress.current).values()) == {1}
+    assert set(vars(loop.batch_progress.total).values()) == {3}
+
+
+def test_shift_batch_counts() -> None:
+    trainer = make_trainer()
+    trainer.fit(Module())
+    shift_batch_counts(trainer, 3)
+    assert set(vars(trainer.fit_loop.epoch_loop.batch_progress.current).values()) == {5}
+    assert set(vars(trainer.fit_loop.epoch_loop.batch_progress.total).values()) == {2}
 
 
 def test_begin_next_epoch() -> None:
