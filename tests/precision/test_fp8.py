@@ -23,9 +23,8 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.precision.fp8_options import device_problems, offload_problems
-from lightning_megatron.precision.fp8_products import DelayedProducts
-from lightning_megatron.precision.recipe import RECIPES
+from lightning_megatron.precision.fp8_gemm import DelayedGemm
+from lightning_megatron.precision.fp8_recipes import RECIPES, device_problems, offload_problems
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.layers.parity import make_topology
 from tests.parity.jobs import (
@@ -219,7 +218,7 @@ def scales_job(recipe: str, world: int) -> list[tuple[float, ...]]:
     x[0, 31], weight[31, 0], weight[0, 15], grad[0, 31] = 3.0, 5.0, 7.0, 9.0
     found = []
     for kind in (ColumnParallelLinear, RowParallelLinear):
-        products: Any = Fp8Precision(recipe)._products(kind(16, 32), topology)  # type: ignore[arg-type]
+        gemm: Any = Fp8Precision(recipe)._gemm(kind(16, 32), topology)  # type: ignore[arg-type]
         column = kind is ColumnParallelLinear
         features = x[:, :16] if column else x
         matrix = weight if column else weight.t()
@@ -228,14 +227,14 @@ def scales_job(recipe: str, world: int) -> list[tuple[float, ...]]:
         mine = matrix[part] if column else matrix[:, part]
         upstream = grad[:, part] if column else grad[:, :16]
         for _ in range(2):  # the second time delayed scales come from the first
-            _, kept = products.output(given, mine)
-            gradient = products.gradient(upstream, kept)
+            _, kept = gemm.output(given, mine)
+            gradient = gemm.prepare_gradient(upstream, kept)
             found.append((*(float(scale) for scale in kept), float(gradient.scale)))
-            if isinstance(products, DelayedProducts):
-                amax = products.current.clone()
+            if isinstance(gemm, DelayedGemm):
+                amax = gemm.current.clone()
                 if topology.tp.group is not None:
                     dist.all_reduce(amax, dist.ReduceOp.MAX, group=topology.tp.group)
-                products.advance(amax)
+                gemm.advance(amax)
     return found
 
 
