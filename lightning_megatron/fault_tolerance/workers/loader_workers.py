@@ -165,7 +165,7 @@ class GuardedIterator:
             except StopIteration:
                 raise
             except Exception as error:
-                self._meet(error)
+                self._handle_fault(error)
                 continue
             if self._indices.out:
                 self._indices.out.popleft()
@@ -177,9 +177,9 @@ class GuardedIterator:
         try:
             self._inner._reset(self._view, first_iter)
         except Exception as error:
-            self._meet(error)
+            self._handle_fault(error)
 
-    def _meet(self, error: Exception) -> None:
+    def _handle_fault(self, error: Exception) -> None:
         """Replace the workers if one of them is the cause of the error, or raise it."""
         fault = self._inner.fault(error)
         if fault is None:
