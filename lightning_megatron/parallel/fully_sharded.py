@@ -47,7 +47,6 @@ from lightning_megatron.parallel.fsdp_comm import (
 )
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.tied_half_params import TiedHalfParams
-from lightning_megatron.parallel.unit_dtype import one_format
 from lightning_megatron.parallel.zero import ComputeTypes, ZeroDataParallel, has_no_rows
 from lightning_megatron.topology.mesh import Topology
 
@@ -149,7 +148,7 @@ class FullySharded(ZeroDataParallel):
         """Number formats for one unit."""
         inside = (unit for unit in self._units if isinstance(unit, nn.Module))
         taken = {p for unit in inside for p in unit.parameters()}.union(unmanaged)
-        held_in = one_format(module, taken)
+        held_in = _one_format(module, taken)
         if self._policy.reduce_dtype is None and held_in is not None and held_in.itemsize < 4:
             return replace(self._policy, reduce_dtype=torch.float32)
         return self._policy
@@ -408,7 +407,8 @@ class _Stage:
                 root.set_requires_gradient_sync(sync)
             if last != self._last:
                 root.set_is_last_backward(last)
-        self._sync, self._last = sync, last
+        self._sync = sync
+        self._last = last
 
 
 class _FreezeFollower:
@@ -439,3 +439,30 @@ class _FreezeFollower:
             elif gathered.requires_grad != flag:
                 gathered.requires_grad_(flag)
             self._seen[index] = flag
+
+
+def _one_format(unit: nn.Module, elsewhere: Collection[nn.Parameter]) -> torch.dtype | None:
+    """Number format of the trained parameters of ``unit``; None if all are frozen.
+
+    The gradients of a unit are laid end to end and reduced together, so they have one format. What
+    is frozen has none: a network in bfloat16 takes adapters in float32.
+
+    Args:
+        unit: what is gathered and reduced as one.
+        elsewhere: parameters in it that are not.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    formats: dict[torch.dtype, str] = {}
+    for name, parameter in unit.named_parameters():
+        if parameter.requires_grad and parameter not in elsewhere:
+            formats.setdefault(parameter.dtype, name)
+    if len(formats) > 1:
+        found = ", ".join(f"{name} in {str(held_in)[6:]}" for held_in, name in formats.items())
+        raise ConfigError(
+            f"parameters in several formats in one unit of ZeRO: {found}; their gradients travel "
+            "together; nearest valid: one format for all that is trained (precision='bf16-true' "
+            "makes it one), or zero=0 with precision='32-true'"
+        )
+    return next(iter(formats), None)

@@ -115,7 +115,8 @@ class WholeReductions(TorchFunctionMode):
     def __init__(self, gradients: GradientSet, module: nn.Module) -> None:
         super().__init__()
         self._module = module
-        self._gradients, self._topology = gradients, gradients.topology
+        self._gradients = gradients
+        self._topology = gradients.topology
         self._lifted = 0
         self._derived: Any = WeakIdKeyDictionary()
         """Parts that were computed from parameters and gradients."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,10 @@ from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
 from lightning_megatron.monitoring.sections import BACKWARD, FORWARD, SectionClock
-from lightning_megatron.pipeline.executor import Executor, LossOf, Reduction, Step
-from lightning_megatron.pipeline.item_times import ItemTimes
 from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
-from lightning_megatron.pipeline.timing import Bubble, Clock, bubble, saved_bytes
+from lightning_megatron.pipeline.timing import ActionClock, Bubble, ItemTimes, bubble, saved_bytes
 from lightning_megatron.schedules.schedule import (
     Action,
     Kind,
@@ -44,6 +42,97 @@ from lightning_megatron.schedules.schedule import (
     forward_only,
 )
 from lightning_megatron.topology.mesh import Topology
+
+Step = Callable[[int, bool], Any]
+"""The user's step on a microbatch; the flag says whether it runs to its end."""
+LossOf = Callable[[Any, int], Tensor | None]
+"""Function of the step's output and the microbatch that gives the scalar to differentiate."""
+
+
+class Reduction(Protocol):
+    """Communication of parameters and gradients around the work on a stage."""
+
+    def before_forward(self, stage: int) -> None:
+        """This rank's ``stage``-th stage will run forward once its input has arrived."""
+        ...
+
+    def before_backward(self, stage: int, *, last: bool, split: bool) -> None:
+        """A backward, or its input part (``split``), of this rank's ``stage``-th stage begins.
+
+        ``last``: after it the stage's gradients are complete.
+        """
+        ...
+
+    def after_weights(self, stage: int, *, last: bool) -> None:
+        """A weight part has ended."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs the microbatches of a batch.
+
+    Attributes:
+        clock: told of every change between forward and backward.
+    """
+
+    clock: SectionClock
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the loss."""
+        ...
+
+    def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
+        """Forward and backward of every microbatch.
+
+        Args:
+            step: the user's step.
+            loss_of: what to differentiate.
+            count: number of microbatches; all ranks of the pipeline must agree.
+            reduction: told of every backward.
+
+        Returns:
+            On the last stage the detached outputs of the step by microbatch, elsewhere nothing.
+        """
+        ...
+
+    def evaluate(self, step: Step, count: int, repeated: int = 0) -> list[Any]:
+        """Forward of every microbatch; outputs of the step on the last stage, elsewhere nothing.
+
+        Args:
+            step: the user's step.
+            count: number of microbatches.
+            repeated: how many at the end only run through the trunk, and have no output.
+        """
+        ...
+
+
+class NoPipeline(Executor):
+    """Runs microbatches one after the other in a process that holds the whole network."""
+
+    is_last = True
+
+    def __init__(self) -> None:
+        self.clock = SectionClock()
+
+    @override
+    def train(self, step: Step, loss_of: LossOf, count: int, reduction: Reduction) -> list[Any]:
+        outputs = []
+        for index in range(count):
+            self.clock.enter(FORWARD)
+            output = step(index, True)
+            loss = loss_of(output, index)
+            self.clock.enter(BACKWARD)
+            if loss is not None:
+                reduction.before_backward(0, last=index == count - 1, split=False)
+                loss.backward()  # type: ignore[no-untyped-call]
+            outputs.append(detach(output))
+            del output, loss
+        return outputs
+
+    @override
+    def evaluate(self, step: Step, count: int, repeated: int = 0) -> list[Any]:
+        return [step(index, True) for index in range(count - repeated)]
 
 
 class StageBoundary(BaseException):
@@ -69,8 +158,11 @@ class _Port:
         last: bool,
         received: Any,
     ) -> None:
-        self.position, self.random = position, random
-        self._first, self._last, self._received = first, last, received
+        self.position = position
+        self.random = random
+        self._first = first
+        self._last = last
+        self._received = received
         self.calls = 0
 
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -121,15 +213,17 @@ class Pipeline(Executor):
         host_group: dist.ProcessGroup | None = None,
         scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
-        self._trunk, self._rank = trunk, topology.pp.rank
+        self._trunk = trunk
+        self._rank = topology.pp.rank
         self._links = Links(topology, stage_ranks, host_group, scatter_gather)
         self._final = len(stage_ranks) - 1
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
-        self._pp, self._device = topology.pp, topology.device
+        self._pp = topology.pp
+        self._device = topology.device
         self._random = topology.rng.trunk
-        self._clock: Clock | None = None
+        self._clock: ActionClock | None = None
         self._measures = False
         self._profile: ItemTimes | None = None
         self._measured: Schedule | None = None
@@ -177,7 +271,7 @@ class Pipeline(Executor):
 
     def _watch(self) -> None:
         wanted = self._measures or self._profile is not None
-        self._clock = Clock(self._device) if wanted else None
+        self._clock = ActionClock(self._device) if wanted else None
 
     def bubble(self) -> Bubble | None:
         """Idle time of the latest step, None if it was not measured; collective over the ranks."""

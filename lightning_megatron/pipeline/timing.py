@@ -1,31 +1,43 @@
 """Times of a pipeline step as it really ran.
 
-A `Clock` notes for every action when it began to compute and when it ended; waiting for messages is
-outside. From the notes of all ranks, `bubble` tells how large a share of the step the ranks stood
-idle, and how large it would be on paper with the very times that the actions took: what lies
-between the two is lost by the runner and its transfers.
+`ActionClock` notes when every action began to compute and when it ended; waiting for messages is
+not counted. From the notes of all ranks `bubble` computes the share of the step in which the ranks
+stood idle, and the share on paper, with the times that the actions took. The difference is lost by
+the runner and its transfers.
 
 With the mean times of each stage the paper may be worse than the step: ranks that share cores or
-power compute faster while others stand in the bubble, which is where the step gets longer. The step
-is that of the rank that took longest, from its own beginning, as ranks have no common clock; where
-the last action ran on a rank that began late, that is too short, and the time on paper counts.
+power compute faster while others wait in the bubble. Ranks have no common clock, so the time of the
+step is that of the rank that took longest, from its own beginning. Where the last action ran on a
+rank that began late this is too short, and the time on paper counts.
+
+`ItemTimes` measures every item of the trunk. A note is taken when an item's forward returns, and
+when the gradient of its output arrives in the backward (a hook on that tensor). Autograd goes
+through the items in reverse, so the time between two notes belongs to one item. The weight part of
+a split backward is divided by numbers of parameters, to which its products are proportional. Work
+around the items (code of the step before its trunk, sending, ZeRO's work on the gradients of a
+stage) does not depend on the partition and is left out, except the loss, which counts for the last
+item. The median over microbatches and steps is taken, so a disturbed one does no harm.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron._torch import tree_flatten
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.schedules.schedule import Action, Kind, Schedule
 from lightning_megatron.schedules.simulate import simulate
 
 
-class Clock:
+class ActionClock:
     """Notes when actions run, without waiting for the device.
 
     Args:
@@ -47,7 +59,8 @@ class Clock:
                 end.synchronize()
                 return float(start.elapsed_time(end)) / 1e3
 
-            self._now, self._between = event, between
+            self._now = event
+            self._between = between
         self._marks: list[Any] = []
         self._notes: list[tuple[int, int, Any]] = []
         self._begin: Any = None
@@ -55,7 +68,9 @@ class Clock:
 
     def begin(self) -> None:
         """A step begins."""
-        self._marks, self._notes, self._begin = [], [], self._now()
+        self._marks = []
+        self._notes = []
+        self._begin = self._now()
 
     def start(self) -> None:
         """Note that the inputs of an action have arrived."""
@@ -201,3 +216,115 @@ def bubble(schedule: Schedule, ranks: Sequence[StepTimes]) -> Bubble:
         backward_weight=tuple(weights),
         imbalance=max(busy) / mean_busy if mean_busy else 1.0,
     )
+
+
+_BEGIN = -1
+"""Note of a forward that reaches its first item, and of a backward that is through with it."""
+
+
+class ItemTimes:
+    """Watches the items of one rank, from now on until `close`.
+
+    Args:
+        trunk: reduced to this rank's stages.
+        mine: number of each of these stages.
+        final: number of the network's last stage.
+
+    Attributes:
+        clock: of the training step that runs; None outside.
+        steps: seconds of every step on this rank, waiting included.
+        schedule: of the latest step.
+    """
+
+    def __init__(self, trunk: PipelineSequential, mine: Sequence[int], final: int) -> None:
+        self.clock: ActionClock | None = None
+        self.steps: list[float] = []
+        self.schedule: Schedule | None = None
+        self._final = final
+        self._watched = trunk.stage_items
+        self._items = dict(zip(mine, trunk.held, strict=True))
+        self._sizes = {
+            index: sum(p.numel() for p in item.parameters())
+            for part, stage in zip(trunk.held, self._watched, strict=True)
+            for index, item in zip(part, stage.items, strict=True)
+        }
+        self._seconds: dict[int, dict[Kind, list[float]]] = {item: {} for item in self._sizes}
+        for part, stage in zip(trunk.held, self._watched, strict=True):
+            stage.observer = partial(self._passed, part.start)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self.clock = None
+        for stage in self._watched:
+            stage.observer = None
+
+    def _passed(self, first: int, position: int, output: Any) -> None:
+        clock = self.clock
+        if clock is None:  # an evaluation
+            return
+        item = first + position if position >= 0 else _BEGIN
+        leaves = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(_arrived, clock, item))  # type: ignore[no-untyped-call]
+        clock.note(item)
+
+    def add(self, schedule: Schedule, rank: int) -> None:
+        """A step has ended; waits for the device.
+
+        Args:
+            schedule: what ran.
+            rank: this one's place in the pipeline.
+        """
+        clock, self.clock = self.clock, None
+        assert clock is not None
+        self.schedule = schedule
+        self.steps.append(clock.read().step)
+        for action, spans in zip(schedule.row(rank), clock.spans(), strict=True):
+            items = self._items[action.stage]
+            found = dict.fromkeys(items, 0.0)
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                whole = sum(self._sizes[item] for item in items)
+                total = sum(span.seconds for span in spans)
+                for item in items:
+                    found[item] = total * (self._sizes[item] / whole if whole else 1 / len(items))
+            else:
+                for span in spans:
+                    forward = action.kind is Kind.FORWARD
+                    owner = span.after if forward else span.before
+                    if owner is None and action.stage == self._final:
+                        owner = items[-1]  # the loss
+                    if owner is not None and owner in found:
+                        found[owner] += span.seconds
+            for item, seconds in found.items():
+                self._seconds[item].setdefault(action.kind, []).append(seconds)
+
+    def by_item(self) -> "dict[int, ItemSeconds]":
+        """Times of a microbatch in each item of this rank."""
+        return {item: _seconds(kinds) for item, kinds in self._seconds.items()}
+
+
+class ItemSeconds(NamedTuple):
+    """Times of a microbatch in one item."""
+
+    forward: float
+    backward: float
+    """Both parts."""
+    weight: float
+    """Seconds of the backward's delayed half; 0 where no backward was split."""
+
+
+def _seconds(kinds: Mapping[Kind, list[float]]) -> ItemSeconds:
+    medians = {kind: median(times) for kind, times in kinds.items()}
+    weight = medians.get(Kind.BACKWARD_WEIGHT, 0.0)
+    backward = medians.get(Kind.BACKWARD_INPUT, 0.0) + weight
+    whole = medians.get(Kind.BACKWARD)
+    if whole is not None:
+        # A schedule may split some backwards only: then the two ways count by how often.
+        often, split = len(kinds[Kind.BACKWARD]), len(kinds.get(Kind.BACKWARD_WEIGHT, ()))
+        backward = (whole * often + backward * split) / (often + split)
+    return ItemSeconds(medians[Kind.FORWARD], backward, weight)
+
+
+def _arrived(clock: ActionClock, item: int, gradient: Tensor) -> None:
+    clock.note(item)

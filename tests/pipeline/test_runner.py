@@ -21,8 +21,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.nn import functional as F
 
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.pipeline.executor import NoPipeline
-from lightning_megatron.pipeline.runner import Pipeline, StageBoundary
+from lightning_megatron.pipeline.runner import NoPipeline, Pipeline, StageBoundary
 from lightning_megatron.schedules.schedule import SCHEDULES, Kind, make_schedule
 from lightning_megatron.schedules.simulate import simulate
 from lightning_megatron.testing import WorkerError, WorkerPool

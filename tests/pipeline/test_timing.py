@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from lightning_megatron.pipeline.timing import Clock, StepTimes, bubble
+from lightning_megatron.pipeline.timing import ActionClock, StepTimes, bubble
 from lightning_megatron.schedules.schedule import Kind, make_schedule
 from lightning_megatron.schedules.simulate import simulate
 
@@ -94,7 +94,7 @@ def test_the_slowest_rank_ends_the_step_and_actions_have_their_mean() -> None:
 
 
 def test_the_clock_leaves_waiting_out() -> None:
-    clock = Clock(torch.device("cpu"))
+    clock = ActionClock(torch.device("cpu"))
     clock.begin()
     for _ in range(3):
         time.sleep(0.02)

@@ -36,7 +36,7 @@ from lightning_megatron.fault_tolerance.hangs.report import title
 from lightning_megatron.fault_tolerance.hangs.section_limits import Limit, Limits
 from lightning_megatron.fault_tolerance.hangs.watchdog import Watchdog, start_monitor, this_member
 from lightning_megatron.launch import interfaces
-from lightning_megatron.monitoring.rank_stats import Family, labelled_of
+from lightning_megatron.monitoring.rank_stats import LabelledMetric, rank_metrics_of
 from lightning_megatron.monitoring.sections import SECTIONS
 from lightning_megatron.monitoring.window import LoggingSteps
 from lightning_megatron.services import MegatronServices, services_of
@@ -141,7 +141,7 @@ class HangDetector(pl.Callback):
         services.held = self._held
         _barrier()  # the monitor opens the pages of all ranks
         self._pages = pages = Pages(directory, [member.rank for member in members])
-        labelled_of(trainer).ask("hang detector", lambda: heartbeats(pages))
+        rank_metrics_of(trainer).set_source("hang detector", lambda: heartbeats(pages))
         if first:
             run_dir = self.directory_of_files(trainer)
             attempt = services.events.attempt
@@ -195,7 +195,7 @@ class HangDetector(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        labelled_of(trainer).ask("hang detector", None)
+        rank_metrics_of(trainer).set_source("hang detector", None)
         self._stop()
 
     def _meet(self, member: Member, services: MegatronServices) -> "_Meeting":
@@ -323,7 +323,7 @@ def _in_memory() -> Path | None:
     return None
 
 
-def heartbeats(pages: Pages) -> list[Family]:
+def heartbeats(pages: Pages) -> list[LabelledMetric]:
     """How the ranks of this node are at this moment."""
     now, beats = time.monotonic(), pages.read()
     ages: dict[tuple[str, ...], float] = {}
@@ -335,10 +335,10 @@ def heartbeats(pages: Pages) -> list[Family]:
         sections |= {(name, section): float(section == beat.section) for section in SECTIONS}
         begun |= {(name, group): float(c[0]) for group, c in beat.collectives.items()}
     return [
-        Family("dist/heartbeat_age_s", ("rank",), ages),
-        Family("dist/section", ("rank", "section"), sections),
-        Family("dist/section_age_s", ("rank",), stays),
-        Family("dist/collective_seq", ("rank", "group"), begun),
+        LabelledMetric("dist/heartbeat_age_s", ("rank",), ages),
+        LabelledMetric("dist/section", ("rank", "section"), sections),
+        LabelledMetric("dist/section_age_s", ("rank",), stays),
+        LabelledMetric("dist/collective_seq", ("rank", "group"), begun),
     ]
 
 

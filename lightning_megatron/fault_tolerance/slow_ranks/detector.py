@@ -16,7 +16,7 @@ from lightning_megatron.fault_tolerance.slow_ranks.comparison import (
     Verdicts,
     scores,
 )
-from lightning_megatron.monitoring.rank_stats import Family, Values, labelled_of
+from lightning_megatron.monitoring.rank_stats import LabelledMetric, Values, rank_metrics_of
 from lightning_megatron.services import MegatronServices, services_of
 
 _WINDOWS = 2
@@ -128,7 +128,9 @@ class SlowRankDetector(pl.Callback):
             logged[f"straggler/worst_{place}_rank"] = float(score.rank)
         pl_module.log_dict(logged, batch_size=1)
         by_label: Values = {(str(score.rank), score.section): score.score for score in self.latest}
-        labelled_of(trainer).put_family(Family("straggler/score", ("rank", "section"), by_label))
+        rank_metrics_of(trainer).put_metric(
+            LabelledMetric("straggler/score", ("rank", "section"), by_label)
+        )
         slow = self._verdicts.add(self.latest)
         self.slow += slow
         if trainer.is_global_zero:
