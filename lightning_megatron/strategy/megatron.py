@@ -50,7 +50,7 @@ from lightning_megatron.monitoring import sections
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.optim.gathered_step import check_optimizer
-from lightning_megatron.parallel.activations.config import MemoryConfig, blocks_to_recompute
+from lightning_megatron.parallel.activations.config import ActivationConfig, blocks_to_recompute
 from lightning_megatron.parallel.apply import (
     ParallelModule,
     Transforms,
@@ -59,6 +59,7 @@ from lightning_megatron.parallel.apply import (
     remember_layout,
 )
 from lightning_megatron.parallel.block_transforms import transform_blocks
+from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.layer_skeletons import spare_items
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
@@ -67,7 +68,7 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.precision.sharded import ShardedPrecision
-from lightning_megatron.problems import instances
+from lightning_megatron.problems import instances, numbers_or_instances
 from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
@@ -111,20 +112,16 @@ class MegatronStrategy(LaunchingStrategy):
 
     Args:
         tp: ranks that share every parallel layer.
-        pp: pipeline stages, each on ranks of its own.
+        pp: pipeline ranks, or these with the schedule, how the trunk is cut into stages and more.
         zero: 0 replicates; 1 shards optimizer state and reduces gradients once per step; 2 reduces
-            them every microbatch; 3 shards parameters too (see `parallel.zero`).
+            them every microbatch; 3 shards parameters too (see `parallel.zero`). Or the same with
+            the number of copies of the shards, what waits in host memory and more.
         sequence_parallel: split activations between parallel layers over tp along the sequence.
         microbatch_size: samples per microbatch.
         num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
-            4 per pipeline stage under a pipeline.
-        schedule: order of forwards and backwards in the pipeline (see `schedules.schedule`):
-            ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"breadth-first"``, ``"zb-h1"``,
-            ``"zb-h2"``, ``"zbv"``, ``"v-half"``, ``"v-min"``, ``"dualpipev"``, ``"custom"`` or
-            ``"auto"`` (the fastest, by the times of the first steps).
-        pipeline: how the trunk is cut into stages, and how many a rank holds.
-        sharding: what ZeRO treats as a unit, and how many copies of its shards there are.
-        memory: which activations are computed again in the backward, or wait in host memory.
+            4 per pipeline rank under a pipeline.
+        activations: which are computed again in the backward, or wait in host memory.
+        compile: what of the network runs through ``torch.compile``.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
 
@@ -142,40 +139,36 @@ class MegatronStrategy(LaunchingStrategy):
     def __init__(
         self,
         tp: int = 1,
-        pp: int = 1,
-        zero: Literal[0, 1, 2, 3] = 1,
+        pp: int | PipelineConfig = 1,
+        zero: Literal[0, 1, 2, 3] | ShardingConfig = 1,
         sequence_parallel: bool = False,
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
-        schedule: str = "1f1b",
-        pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008 (frozen)
-        sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
-        memory: MemoryConfig = MemoryConfig(),  # noqa: B008
+        activations: ActivationConfig = ActivationConfig(),  # noqa: B008 (frozen)
+        compile: CompileConfig = CompileConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
         raise_if_any(
-            instances(
-                pipeline=(pipeline, PipelineConfig),
-                sharding=(sharding, ShardingConfig),
-                memory=(memory, MemoryConfig),
+            numbers_or_instances(pp=(pp, PipelineConfig), zero=(zero, ShardingConfig))
+            + instances(
+                activations=(activations, ActivationConfig),
+                compile=(compile, CompileConfig),
                 connection=(connection, ConnectionConfig),
                 checkpoint=(checkpoint, CheckpointConfig),
             )
         )
         self.options = LayoutOptions(
             tp=tp,
-            pp=pp,
-            zero=zero,
-            dp_replicate=sharding.dp_replicate,
+            pp=pp if isinstance(pp, PipelineConfig) else PipelineConfig(degree=pp),
+            zero=zero if isinstance(zero, ShardingConfig) else ShardingConfig(stage=zero),
             sequence_parallel=sequence_parallel,
             microbatch_size=microbatch_size,
             num_microbatches=num_microbatches,
-            schedule=schedule,
-            pipeline=pipeline,
+            activations=activations,
+            compile=compile,
         )
-        self._sharding, self.memory = sharding, memory
         self._connection, self._checkpoint = connection, checkpoint
         self.events = EventLog()
         self.votes = PerBatchVotes()
@@ -313,14 +306,8 @@ class MegatronStrategy(LaunchingStrategy):
         module = self.module
         with self.processes.told_to_others():
             self._examine(module)
-        host = self._sharding.offload_parameters
-        options = named_options(
-            module.trainer,
-            self.options,
-            sharding=self._sharding,
-            memory=self.memory,
-            checkpoint=self._checkpoint,
-        )
+        host = self.options.zero.offload_parameters
+        options = named_options(module.trainer, self.options, checkpoint=self._checkpoint)
         self.processes.find_peers(options, from_host=host)
         self._topology = self._make_topology(module)
         set_device_mesh(module, self.topology.mesh)
@@ -331,12 +318,9 @@ class MegatronStrategy(LaunchingStrategy):
 
     def _examine(self, module: LightningModule) -> None:
         """Raise everything that is wrong with the run, as far as one process can tell."""
-        findings = examine(
-            module.trainer, module, self.options, self._sharding, self.memory, self.world_size
-        )
-        host = self._sharding.offload_parameters
+        findings = examine(module.trainer, module, self.options, self.world_size)
         problems = (
-            *self._connection.problems(host),
+            *self._connection.problems(self.options.zero.offload_parameters),
             *self.checkpoints.problems(self.checkpoint_io),
         )
         raise_if_any([*problems, *findings.problems])
@@ -475,7 +459,7 @@ class MegatronStrategy(LaunchingStrategy):
     def _watch_parts(self, trainer: Trainer, module: LightningModule) -> None:
         """Have parts of weights seen by user's code made whole, where there are parts and users."""
         degrees = self.topology.degrees
-        in_parts = self.options.zero == 3 and self.topology.batch.size > 1
+        in_parts = self.options.zero.stage == 3 and self.topology.batch.size > 1
         if in_parts or degrees.tp > 1 or degrees.pp > 1:
             somewhere, in_step = looks_at_weights(trainer, module)
             in_step = self.reduce_boolean_decision(in_step, all=False)
@@ -492,7 +476,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.weight_watch.follow(parallel.gradients)
         rule = self.options.microbatches()
         make = self.options.make_schedule
-        config = self.options.pipeline
+        config = self.options.pp
         self._steps = StepRunner(
             module, parallel, precision, rule, make, self._host_gloo, config.scatter_gather
         )
@@ -503,12 +487,18 @@ class MegatronStrategy(LaunchingStrategy):
 
     def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
         """Whatever is to be tuned on a new layout."""
-        if self.memory.recompute == "adaptive":
-            make = self.options.make_schedule
-            yield AdaptiveMemory(parallel, self.memory, make, rank_zero_info)
-        if self.options.schedule == AUTO and self.pipeline is not None:
-            config, pp = self.options.pipeline, parallel.topology.pp
+        options, config = self.options, self.options.pp
+        if options.activations.recompute == "adaptive":
+            yield AdaptiveMemory(
+                parallel,
+                options.activations,
+                options.make_schedule,
+                rank_zero_info,
+                compiled=options.compile.scope != "none",
+            )
+        if config.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
+            pp = parallel.topology.pp
             yield AutoSchedule(self.pipeline, pp, stages, limit, rank_zero_info)
 
     def let_go(self) -> None:
@@ -518,32 +508,40 @@ class MegatronStrategy(LaunchingStrategy):
 
     def _parallelize(self, module: LightningModule) -> ParallelModule:
         allow_calls(module)
-        earlier = layout_of(module)
+        earlier, options = layout_of(module), self.options
         if earlier is not None:
             earlier.data.resume()
-            recomputed = blocks_to_recompute(module, self.memory)
-            tp = self.topology.tp
-            transform_blocks(module, recomputed, self.memory, self.root_device, tp)
-            transforms = replace(earlier.transforms, memory=self.memory)
+            recomputed = blocks_to_recompute(module, options.activations)
+            transform_blocks(
+                module,
+                recomputed,
+                options.activations,
+                self.root_device,
+                self.topology.tp,
+                options.compile,
+            )
+            transforms = replace(
+                earlier.transforms, activations=options.activations, compile=options.compile
+            )
             return replace(earlier, transforms=transforms)
         precision = self.precision
         if synchronizes_batch_norm(self):
             synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(
-            zero=self.options.zero,
-            lasting=self.options.lasting(self.world_size, precision),
+            lasting=options.lasting(self.world_size, precision),
             types=replace(precision.types, parameters=None)
             if averages(module.trainer)
             else precision.types,
-            pipeline=self.options.pipeline,
-            sharding=self._sharding,
-            memory=self.memory,
-            stage_ranks=self.options.stage_ranks,
+            pipeline=options.pp,
+            sharding=options.zero,
+            activations=options.activations,
+            compile=options.compile,
+            stage_ranks=options.stage_ranks,
             manual_optimization=not module.automatic_optimization,
         )
         converted = precision.convert_module(module)
         written, self._written = self._written, None
-        if self.topology.pp.size == 1 or self.options.pipeline.partition != MEASURED:
+        if self.topology.pp.size == 1 or options.pp.partition != MEASURED:
             return parallelize(converted, self.topology, transforms, written)
         spare = spare_items(converted)
         return replace(parallelize(converted, self.topology, transforms, written), spare=spare)
@@ -938,7 +936,7 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self.weight_watch.stop()
-        if self.options.zero == 3:
+        if self.options.zero.stage == 3:
             explain(exception, self.module)
         self.processes.failures.note(exception)
         self.checkpoints.close(self._checkpoint.drain_timeout_s)
