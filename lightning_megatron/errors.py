@@ -211,6 +211,21 @@ def instances(**values: tuple[Any, type]) -> list[str]:
     return problems
 
 
+def numbers_or_instances(**values: tuple[Any, type]) -> list[str]:
+    """Problems of values that are neither plain numbers nor of the type beside them.
+
+    >>> numbers_or_instances(given=({"real": 1.0}, complex))
+    ["given={'real': 1.0}: must be a number or a complex; nearest valid: given=complex(real=1.0)"]
+    """
+    plain = (int, float, str, type(None))  # whoever knows the numbers tells of texts
+    return [
+        problem.replace("must be a ", "must be a number or a ")
+        for name, (value, kind) in values.items()
+        if not isinstance(value, plain)
+        for problem in instances(**{name: (value, kind)})
+    ]
+
+
 def _nearest(low: Any, value: Any, kind: type[int] | type[float]) -> Any:
     """What was meant by a number that is too small, of another kind, or a text."""
     try:

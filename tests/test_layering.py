@@ -74,7 +74,6 @@ LAYERS = {
     "monitoring": 9,
     "fault_tolerance/hangs/detector": 9,
     "fault_tolerance/numbers/guard": 9,
-    "fault_tolerance/numbers/reports": 9,
     "fault_tolerance/preemption/callback": 9,
     "fault_tolerance/replicas/check": 9,
     "fault_tolerance/restarts/policy": 9,

@@ -130,7 +130,7 @@ class Fp8Precision(MixedShardedPrecision):
         )
         names = [name.rpartition(".")[0] for name in parallel.canonical]
         problems = unmatched(names, include=self._include, exclude=self._exclude)
-        if self._gather == "fp8" and transforms.zero == 0:
+        if self._gather == "fp8" and transforms.sharding.stage == 0:
             problems.append(
                 "gather='fp8', zero=0: weights are whole, so that none is gathered; nearest valid: "
                 "zero=1, or gather='bf16'"

@@ -103,7 +103,7 @@ def offload_problems(gather: str, offload: bool, device: torch.device) -> list[s
         return []
     # FSDP2 brings shards to the device first, and does not find there how to send them.
     return [
-        "gather='fp8', sharding.offload_parameters=True: weights are rounded where their shards "
+        "gather='fp8', zero.offload_parameters=True: weights are rounded where their shards "
         "are, which must be the GPU; nearest valid: gather='bf16', or offload_parameters=False"
     ]
 

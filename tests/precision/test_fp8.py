@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy, ShardingConfig
+from lightning_megatron import (
+    ConfigError,
+    Fp8Precision,
+    MegatronStrategy,
+    PipelineConfig,
+    ShardingConfig,
+)
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
@@ -94,9 +100,12 @@ def close(found: Outcome, expected: Outcome, tolerances: tuple[float, float]) ->
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2": (2, {"tp": 2, "num_microbatches": 2}),
     "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
-    "pp=2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1", "num_microbatches": 2}),
+    "pp=2 zb-h1": (2, {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2}),
     "dp=2 zero 3": (2, {"zero": 3}),
-    "tp=2 pp=2": (4, {"tp": 2, "pp": 2, "schedule": "zbv", "num_microbatches": 2}),
+    "tp=2 pp=2": (
+        4,
+        {"tp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2},
+    ),
 }
 
 
@@ -125,7 +134,7 @@ def torchao_job(options: dict[str, Any]) -> Outcome:
 
 def test_torchao_trains_as_torch_does(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
     """Pipeline, backward in two parts and tp around products of another package."""
-    options = {"tp": 2, "pp": 2, "schedule": "zbv", "num_microbatches": 2}
+    options = {"tp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}
     for outcome in pool.run(4, torchao_job, options):
         close(outcome, alone["tensorwise"], (3e-3, 3e-2))
 

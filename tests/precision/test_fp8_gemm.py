@@ -323,7 +323,7 @@ def test_a_plain_layer_can_be_equipped_and_be_rid_of_it() -> None:
 
 
 def ready_made(name: str, group: dist.ProcessGroup | None = None) -> Any:
-    """GemmBackend of a column layer; those of ``delayed`` know what is to come."""
+    """GEMM backend of a column layer; those of ``delayed`` know what is to come."""
     split = (False, True, True)
     if name == "tensorwise":
         return TensorwiseGemm(E5M2, group, split)
