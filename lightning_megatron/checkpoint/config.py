@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from lightning_megatron.problems import at_least, lists_of_names, switches, whole_numbers
+from lightning_megatron.errors import at_least, lists_of_names, switches, whole_numbers
 
 PARTS = ("optimizer", "lr_schedulers", "loops", "callbacks")
 """Parts of a checkpoint, other than weights, that `CheckpointConfig.exclude` may name."""

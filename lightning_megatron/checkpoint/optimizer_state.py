@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoint.chunks import Chunk, local_tensor, whole
 from lightning_megatron.checkpoint.directory.index import StoredTensor, summary
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.quantized_averages import NarrowState
+from lightning_megatron.optim.quantized_state import QuantizedStateOptimizer
 from lightning_megatron.optim.sharded_step import steps_on_shards
 
 # Implementation of a step: chosen by the current run, which may be on another device.
@@ -95,8 +95,8 @@ def capture_optimizer(
     problems = []
     for parameter, state in optimizer.state.items():
         name = _name_of(parameter, names, optimizer)
-        if isinstance(optimizer, NarrowState):
-            state = optimizer.wide_state(state)
+        if isinstance(optimizer, QuantizedStateOptimizer):
+            state = optimizer.dequantized_state(state)
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 values.setdefault(name, {})[key] = value
@@ -234,11 +234,11 @@ class OptimizerRestore:
         """Put the state and the options into the optimizer."""
         self._optimizer.state.clear()
         for parameter, state in self._state.items():
-            if isinstance(self._optimizer, NarrowState):
+            if isinstance(self._optimizer, QuantizedStateOptimizer):
                 local = {
                     key: local_tensor(v) if isinstance(v, Tensor) else v for key, v in state.items()
                 }
-                state = self._optimizer.narrow_state(local, self._held_in[parameter])
+                state = self._optimizer.requantized_state(local, self._held_in[parameter])
             self._optimizer.state[parameter] = state
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             for key, value in options.items():
