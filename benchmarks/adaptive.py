@@ -42,6 +42,7 @@ from lightning_megatron import MegatronStrategy, MemoryConfig
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.activations.checkpointing import recompute_each
 from lightning_megatron.parallel.activations.knapsack import BlockCosts, Way, needed
+from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
 
 LENGTH = 128
@@ -77,8 +78,7 @@ def planned(
     module = Model(config)
     strategy = MegatronStrategy(memory=MemoryConfig(recompute="adaptive", **limit))  # type: ignore[arg-type]
     fit(module, strategy, _DECIDED, 1, length)
-    adaptive = strategy.adaptive_memory
-    assert adaptive is not None
+    [adaptive] = [tuner for tuner in strategy.tuners if isinstance(tuner, AdaptiveMemory)]
     assert adaptive.ways is not None
     costs = [block.costs for block in adaptive.measured.values()]
     kept = {w: MemoryConfig(recompute=w).kept for w in ("selective", "full")}

@@ -86,8 +86,8 @@ class Turns(pl.Callback):
 
     @override
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        trainer.strategy._saver.drain()
-        trainer.strategy._local.run.drain()
+        trainer.strategy.checkpoints.saver.drain()
+        trainer.strategy.checkpoints.local.run.drain()
         if trainer.global_step >= self.crash:
             raise KeyError
 
@@ -128,7 +128,7 @@ def run(root: Path, layers: int, crash: int, *, local: bool = True) -> tuple[Tur
     try:
         trainer.fit(Layers(layers), loader, ckpt_path="auto")
     except KeyError:
-        strategy.stop_saver()
+        strategy.checkpoints.close()
     return turns, strategy.restore_s
 
 

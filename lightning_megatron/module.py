@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron._lightning import trainer_of
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.offline.export import load_from_checkpoint
 from lightning_megatron.checkpoint.offline.huggingface.transformer import stored_config
@@ -157,7 +158,7 @@ class LanguageModel(pl.LightningModule):
         """
         total, tokens = self._batch_loss(batch)
         self._log_mean("train_loss", total, tokens)
-        if self._trainer is None or not getattr(self.trainer.strategy, "counts_tokens", False):
+        if trainer_of(self) is None or not getattr(self.trainer.strategy, "counts_tokens", False):
             return _mean(total, tokens)
         return {"loss": total, "num_tokens": tokens}
 

@@ -109,14 +109,17 @@ class MegatronServices(Protocol):
 
     Attributes:
         events: log of what happens in the run.
-        attempt: which start of the processes this is; exists once they are connected.
         held: whether a hang was found for which all ranks are about to be ended, so that no rank
             is to say of others why they died. The one who looks for hangs sets it.
     """
 
     events: EventLog
-    attempt: Attempt
     held: Callable[[], bool] | None
+
+    @property
+    def attempt(self) -> Attempt:
+        """Which start of the processes this is; exists once they are connected."""
+        ...
 
     # What runs ----------------------------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 A file of the package may import files of *lower layers*, and files of its own package on the same
 layer as long as no circle comes of it. Imports inside functions and under ``TYPE_CHECKING`` count
 like any other, as they couple files just as much. Imports of other libraries are free, but for
-torch in the pure modules and private torch names. Module names in strings are looked at in calls of
-``import_module`` only, and not in the package's own ``__init__``, which is on top of everything and
-imports lazily. The ``__init__`` of a package may name any file below it, as it imports lazily too.
+torch in the pure modules, and private names of torch and Lightning. Module names in strings are
+looked at in calls of ``import_module`` only, and not in the package's own ``__init__``, which is on
+top of everything and imports lazily. The ``__init__`` of a package may name any file below it, as
+it imports lazily too.
 """
 
 import ast
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests._lightning.private_names import Bases, private_uses
+
 PACKAGE = "lightning_megatron"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
@@ -28,6 +31,7 @@ LAYERS = {
     "hardware": 0,
     "lazy_names": 0,
     "_torch": 0,
+    "_lightning": 0,
     "env": 0,
     # 1: who is where, what happened, when what is computed
     "topology": 1,
@@ -132,6 +136,7 @@ PURE = (
 
 READS_ENVIRONMENT = {"env", "testing/worker"}  # worker: the variables of its runs
 USES_PRIVATE_TORCH = "_torch"
+USES_PRIVATE_LIGHTNING = "_lightning"
 VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
 PRIVATE_TENSOR_ATTRIBUTES = {"_local_tensor", "_get_fsdp_state", "_fsdp_param_group", "_spec"}
 """Private names of torch that are reached through objects."""
@@ -260,6 +265,15 @@ def private_torch_names(file: SourceFile) -> list[str]:
     return faults
 
 
+def private_lightning_names(file: SourceFile) -> list[str]:
+    return [f"{file.path}.py:{line} {what}" for line, what in private_uses(file.tree)]
+
+
+def private_names_of_bases(file: SourceFile, files: dict[str, SourceFile]) -> list[str]:
+    bases = Bases(PACKAGE, {other.path: other.tree for other in files.values()})
+    return [f"{file.path}.py:{line} {what}" for line, what in bases.inherited_uses(file.path)]
+
+
 def environment_reads(file: SourceFile) -> list[str]:
     names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
     faults = [
@@ -312,6 +326,17 @@ def test_no_import_circles() -> None:
 def test_private_torch_names_stand_in_one_package() -> None:
     files = [file for file in FILES.values() if file.package != USES_PRIVATE_TORCH]
     assert [fault for file in files for fault in private_torch_names(file)] == []
+
+
+def test_private_lightning_names_stand_in_one_package() -> None:
+    files = [file for file in FILES.values() if file.package != USES_PRIVATE_LIGHTNING]
+    assert [fault for file in files for fault in private_lightning_names(file)] == []
+
+
+def test_private_names_of_bases_stand_in_two_packages() -> None:
+    aside = (USES_PRIVATE_TORCH, USES_PRIVATE_LIGHTNING)
+    files = [file for file in FILES.values() if file.package not in aside]
+    assert [fault for file in files for fault in private_names_of_bases(file, FILES)] == []
 
 
 def test_environment_is_read_in_one_file() -> None:
@@ -455,6 +480,76 @@ class TestTheRulesThemselves:
     )
     def test_public_torch(self, text: str) -> None:
         assert private_torch_names(source("layers/linear", text)) == []
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "from lightning.pytorch.trainer.call import _call_strategy_hook",
+            "from lightning.pytorch.utilities import _pytree",
+            "import lightning.pytorch.utilities._pytree",
+            "from lightning.pytorch.trainer import call\ncall._call_strategy_hook",
+            "def f(trainer):\n    return trainer._signal_connector",
+            "def f(trainer):\n    trainer.fit_loop._restarting = False",
+            "def f(module):\n    return getattr(module, '_trainer', None)",
+            "def f(callback):\n    vars(callback)['_summary'] = None",
+            "def f(callback):\n    vars(callback).pop('_summary', None)",
+            "def f(metric):\n    return metric._update_count",
+        ],
+    )
+    def test_private_lightning(self, text: str) -> None:
+        assert len(private_lightning_names(source("strategy/megatron", text))) == 1
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "from lightning.pytorch import Trainer",
+            "def f(trainer):\n    return trainer.fit_loop.restarting",
+            "class A:\n    def f(self): return self._trainer",
+            "def f(tensor):\n    return tensor._version",
+            "from lightning_megatron._lightning import trainer_of",
+        ],
+    )
+    def test_public_lightning(self, text: str) -> None:
+        assert private_lightning_names(source("strategy/megatron", text)) == []
+
+    @pytest.mark.parametrize(
+        ("bases", "body", "faults"),
+        [
+            ("Strategy", "def f(self): return self._launcher", 1),
+            ("Strategy", "def f(self): self._launcher = None", 1),
+            ("Strategy", "def _configure_launcher(self): pass", 1),
+            ("Strategy", "def _configure_launcher(self): super()._configure_launcher()", 2),
+            ("Strategy", "_launcher = None", 1),
+            ("Strategy", "def f(self): return self._mine", 0),
+            ("Strategy", "def f(self): return self.launcher", 0),
+            ("Mixin, Strategy", "def f(self): return self._launcher", 1),
+            ("Ours", "def f(self): return self._launcher", 1),
+            ("pl.Callback", "def f(self): return self._launcher", 0),
+            ("Mixin", "def f(self): return self._launcher", 0),
+            ("Iterator", "def f(self): return self._workers", 1),
+            ("nn.Module", "def f(self): return self._modules", 0),
+        ],
+    )
+    def test_private_names_of_bases(self, bases: str, body: str, faults: int) -> None:
+        ours = "from lightning.pytorch.strategies import Strategy\nclass Ours(Strategy): ..."
+        torchs = "from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as T\n"
+        text = (
+            "import lightning.pytorch as pl\nfrom torch import nn\n"
+            "from lightning.pytorch.strategies import Strategy\n"
+            "from lightning_megatron.strategy.base import Ours\n"
+            "from lightning_megatron._torch import Iterator\n"
+            f"class Mixin: ...\nclass A({bases}):\n    {body}\n"
+        )
+        files = {
+            path: source(path, content)
+            for path, content in (
+                ("strategy/base", ours),
+                ("strategy/megatron", text),
+                ("_torch/__init__", "from lightning_megatron._torch.loader import Iterator"),
+                ("_torch/loader", f"{torchs}class Iterator(T): ..."),
+            )
+        }
+        assert len(private_names_of_bases(files["strategy/megatron"], files)) == faults
 
     @pytest.mark.parametrize(
         "text",

@@ -6,6 +6,7 @@ that a new torch release is met in one place. Others import from here, whichever
 
 from lightning_megatron._torch.allocations import dump_allocations as dump_allocations
 from lightning_megatron._torch.allocations import record_allocations as record_allocations
+from lightning_megatron._torch.batch_norm import AnyBatchNorm as AnyBatchNorm
 from lightning_megatron._torch.checkpoints import DCP_METADATA_GLOBALS as DCP_METADATA_GLOBALS
 from lightning_megatron._torch.checkpoints import StorageInfo as StorageInfo
 from lightning_megatron._torch.collectives import gather_now as gather_now
@@ -70,7 +71,10 @@ from lightning_megatron._torch.kernels import in_shape as in_shape
 from lightning_megatron._torch.kernels import scaled_mm as scaled_mm
 from lightning_megatron._torch.kernels import unscale_ as unscale_
 from lightning_megatron._torch.loader import LoaderIterator as LoaderIterator
-from lightning_megatron._torch.loader import watch_no_workers as watch_no_workers
+from lightning_megatron._torch.loader import StandInIterator as StandInIterator
+from lightning_megatron._torch.loader import copy_with_indices as copy_with_indices
+from lightning_megatron._torch.loader import end_queue as end_queue
+from lightning_megatron._torch.loader import replace_iterator as replace_iterator
 from lightning_megatron._torch.state_dicts import IncompatibleKeys as IncompatibleKeys
 from lightning_megatron._torch.state_dicts import call_as_tensor as call_as_tensor
 from lightning_megatron._torch.state_dicts import first_load_hook as first_load_hook

@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoint.chunks import Chunk, own_chunks, parameter_names, whole
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import Manifest
-from lightning_megatron.checkpoint.load.lazy_tensor import LazyTensor, Shelf
+from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
 from lightning_megatron.checkpoint.load.module_state import ModuleState, cut, redirected
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerRestore, OptimizerSnapshot
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.save_plan import (
     OPTIMIZER_PREFIX,
-    Preparation,
+    SavePlanning,
     all_chunks,
     writing,
 )
@@ -70,8 +70,8 @@ def save_directory(
         CheckpointError: anything else failed on any rank; the target is what it was before.
     """
     peers = Peers(group)
-    prepared = Preparation(peers).prepare(path, model, state, optimizers, layout)
-    manifest = prepared.write(writing(all_chunks(model, optimizers)), peers)
+    planned = SavePlanning(peers).plan(path, model, state, optimizers, layout)
+    manifest = planned.write(writing(all_chunks(model, optimizers)), peers)
     assert manifest is not None
     return manifest
 
@@ -85,7 +85,7 @@ def stored_state(
         reader: the open checkpoint.
         device: of the tensors.
     """
-    shelf = Shelf()
+    shelf = LazyCache()
 
     def lazy(name: str) -> LazyTensor:
         entry = reader.entry(f"{MODEL_PREFIX}.{name}")
@@ -165,7 +165,7 @@ def load_directory(
         return loading.report
 
     reader.peers.run(reader.what, plan, lambda reports: _judge(reports, reader, module, strict))
-    reader.bring(loading.wanted, loading.stored)
+    reader.fetch_files(loading.wanted, loading.stored)
     reader.peers.run(reader.what, loading.read, lambda _: None)
     loading.apply()
     layout.bring_together()
@@ -206,7 +206,9 @@ class _Loading:
         state: Mapping[str, Any],
         exclude: Sequence[str],
     ) -> None:
-        self._reader, self._module, self._state = reader, module, state
+        self._reader = reader
+        self._module = module
+        self._state = state
         self._exclude = exclude
         self._layout = layout
         self._chunks = own_chunks(module, layout.canonical, layout.rows)

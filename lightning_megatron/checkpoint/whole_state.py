@@ -41,7 +41,7 @@ from lightning_megatron.checkpoint.chunks import (
     versions_of,
     whole,
 )
-from lightning_megatron.checkpoint.load.lazy_tensor import LazyTensor, Shelf
+from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import raise_if_any
@@ -78,7 +78,8 @@ class WholeState:
     def __init__(
         self, parallel: ParallelModule, group: dist.ProcessGroup | None, when: str
     ) -> None:
-        self._parallel, self._when = parallel, when
+        self._parallel = parallel
+        self._when = when
         self._peers = Peers(group)
         module = parallel.module
         self._chunks = own_chunks(module, parallel.canonical, parallel.data.rows)
@@ -87,7 +88,7 @@ class WholeState:
         self._swapped: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
         self._remote: dict[str, dict[str, Any]] = {}
         self.renamed: dict[str, str] = {}
-        self._shelf = Shelf()
+        self._shelf = LazyCache()
         copies = any(rows.is_copy for rows in parallel.data.rows.values())
         self.is_cut = not is_whole(parallel) or (copies and self._peers.size > 1)
         self._everyone = self._exchange({n: describe(c) for n, c in self._chunks.items()})

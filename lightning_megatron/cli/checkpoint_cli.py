@@ -8,15 +8,15 @@ and the module is built with the options of the command line alone.
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.cli import LightningCLI
 from typing_extensions import override
 
+from lightning_megatron._lightning.cli import BaseCLI
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.offline.export import plain_hyper_parameters
-from lightning_megatron.checkpoint.trainer_state.document import read_document
+from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 
 
-class CheckpointCLI(LightningCLI):
+class CheckpointCLI(BaseCLI):
     """LightningCLI whose ``--ckpt_path`` may be a checkpoint directory; all else is LightningCLI's.
 
     Example::
@@ -30,13 +30,14 @@ class CheckpointCLI(LightningCLI):
     """
 
     @override
-    def _parse_ckpt_path(self) -> None:
+    def read_checkpoint_path(self) -> None:
+        """Take hyper-parameters from a checkpoint directory, too."""
         subcommand = self.config.get("subcommand")
         path = self.config[subcommand].get("ckpt_path") if subcommand else None
         if not path or not Path(path).is_dir() or not is_checkpoint(path):
-            super()._parse_ckpt_path()
+            super().read_checkpoint_path()
             return
-        state = read_document(Path(path), read_manifest(path))["state"]
+        state = read_state_files(Path(path), read_manifest(path))["state"]
         values: dict[str, Any] = plain_hyper_parameters(state.get("hyper_parameters", {}))
         values.pop("_instantiator", None)
         if not values:

@@ -15,13 +15,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.directory.candidates import (
+from lightning_megatron.checkpoint.directory.commit import CORRUPT, locate
+from lightning_megatron.checkpoint.directory.discovery import (
     Places,
     candidates,
     is_candidate,
     renamed,
 )
-from lightning_megatron.checkpoint.directory.commit import CORRUPT, locate
 from lightning_megatron.checkpoint.directory.manifest import (
     METADATA_FILE,
     Manifest,

@@ -13,10 +13,11 @@ import lightning.pytorch as pl
 from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
+from lightning_megatron._lightning.cli import BaseCLI
 from lightning_megatron.cli.end_summary import Outcome, report
 from lightning_megatron.cli.option_errors import explain, unknown_strategy
 from lightning_megatron.data.text import TextDataModule as TextDataModule
@@ -61,7 +62,7 @@ class _Parser(LightningArgumentParser):
         super().__init__(*args, **{"exit_on_error": False, "allow_abbrev": False, **kwargs})
 
 
-class MegatronCLI(LightningCLI):
+class MegatronCLI(BaseCLI):
     """LightningCLI for any module and datamodule, with the classes of this package known by name.
 
     Args:
@@ -73,7 +74,7 @@ class MegatronCLI(LightningCLI):
     """
 
     @override
-    def _parse_ckpt_path(self) -> None:
+    def read_checkpoint_path(self) -> None:
         """Leave ``ckpt_path`` to the strategy: of a file Lightning would read hyper-parameters."""
 
     def __init__(self, args: ArgsType = None) -> None:
@@ -105,7 +106,7 @@ class MegatronCLI(LightningCLI):
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The given one alone: parsers of the others take time and are not asked."""
-        known = LightningCLI.subcommands()
+        known = BaseCLI.subcommands()
         given = self._args[0] if self._args else ""
         return {given: known[given]} if given in known else known
 
@@ -120,7 +121,7 @@ class MegatronCLI(LightningCLI):
             self.config = parser.parse_args(_with_recipes(self._args))
         except ArgumentError as error:
             commands = self.subcommands()
-            known = self._subcommand_parsers[next((c for c in commands if c in self._args), "fit")]
+            known = self.parser_of(next((c for c in commands if c in self._args), "fit"))
             message = explain(str(error), known, _DEFAULTS, self._args)
             raise ConfigError(message) from error
 
@@ -138,7 +139,7 @@ class MegatronCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        problem = unknown_strategy(self._get(self.config_init, "trainer.strategy"))
+        problem = unknown_strategy(self.option("trainer.strategy"))
         if problem:
             raise ConfigError(problem)
         try:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron._torch import AnyBatchNorm
 from lightning_megatron.comm.functional import copy_to, reduce_from
 from lightning_megatron.topology.mesh import Axis
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
-class SyncBatchNorm(nn.BatchNorm1d):
+class SyncBatchNorm(AnyBatchNorm):
     """Normalises by the statistics of the global batch while training.
 
     Args:
@@ -57,14 +58,9 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return layer
 
     @override
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dims, got {input.dim()}")
-
-    @override
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``[n, c, ...]`` per channel."""
-        self._check_input_dim(input)
+        self.check_input(input)
         if self.batch.size == 1 or not self.training:
             return super().forward(input)
         x = input.transpose(0, 1).reshape(self.num_features, -1)

@@ -117,7 +117,8 @@ class _Compiled(BlockForward):
 
     def __init__(self, block: nn.Module, backend: str, *, twice: bool) -> None:
         super().__init__(block)
-        self._backend, self._dynamic = backend, False if twice else None
+        self._backend = backend
+        self._dynamic = False if twice else None
         self._run: Callable[..., Any] | None = None
 
     @override

@@ -35,7 +35,8 @@ class BlockForward:
     stays = False
 
     def __init__(self, block: nn.Module) -> None:
-        self._block, self._forward = block, block.forward
+        self._block = block
+        self._forward = block.forward
         self._own: Callable[..., Any] | None = block.__dict__.get("forward")
         method = MethodType(_method(inspect.signature(block.forward)), self)
         object.__setattr__(block, "forward", method)

@@ -168,7 +168,9 @@ class UnitGather(_Memory):
     """
 
     def __init__(self, meter: Meter, roll: RollCall, unit: int) -> None:
-        self._meter, self._roll, self._unit = meter, roll, unit
+        self._meter = meter
+        self._roll = roll
+        self._unit = unit
 
     def __call__(
         self,
@@ -209,7 +211,9 @@ class UnitReduceScatter(_Memory):
     def __init__(
         self, meter: Meter, roll: RollCall, unit: int, levels: Levels | None = None
     ) -> None:
-        self._meter, self._roll, self._unit = meter, roll, unit
+        self._meter = meter
+        self._roll = roll
+        self._unit = unit
         self._levels = levels
 
     def __call__(
@@ -268,7 +272,8 @@ class _MeteredWork(dist.Work):
 
     def __init__(self, work: dist.Work, meter: Meter) -> None:
         super().__init__()
-        self._work, self._meter = work, meter
+        self._work = work
+        self._meter = meter
 
     @override
     def wait(self, timeout: Any = None) -> bool:

@@ -407,7 +407,8 @@ class _Stage:
                 root.set_requires_gradient_sync(sync)
             if last != self._last:
                 root.set_is_last_backward(last)
-        self._sync, self._last = sync, last
+        self._sync = sync
+        self._last = last
 
 
 class _FreezeFollower:

@@ -121,7 +121,9 @@ class GradientBuckets:
     ) -> None:
         self._meter = Meter() if meter is None else meter
         self._scratch = Scratch() if scratch is None else scratch
-        self._groups, self._rows, self._names = groups, rows or {}, names or {}
+        self._groups = groups
+        self._rows = rows or {}
+        self._names = names or {}
         self._reduction = reduction
         levels = groups.levels
         self._wires = None if levels is None else Wires(levels, self._meter, self._scratch)
@@ -154,7 +156,8 @@ class GradientBuckets:
         None. Rows are added up until `settle`.
         """
         self.start()
-        self._armed, self._started = False, 0
+        self._armed = False
+        self._started = 0
         self._advance(waits=True)
         for bucket in self._buckets:
             if bucket.work is None:
@@ -184,7 +187,8 @@ class GradientBuckets:
 
     def forget(self) -> None:
         """Drop what was reduced of a batch that did not end."""
-        self._armed, self._started = False, 0
+        self._armed = False
+        self._started = 0
         for bucket in self._buckets:
             bucket.total, bucket.had = None, set()
             bucket.work = bucket.sent = bucket.received = None

@@ -63,7 +63,8 @@ class OwnedRows:
         summed_in: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.parameter, self.ranks = parameter, ranks
+        self.parameter = parameter
+        self.ranks = ranks
         extent = rows_of(parameter.shape[0], ranks, rank) if parameter.ndim else (0, 1)
         self.start, self.length = extent
         self.gradient: Tensor | None = None
@@ -122,7 +123,8 @@ class OwnedRows:
         if self._wide is None and self._device is None:  # it counts beside a fused step
             address = self.parameter.data_ptr()
             if address != self._address or self._values is None:
-                self._values, self._address = self.part_of(self.parameter.detach()), address
+                self._values = self.part_of(self.parameter.detach())
+                self._address = address
             return self._values
         if self._values is None:
             self._values = self._copy()
@@ -202,4 +204,5 @@ class OwnedRows:
         parameter.grad_dtype = whole.dtype
         parameter.grad = None if gradient is None else gradient.to(whole.dtype)
         self._wide = self._device = self.round_trip = None
-        self._values, self._ahead = None, False
+        self._values = None
+        self._ahead = False

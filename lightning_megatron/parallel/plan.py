@@ -132,7 +132,9 @@ class ModulePlan:
         pipeline: PipelineConfig,
         stage_ranks: Sequence[int] | None = None,
     ) -> None:
-        self._module, self._degrees, self._config = module, degrees, pipeline
+        self._module = module
+        self._degrees = degrees
+        self._config = pipeline
         self.stage_ranks = tuple(range(degrees.pp) if stage_ranks is None else stage_ranks)
         self.trunks = {
             name: child

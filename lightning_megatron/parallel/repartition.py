@@ -75,8 +75,10 @@ class Recut:
         assert parallel.trunk is not None
         assert parallel.spare is not None
         parallel.data.come_to_rest()
-        self._module, self._trunk = parallel.module, parallel.trunk
-        self._topology, self._transforms = parallel.topology, parallel.transforms
+        self._module = parallel.module
+        self._trunk = parallel.trunk
+        self._topology = parallel.topology
+        self._transforms = parallel.transforms
         self._prefix = trunk_prefix(parallel.module, parallel.trunk)
         self._spare = list(parallel.spare)
         self._order = {n: i for i, n in enumerate(dict.fromkeys(parallel.canonical.values()))}

@@ -84,7 +84,8 @@ class RowGather:
         levels: Levels | None = None,
     ) -> None:
         self._scratch = Scratch() if scratch is None else scratch
-        self._group, self._meter = group, Meter() if meter is None else meter
+        self._group = group
+        self._meter = Meter() if meter is None else meter
         self._wires = None if levels is None else Wires(levels, self._meter, self._scratch)
         self._bucket_bytes = bucket_bytes
         self._plans: dict[tuple[int, ...], list[_Bucket]] = {}

@@ -50,7 +50,9 @@ class WholeParameters(ZeroDataParallel):
     def __init__(
         self, topology: Topology, zero: int, types: ComputeTypes, *, offload: bool = False
     ) -> None:
-        self._topology, self._zero, self._types = topology, zero, types
+        self._topology = topology
+        self._zero = zero
+        self._types = types
         self._divides = zero > 0 and topology.dp_shard.size > 1
         self._offload = offload
         self._buckets: list[GradientBuckets] = []

@@ -154,7 +154,9 @@ class Links:
         host_group: dist.ProcessGroup | None = None,
         scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
-        self._pp, self._device, self._host_group = topology.pp, topology.device, host_group
+        self._pp = topology.pp
+        self._device = topology.device
+        self._host_group = host_group
         self._streams: dict[tuple[int, int], dist.ProcessGroup] = {}
         if host_group is not None:
             self._streams = _open_streams(topology, stage_ranks)

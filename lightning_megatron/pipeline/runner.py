@@ -158,8 +158,11 @@ class _Port:
         last: bool,
         received: Any,
     ) -> None:
-        self.position, self.random = position, random
-        self._first, self._last, self._received = first, last, received
+        self.position = position
+        self.random = random
+        self._first = first
+        self._last = last
+        self._received = received
         self.calls = 0
 
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -210,13 +213,15 @@ class Pipeline(Executor):
         host_group: dist.ProcessGroup | None = None,
         scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
-        self._trunk, self._rank = trunk, topology.pp.rank
+        self._trunk = trunk
+        self._rank = topology.pp.rank
         self._links = Links(topology, stage_ranks, host_group, scatter_gather)
         self._final = len(stage_ranks) - 1
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
-        self._pp, self._device = topology.pp, topology.device
+        self._pp = topology.pp
+        self._device = topology.device
         self._random = topology.rng.trunk
         self._clock: ActionClock | None = None
         self._measures = False

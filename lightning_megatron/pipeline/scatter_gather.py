@@ -84,7 +84,8 @@ class ScatterGather:
     """
 
     def __init__(self, tp: Axis, least_bytes: int = _LEAST_BYTES) -> None:
-        self._tp, self._least = tp, least_bytes
+        self._tp = tp
+        self._least = least_bytes
         self._alike: dict[Hashable, bool] = {}
         self._differing: list[Tensor] = []
         self.sent_in_parts = 0

@@ -59,7 +59,8 @@ class ActionClock:
                 end.synchronize()
                 return float(start.elapsed_time(end)) / 1e3
 
-            self._now, self._between = event, between
+            self._now = event
+            self._between = between
         self._marks: list[Any] = []
         self._notes: list[tuple[int, int, Any]] = []
         self._begin: Any = None
@@ -67,7 +68,9 @@ class ActionClock:
 
     def begin(self) -> None:
         """A step begins."""
-        self._marks, self._notes, self._begin = [], [], self._now()
+        self._marks = []
+        self._notes = []
+        self._begin = self._now()
 
     def start(self) -> None:
         """Note that the inputs of an action have arrived."""
@@ -237,7 +240,8 @@ class ItemTimes:
         self.clock: ActionClock | None = None
         self.steps: list[float] = []
         self.schedule: Schedule | None = None
-        self._final, self._watched = final, trunk.stage_items
+        self._final = final
+        self._watched = trunk.stage_items
         self._items = dict(zip(mine, trunk.held, strict=True))
         self._sizes = {
             index: sum(p.numel() for p in item.parameters())

@@ -102,12 +102,12 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
             )
         result = closure()
         if result is None and model.automatic_optimization:
-            self._after_closure(model, optimizer)
+            self.finish_closure(model, optimizer)
             return result  # training_step gave no loss, so there was no backward
         finite = self._unscale(optimizer)
         self.overflowed = not finite
         try:
-            self._after_closure(model, optimizer)
+            self.finish_closure(model, optimizer)
         finally:
             self.overflowed = False
             self._finite.pop(optimizer, None)

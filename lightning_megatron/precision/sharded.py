@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron._lightning import PrecisionAroundClosure
 from lightning_megatron._torch import gather_through, gathers_through
 from lightning_megatron.layers.delayed_wgrad import PRODUCTS, multiply_with
 from lightning_megatron.optim.gathered_step import WholeStep, steps_on_whole
@@ -32,7 +32,7 @@ class _LeftOut(Exception):
     """Leaves the step of an optimizer that runs the closure itself."""
 
 
-class ShardedPrecision(Precision):
+class ShardedPrecision(PrecisionAroundClosure):
     """Clips the gradients of a whole layout; mixed into each plugin below.
 
     Attributes:
@@ -74,18 +74,15 @@ class ShardedPrecision(Precision):
             except _LeftOut:
                 return None
         result = closure()
-        self._after_closure(model, optimizer)
+        self.finish_closure(model, optimizer)
         returned = self.step(optimizer, **kwargs)
         return result if returned is None else returned
 
     @override
-    def _wrap_closure(
-        self, model: LightningModule, optimizer: Any, closure: Callable[[], Any]
-    ) -> Any:
-        result = super()._wrap_closure(model, optimizer, closure)
-        if self._leave_out():  # before the optimizer has changed anything
+    def before_update(self) -> None:
+        """Break off the step of an optimizer that runs the closure itself."""
+        if self._leave_out():
             raise _LeftOut
-        return result
 
     def skip_step(self) -> None:
         """Leave the step out that is about to be taken; on all ranks or on none."""

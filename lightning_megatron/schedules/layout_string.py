@@ -63,7 +63,9 @@ class _FaultError(Exception):
 
     def __init__(self, position: int, rule: str, remedy: str) -> None:
         super().__init__(rule)
-        self.position, self.rule, self.remedy = position, rule, remedy
+        self.position = position
+        self.rule = rule
+        self.remedy = remedy
 
 
 def is_layout(text: str) -> bool:

@@ -77,8 +77,10 @@ class _Filler:
     ) -> None:
         count = len(orders)
         self._orders = [list(order) for order in orders]
-        self._stage_ranks, self._limit = stage_ranks, limit
-        self._eager, self._prompt = eager, prompt
+        self._stage_ranks = stage_ranks
+        self._limit = limit
+        self._eager = eager
+        self._prompt = prompt
         self._rows: list[list[Action]] = [[] for _ in range(count)]
         self._owed: list[deque[Action]] = [deque() for _ in range(count)]
         self._next, self._free, self._live, self._peak = ([0] * count for _ in range(4))

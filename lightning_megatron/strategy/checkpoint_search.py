@@ -15,9 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_megatron.checkpoint.directory.candidates import Places
-from lightning_megatron.checkpoint.directory.newest import open_newest, open_or_go_back
+from lightning_megatron._lightning import show_checkpoint_path
+from lightning_megatron.checkpoint.directory.discovery import Places
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
+from lightning_megatron.checkpoint.load.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalStock
 from lightning_megatron.errors import ConfigError
@@ -87,8 +88,7 @@ def find_checkpoint(
         reader = CheckpointReader(path, group=group)
     # Lightning shows it, and spares it when ModelCheckpoint deletes. Setting trainer.ckpt_path
     # would make every later run start from it as well.
-    connector = trainer._checkpoint_connector
-    connector._ckpt_path = None if reader is None else str(reader.directory)
+    show_checkpoint_path(trainer, None if reader is None else str(reader.directory))
     return reader
 
 

@@ -18,7 +18,6 @@ Evaluation is ended likewise where all ranks have the same number of batches, wh
 its beginning; elsewhere a signal waits for its end.
 """
 
-import os
 import subprocess
 import time
 import zlib
@@ -29,22 +28,34 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_megatron._lightning import (
+    broadcast_no_signals,
+    end_batch,
+    end_epoch,
+    evaluation_loop,
+    is_last_batch,
+    replace_end_of_batch,
+    replace_end_of_epoch,
+    replace_signal_connector,
+    say_validation_has_begun,
+    signal_connector,
+    take_children,
+    trainer_of,
+    validates_after_batch,
+)
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
-from lightning_megatron.strategy.data.position import DataPosition
+from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.stop_connector import StopConnector
 
 _PATIENCE_S = 20.0
 """How long the processes that Lightning started may take to leave by themselves."""
-
-_VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 @dataclass
@@ -71,7 +82,7 @@ class StopHooks(ParallelStrategy):
         stop: what callbacks set, and what was agreed on.
     """
 
-    _data_position: DataPosition
+    data: DataLoading
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,20 +107,16 @@ class StopHooks(ParallelStrategy):
         self._vote = self.votes.register("stop signal", by_rank=False)
         self._should_stop = self.votes.register("trainer.should_stop", by_rank=False)
         self.votes.start(group)
-        trainer._signal_connector = StopConnector(
+        connector = StopConnector(
             trainer,
             self.stop.flag,
             self.stop.signals,
             replaces_requeue=self.stop.replaces_requeue,
         )
-        fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        for loop, name, ours in (
-            # The votes take the place of a broadcast before every batch.
-            (batches, "_broadcast_sigterm_tensor", _nothing),
-            (batches, "on_advance_end", self._end_batch),
-            (fit, "on_advance_end", self._end_epoch),
-        ):
-            setattr(loop, name, ours)
+        replace_signal_connector(trainer, connector)
+        broadcast_no_signals(trainer)  # before every batch: the votes take its place
+        replace_end_of_batch(trainer, self._end_batch)
+        replace_end_of_epoch(trainer, self._end_epoch)
 
     # Agreeing -------------------------------------------------------------------------------------
 
@@ -170,7 +177,7 @@ class StopHooks(ParallelStrategy):
 
     def _compare_evaluations(self) -> None:
         trainer = self._trainer_of_run()
-        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        loop = trainer.predict_loop if trainer.predicting else evaluation_loop(trainer)
         batches = [float(count) for count in loop.max_batches]
         known = all(count != float("inf") for count in batches)
         digest = float(zlib.crc32(repr(batches).encode())) if known else float("nan")
@@ -196,10 +203,7 @@ class StopHooks(ParallelStrategy):
             return
         self.stop.requested = Stop(number, ranks)
         connector.received_sigterm = True
-        if isinstance(self._launcher, _SubprocessScriptLauncher):
-            # Else its observer kills this process as soon as one of them leaves.
-            self._children = list(self._launcher.procs)
-            self._launcher.procs.clear()
+        self._children = take_children(self.launcher)
 
     # Leaving --------------------------------------------------------------------------------------
 
@@ -209,11 +213,11 @@ class StopHooks(ParallelStrategy):
         if self._settled != loop.total_batch_idx and self.world_size == 1:
             # Lightning allows one process, and no other, a step without a backward.
             self._decide(self.stop.flag.number, self.stop.flag.number)
-        if self.stop.requested is not None and loop._should_check_val_fx(fetcher):
-            self._leave(_validate_first)
+        if self.stop.requested is not None and validates_after_batch(loop.trainer, fetcher):
+            self._leave(say_validation_has_begun)
         with suppress(SIGTERMException) if self.stop.requested is not None else nullcontext():
-            type(loop).on_advance_end(loop, fetcher)
-        if self.stop.requested is not None and not loop._num_ready_batches_reached():
+            end_batch(loop.trainer, fetcher)
+        if self.stop.requested is not None and not is_last_batch(loop.trainer):
             self._leave()
         if self._requeues:  # what Lightning does in its handler
             self._requeues = False
@@ -223,11 +227,11 @@ class StopHooks(ParallelStrategy):
         """Lightning's end of an epoch, and that of the run if so agreed."""
         loop = self._trainer_of_run().fit_loop
         if self.stop.requested is None:
-            type(loop).on_advance_end(loop)
-            self._data_position.after_epoch(loop.trainer)
+            end_epoch(loop.trainer)
+            self.data.position.after_epoch(loop.trainer)
             return
         with suppress(SIGTERMException):
-            type(loop).on_advance_end(loop)
+            end_epoch(loop.trainer)
         self._leave()
 
     def _end_evaluation(self, output: Any) -> Any:
@@ -237,7 +241,7 @@ class StopHooks(ParallelStrategy):
             [highest] = self.votes.largest([mine])
             self._decide(highest, mine)
         if self.stop.requested is not None:
-            self._leave(_validate_first)
+            self._leave(say_validation_has_begun)
         return output
 
     def _leave(self, mend: Callable[[dict[str, Any]], None] | None = None) -> None:
@@ -251,17 +255,11 @@ class StopHooks(ParallelStrategy):
             announce(f"{stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
         raise SIGTERMException(self.stop.flag.code_for(stop.number))
 
-    def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: str | os.PathLike[str],
-        storage_options: Any | None = None,
-    ) -> None:
-        """Write it, with what the resumed run has to do before it reads the next batch."""
+    def mend_progress(self, checkpoint: dict[str, Any]) -> None:
+        """Change in a checkpoint what the resumed run does before it reads the next batch."""
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if self._mend is not None and progress is not None:
             self._mend(progress)
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[arg-type]
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -276,12 +274,12 @@ class StopHooks(ParallelStrategy):
 
     def _tell_of_interrupt(self) -> None:
         # It may come before a run has begun.
-        trainer = getattr(self.lightning_module, "_trainer", None)
+        trainer = trainer_of(self.lightning_module)
         if trainer is not None and trainer.is_global_zero and trainer.global_step:
             announce(f"interrupted at step {trainer.global_step}", _unsaved(trainer))
 
     def _connector(self) -> StopConnector:
-        connector = self._trainer_of_run()._signal_connector
+        connector = signal_connector(self._trainer_of_run())
         assert isinstance(connector, StopConnector)
         return connector
 
@@ -295,19 +293,3 @@ def _unsaved(trainer: pl.Trainer) -> list[str]:
     if trainer.state.fn != TrainerFn.FITTING:
         return []
     return ["nothing was saved for it; with callbacks=[Preemption()] a signal or Ctrl-C saves"]
-
-
-def _nothing() -> None:
-    """In the place of what need not be done."""
-
-
-def _validate_first(progress: dict[str, Any]) -> None:
-    """Make Lightning believe that it is in the first batch of a validation, which it then repeats.
-
-    It takes a validation for done unless one of its batches was begun and not evaluated.
-    """
-    batches = progress[_VALIDATION]
-    begun = batches["total"]["completed"] + 1
-    batches["total"].update(ready=begun, started=begun, processed=begun - 1, completed=begun - 1)
-    batches["current"].update(ready=0, started=0, processed=0, completed=0)
-    batches["is_last_batch"] = False

@@ -10,12 +10,9 @@ No collective: the peers may be gone, or in another one.
 import time
 import traceback
 import weakref
-from collections.abc import Callable
 
 import torch.distributed as dist
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from typing_extensions import override
 
 from lightning_megatron import env
 from lightning_megatron._torch import default_store, own_connection
@@ -30,11 +27,11 @@ from lightning_megatron.fault_tolerance.failures.search import (
     find_cause,
     looks,
 )
+from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt
-from lightning_megatron.monitoring.events import EventLog
-from lightning_megatron.strategy.coordinated_stop import StopControl
 from lightning_megatron.strategy.processes.launcher import Launcher
+from lightning_megatron.strategy.processes.placement import Placement
 
 _GRACE_S = 3.0
 """How long after a failure of rank 0 the processes that it started may go on."""
@@ -43,20 +40,22 @@ _LAUNCHER_S = 0.5
 _PAUSE_S = 0.05
 
 
-class EndingHooks(ParallelStrategy):
-    """The part of the strategy that ends the processes.
+class PeerFailures:
+    """Watches over the peers of this rank, and says why it fails, or why they did.
+
+    Args:
+        placement: where this process stands; the strategy.
+        flag: tells that a signal asks this process to end.
 
     Attributes:
         board: where ranks post how they end; exists once the processes are connected.
-        held: whether a hang was found for which all ranks are about to be ended: then no rank is
-            to say of others why they died. Set by who looks for hangs.
     """
 
-    events: EventLog
-    stop: StopControl
-    board: EndingBoard | None = None
-    held: Callable[[], bool] | None = None
-    _watch: PeerWatch | None = None
+    def __init__(self, placement: Placement, flag: StopFlag) -> None:
+        self._placement = placement
+        self._flag = flag
+        self._watch: PeerWatch | None = None
+        self.board: EndingBoard | None = None
 
     def begin_watch(self, attempt: Attempt) -> None:
         """Begin a run of connected processes."""
@@ -66,7 +65,7 @@ class EndingHooks(ParallelStrategy):
             elastic = env.torch_elastic()
             board = self.board = EndingBoard(
                 store,
-                self.global_rank,
+                self._rank,
                 attempt.peers,
                 held_by_rank_0=elastic is None or not elastic.agent_store,
                 address=interfaces.address_towards(self._meeting_address()),
@@ -74,15 +73,14 @@ class EndingHooks(ParallelStrategy):
             run, world = weakref.ref(self), weakref.ref(dist.group.WORLD)
 
             def causes() -> list[Ending] | None:
-                strategy = run()
-                if strategy is None or world() is not dist.group.WORLD:
+                failures = run()
+                if failures is None or world() is not dist.group.WORLD:
                     return None
-                if strategy.held is not None and strategy.held():
-                    return []
-                return board.deaths(strategy._codes())
+                held = failures._placement.held
+                return [] if held is not None and held() else board.deaths(failures._codes())
 
             answer = board.answer if board.answers else None
-            self._watch = PeerWatch(causes, self.global_rank, answer=answer)
+            self._watch = PeerWatch(causes, self._rank, answer=answer)
 
     def end_watch(self) -> None:
         """Leave in order."""
@@ -94,12 +92,18 @@ class EndingHooks(ParallelStrategy):
             board.post("left")
 
     def _meeting_address(self) -> str:
-        return "" if self.cluster_environment is None else self.cluster_environment.main_address
+        environment = self._placement.cluster_environment
+        return "" if environment is None else environment.main_address
+
+    @property
+    def _rank(self) -> int:
+        return self._placement.global_rank
 
     def _codes(self) -> dict[int, int]:
-        return self._launcher.codes() if isinstance(self._launcher, Launcher) else {}
+        launcher = self._placement.launcher
+        return launcher.codes() if isinstance(launcher, Launcher) else {}
 
-    def note_ending(self, exception: BaseException) -> None:
+    def note(self, exception: BaseException) -> None:
         """Post the cause, or find it; the first thing to do after an exception."""
         if self._watch is not None:
             self._watch.close()
@@ -114,7 +118,7 @@ class EndingHooks(ParallelStrategy):
         text = f"{type(exception).__name__}: {exception}"
         what = f"failed with {text.splitlines()[0]}"
         self.board.post("failed", what)
-        if isinstance(exception, MegatronError) and self.global_rank:
+        if isinstance(exception, MegatronError) and self._rank:
             exception.told_by_rank_0 = self._rank_0_says(what, self.board)
         self._tell_torchrun(exception, text, time.time())
 
@@ -131,8 +135,8 @@ class EndingHooks(ParallelStrategy):
         causes, first = find_cause(board, str(exception), self._codes)
         what = str(causes[0]) if causes else "a peer has gone; which one is not known"
         if first:
-            announce(f"root cause: {what}", self._lines(causes), rank=self.global_rank)
-        self.events.write(
+            announce(f"root cause: {what}", self._lines(causes), rank=self._rank)
+        self._placement.events.write(
             "fault",
             what="peer lost",
             rank_of_fault=causes[0].rank if causes else None,
@@ -155,7 +159,7 @@ class EndingHooks(ParallelStrategy):
         if board.holds_store and len(board.machines) > 1:
             wait = VERDICT_S
         deadline = time.monotonic() + wait
-        while not self.stop.flag.number and time.monotonic() < deadline:
+        while not self._flag.number and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
 
     def _tell_torchrun(self, exception: BaseException, message: str, at: float) -> None:
@@ -164,16 +168,16 @@ class EndingHooks(ParallelStrategy):
             plain = isinstance(exception, MegatronError) and not env.shows_tracebacks()
             write_error_file(file, message, message if plain else traceback.format_exc(), at)
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
+    def end_children(self, exception: BaseException) -> None:
         """End the processes that this one started, which may wait for it for ever.
 
         They get a moment to fail by themselves: when this exception is but the echo of theirs, it
         is their traceback that tells the user what went wrong. An error of ours tells it already.
         """
-        if isinstance(self._launcher, Launcher):
+        launcher = self._placement.launcher
+        if isinstance(launcher, Launcher):
             tells_all = isinstance(exception, MegatronError) and not is_echo(exception)
-            self._launcher.end_children(0.0 if tells_all else _GRACE_S)
+            launcher.end_children(0.0 if tells_all else _GRACE_S)
 
 
 def mark_secondary(exception: BaseException, cause: str) -> None:

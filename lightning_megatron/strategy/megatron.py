@@ -1,15 +1,15 @@
 """The Lightning strategy: ``Trainer(strategy=MegatronStrategy(tp=4, pp=2))``.
 
-Hooks only, and here those that set a run up; the others are in `strategy.processes.connection`
-(processes), `strategy.step_hooks`, `strategy.checkpoint_hooks`, `strategy.data.loaders` and
-`strategy.collectives`; in front of all stands `strategy.section_hooks`. What they do is decided in
+Hooks only; parts do the work and own its state: `strategy.processes.processes`,
+`strategy.checkpointing`, `strategy.data.loaders`. What they do is decided in
 `strategy.preflight.checks` (is the run legal), `parallel.apply` (put the module on the layout),
 `strategy.step_engine` (run a batch) and `checkpoint` (save and load).
 """
 
+import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -17,26 +17,36 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _set_num_threads_if_needed,
-)
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import (
+    LauncherBase,
+    LaunchingStrategy,
+    call_module_hook,
+    keep_precision,
+    limit_threads,
+    set_device_mesh,
+    synchronizes_batch_norm,
+)
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.layers.written_values import WrittenValues
+from lightning_megatron.monitoring import sections
+from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.optim.gathered_step import check_optimizer
 from lightning_megatron.parallel.activations.config import MemoryConfig, blocks_to_recompute
 from lightning_megatron.parallel.apply import (
@@ -55,12 +65,12 @@ from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.problems import instances
 from lightning_megatron.services import MegatronServices
-from lightning_megatron.strategy.checkpoint_hooks import CheckpointHooks
-from lightning_megatron.strategy.collectives import TopologyCollectives
+from lightning_megatron.strategy import collectives
+from lightning_megatron.strategy.checkpointing import Checkpointing
 from lightning_megatron.strategy.coordinated_stop import StopHooks
-from lightning_megatron.strategy.data.loaders import LoaderHooks
-from lightning_megatron.strategy.data.position import DataPosition
-from lightning_megatron.strategy.meta_build import Attempt, refuse_spread
+from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
+from lightning_megatron.strategy.meta_build import Attempt as BuildAttempt
+from lightning_megatron.strategy.meta_build import refuse_spread
 from lightning_megatron.strategy.model_summary import (
     leave_summaries,
     remember_whole,
@@ -70,10 +80,10 @@ from lightning_megatron.strategy.observers import looks_at_gradients, looks_at_w
 from lightning_megatron.strategy.preflight.averaging import averages
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
-from lightning_megatron.strategy.processes.connection import ConnectionConfig, Processes
+from lightning_megatron.strategy.processes.connection import ConnectionConfig
+from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.rank_options import named_options
 from lightning_megatron.strategy.rng_state import RandomState
-from lightning_megatron.strategy.section_hooks import SectionHooks
 from lightning_megatron.strategy.sharded_errors import explain
 from lightning_megatron.strategy.stage_state import StepState
 from lightning_megatron.strategy.step_engine import StepEngine
@@ -81,18 +91,15 @@ from lightning_megatron.strategy.step_recovery import StepRecovery
 from lightning_megatron.strategy.tuners.partition import MeasuredPartition
 from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.strategy.tuners.schedule import AUTO, AutoSchedule
+from lightning_megatron.strategy.tuners.tuner import Tuner
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 from lightning_megatron.topology.rng import HostRandomness
 
 
 class MegatronStrategy(
-    SectionHooks,
     StopHooks,
-    CheckpointHooks,
-    LoaderHooks,
-    TopologyCollectives,
     StepRecovery,
-    Processes,
+    LaunchingStrategy,
 ):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
@@ -127,6 +134,9 @@ class MegatronStrategy(
 
     strategy_name = "megatron"
     is_distributed = True
+    num_nodes = 1
+    counts_tokens = True
+    """Whether steps may return sums over tokens (`strategy.step_engine`)."""
 
     def __init__(
         self,
@@ -166,6 +176,13 @@ class MegatronStrategy(
         )
         self._sharding, self.memory = sharding, memory
         self._connection, self._checkpoint = connection, checkpoint
+        self.clock = SectionClock()
+        self.processes = Processes(self, connection, self.stop.flag)
+        self.data = DataLoading()
+        self.checkpoints = Checkpointing(self, checkpoint, self.processes, self.data)
+        self.held: Callable[[], bool] | None = None
+        self._random_state: RandomState | None = None
+        self._section_outside = sections.OTHER
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
         self._defer_init = False
@@ -178,7 +195,6 @@ class MegatronStrategy(
     # Processes ---------------------------------------------------------------------------------
 
     @property
-    @override
     def topology(self) -> Topology:
         """Groups and coordinates of this run; exists once the processes are connected."""
         if self._topology is None:
@@ -202,8 +218,63 @@ class MegatronStrategy(
             )
         return self._parallel
 
+    @property
+    def module(self) -> LightningModule:
+        """The user's module."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs it."""
+        return self.module.trainer
+
+    @property
+    @override
+    def random_state(self) -> RandomState:
+        """Generators of this process; exists once the run is set up."""
+        assert self._random_state is not None
+        return self._random_state
+
+    @property
+    def attempt(self) -> Attempt:
+        """Which start of the processes this is; exists once they are connected."""
+        return self.processes.attempt
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all processes of the run are on this node."""
+        return self.processes.on_one_machine
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All processes, for objects and tensors on the host; None for the default group."""
+        return self.processes.host_group
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @override
+    def make_launcher(self) -> LauncherBase | None:
+        return self.processes.launcher(self)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero helpers who this process is."""
+        # Nodes may join and leave; Trainer(num_nodes=) says how many.
+        self.num_nodes = self.processes.nodes
+        self.processes.number_ranks()
+
     @override
     def setup_environment(self) -> None:
+        self.clock.enter(sections.START)  # once more for each run
         super().setup_environment()
         # Lightning 2.6 does this with torch 2.13, on every rank; the user can do nothing about it.
         warnings.filterwarnings(
@@ -211,12 +282,12 @@ class MegatronStrategy(
         )
         # Lightning's launcher does this for the first process of a node only; the others would
         # compute with as many threads each as there are cores.
-        _set_num_threads_if_needed(self.num_processes)
+        limit_threads(self.num_processes)
         self.set_world_ranks()
         self.events.identify(rank=self.global_rank)
-        self.check_start()
-        module = self._module()
-        with self.told_to_others():
+        self.processes.check_start()
+        module = self.module
+        with self.processes.told_to_others():
             self._examine(module)
         host = self._sharding.offload_parameters
         options = named_options(
@@ -226,9 +297,9 @@ class MegatronStrategy(
             memory=self.memory,
             checkpoint=self._checkpoint,
         )
-        self.find_peers(self._connection, options, from_host=host)
+        self.processes.find_peers(options, from_host=host)
         self._topology = self._make_topology(module)
-        module._device_mesh = self.topology.mesh
+        set_device_mesh(module, self.topology.mesh)
         if self.world_size > 1:
             # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
             # split of the data that ``setup`` draws is the same on all.
@@ -242,8 +313,7 @@ class MegatronStrategy(
         host = self._sharding.offload_parameters
         problems = (
             *self._connection.problems(host),
-            *self._checkpoint.problems(),
-            *self.checkpoint_problems(),
+            *self.checkpoints.problems(self.checkpoint_io),
         )
         raise_if_any([*problems, *findings.problems])
         self._defer_init = findings.real_because is None and layout_of(module) is None
@@ -273,7 +343,7 @@ class MegatronStrategy(
             sequence_parallel=self.options.sequence_parallel,
             seed=self._seed,
             timeout=timedelta(seconds=self._connection.timeout_s),
-            nodes=self.node_names(),
+            nodes=self.processes.node_names(),
         )
         close_with(topology, module)
         return topology
@@ -287,7 +357,7 @@ class MegatronStrategy(
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else sharded_precision(plugin)
+        keep_precision(self, None if plugin is None else sharded_precision(plugin))
 
     @contextmanager
     @override
@@ -304,7 +374,7 @@ class MegatronStrategy(
                 yield
             return
         assert module is not None
-        attempt = Attempt(module)
+        attempt = BuildAttempt(module)
         with attempt.running(), precision.tensor_init_context():
             yield
         if attempt.error is None:
@@ -315,7 +385,7 @@ class MegatronStrategy(
         reason, self._written = attempt.reason, None
         attempt.undo()
         with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
-            _call_lightning_module_hook(module.trainer, "configure_model")
+            call_module_hook(module.trainer, "configure_model")
         refuse_spread(module)
         _warn_of_real_weights(reason)
 
@@ -330,35 +400,35 @@ class MegatronStrategy(
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self._module()
+        module = self.module
         # What is gathered as an inference tensor cannot take part in later training.
         trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
         if self.world_size > 1:
             for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
                 loop.inference_mode = False
-        self.take_over_samplers(trainer)
-        self._data_position, self._random_state = DataPosition(), RandomState(self.topology)
+        self.data.begin(trainer)
+        self._random_state = RandomState(self.topology)
         self._host_gloo = self._host_group()
         if layout_of(module) is None:
             remember_whole(module)
+        self.tuners = []
         self.adopt(self._parallelize(module))
         self.model = module
         summarise_layout(trainer, module, spread=not is_whole(self.parallel))
         self.barrier()
-        self.measured_partition = None
         if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
+            self.optimizers, self.lr_scheduler_configs = [], []
             self.setup_optimizers(trainer)
             if not (self.on_one_machine or trainer.fast_dev_run):  # type: ignore[attr-defined]
-                check_shared(trainer, Peers(self._host_world()))
-            self.start_saver(self._checkpoint, self._connection.timeout_s)
+                check_shared(trainer, Peers(self.host_group))
+            self.checkpoints.open()
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
             self.parallel.data.show_gradients(looks)
             self._watch_parts(trainer, module)
             if self.parallel.spare is not None:
-                self.measured_partition = MeasuredPartition(self)
-        self.start_votes(trainer, self._host_world())
+                self.tuners.append(MeasuredPartition(self))
+        self.start_votes(trainer, self.host_group)
         self._share_step_state(trainer)
         self.setup_precision_plugin()
 
@@ -369,7 +439,7 @@ class MegatronStrategy(
             last = self._steps().last_rank
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
             self._step_state = StepState(
-                self._module(),
+                self.module,
                 self.topology.pp,
                 last,
                 self.topology.device,
@@ -390,7 +460,7 @@ class MegatronStrategy(
 
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
-        module, precision = self._module(), self.precision
+        module, precision = self.module, self.precision
         self._parallel = parallel
         remember_layout(module, parallel)
         precision.use(parallel.gradients)
@@ -404,17 +474,23 @@ class MegatronStrategy(
             module, parallel, rule, make, self._host_gloo, config.scatter_gather
         )
         self._engine.executor.clock = self.clock
-        if self.options.schedule == AUTO and self.pipeline is not None:
-            stages, limit = config.stages_per_rank or 2, config.activation_gib
-            self._engine.auto = AutoSchedule(self.pipeline, stages, limit, rank_zero_info)
-        self.adaptive_memory = None
+        kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
+        self.tuners = [*self._tuners_of(parallel), *kept]
+        collectives.share_metrics(module, self.topology)
+
+    def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
+        """Whatever is to be tuned on a new layout."""
         if self.memory.recompute == "adaptive":
-            self.adaptive_memory = AdaptiveMemory(parallel, self.memory, make, rank_zero_info)
-        self.share_metrics(module)
+            make = self.options.make_schedule
+            yield AdaptiveMemory(parallel, self.memory, make, rank_zero_info)
+        if self.options.schedule == AUTO and self.pipeline is not None:
+            config, pp = self.options.pipeline, parallel.topology.pp
+            stages, limit = config.stages_per_rank or 2, config.activation_gib
+            yield AutoSchedule(self.pipeline, pp, stages, limit, rank_zero_info)
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""
-        remember_layout(self._module(), None)
+        remember_layout(self.module, None)
         self._parallel = self._engine = None
 
     def _parallelize(self, module: LightningModule) -> ParallelModule:
@@ -428,7 +504,7 @@ class MegatronStrategy(
             transforms = replace(earlier.transforms, memory=self.memory)
             return replace(earlier, transforms=transforms)
         precision = self.precision
-        if self._layer_sync is not None:
+        if synchronizes_batch_norm(self):
             synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(
             zero=self.options.zero,
@@ -477,7 +553,7 @@ class MegatronStrategy(
         ``SGD(self.trunk.head.parameters())`` gets a parameter without elements on other stages.
         Where it is all that an optimizer has, it stays.
         """
-        remote = [m for m in self._module().modules() if isinstance(m, RemoteItem)]
+        remote = [m for m in self.module.modules() if isinstance(m, RemoteItem)]
         made: dict[Tensor, RemoteItem] = {
             p: item for item in remote if (p := item.stand_in()) is not None
         }
@@ -497,11 +573,124 @@ class MegatronStrategy(
     def model_to_device(self) -> None:
         """Nothing: the layout put every parameter where it belongs."""
 
+    # Training -------------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        """The last hook before the first batch."""
+        self.data.position.start(self.trainer)
+        self.random_state.restore()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.clock.step = self.trainer.global_step
+        self.clock.enter(sections.FORWARD)
+        super().on_train_batch_start(batch, batch_idx)
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.check_saves()
+        self.checkpoints.raise_failed_saves()
         with self._sharing_step_state():
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if not self.module.automatic_optimization:  # then this is the whole batch
+            self.clock.enter(sections.DATA)
+        return output
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self.clock.enter(sections.BACKWARD)
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        automatic = self.module.automatic_optimization
+        self.clock.enter(sections.OPTIMIZER if automatic else sections.FORWARD)
+        return loss
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self.checkpoints.before_update()
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        automatic = self.module.automatic_optimization
+        if not automatic:
+            self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.clock.enter(sections.DATA if automatic else sections.FORWARD)
+        return result
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with super().block_backward_sync():
+            yield
+        self.clock.enter(sections.DATA)  # a batch without an optimizer step has ended
+
+    @override
+    def on_train_end(self) -> None:
+        with self.clock.section(sections.CHECKPOINT):
+            self.checkpoints.finish()
+            # Under manual optimization what ran last is gathered.
+            self.parallel.data.come_to_rest()
+        self.clock.enter(sections.OTHER)
+
+    # Evaluation ----------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        self._enter_evaluation()
+        super().on_validation_start()
+
+    @override
+    def on_test_start(self) -> None:
+        self._enter_evaluation()
+        super().on_test_start()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._enter_evaluation()
+        super().on_predict_start()
+
+    def _enter_evaluation(self) -> None:
+        self._section_outside = self.clock.current
+        self.clock.enter(sections.VALIDATION)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.enter(sections.VALIDATION)
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.enter(sections.VALIDATION)
+        return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.clock.enter(self._section_outside)
+
+    @override
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self.clock.enter(sections.OTHER)
+
+    @override
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self.clock.enter(sections.OTHER)
 
     @override
     def _evaluate(self, *args: Any) -> Any:
@@ -517,24 +706,170 @@ class MegatronStrategy(
         if state is not None:
             state.end_step()
 
+    # Checkpoints ----------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are read straight into the shards."""
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """`load_model_state_dict` restores the optimizers."""
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the module, by global name."""
+        return self.checkpoints.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> Any:
+        """Description of this rank's part of the optimizer's state."""
+        return self.checkpoints.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None = None,
+    ) -> None:
+        """Write the directory ``filepath``; collective over all processes."""
+        self.mend_progress(checkpoint)
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Open a checkpoint of any layout; `load_model_state_dict` loads it. Collective."""
+        del weights_only  # nothing that could execute code is read
+        with self.clock.section(sections.CHECKPOINT):
+            return self.checkpoints.load(checkpoint_path)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.checkpoints.load_weights(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_model_state_dict` has loaded the optimizers."""
+
+    @override
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Delete a checkpoint, on rank zero; after the saves that are in flight."""
+        with self.clock.section(sections.CHECKPOINT):
+            self.checkpoints.remove(filepath)
+
+    # Data -----------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Who reads what share, for the samplers that Lightning makes itself.
+
+        Raises:
+            ConfigError: the layout does not fit the number of processes.
+        """
+        if self._topology is None:
+            return sampler_kwargs(self.options, self.world_size, self.global_rank)
+        return {"num_replicas": self.topology.batch.size, "rank": self.topology.batch.rank}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """The loader with this rank's share of the samples, and its random streams."""
+        if self._topology is None:  # a loop that is called by hand, before any run
+            return dataloader
+        return self.data.prepare(dataloader, self.trainer, self.topology)
+
+    def batch_share(self, global_batch: int) -> int:
+        """Batch size of this run's loaders for a batch that all ranks read together.
+
+        For ``train_dataloader`` of a module or data module whose run may go on with fewer or more
+        nodes (``torchrun --nnodes 1:2``): the optimizer's steps then stay what they were. With
+        ``microbatch_size`` a rank's larger share takes more time and not more memory.
+
+        Raises:
+            ConfigError: the data-parallel ranks cannot share it evenly.
+        """
+        return batch_share(global_batch, self.topology.batch.size)
+
+    # Communication --------------------------------------------------------------------------------
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that read different samples: what `all_gather` stacks."""
+        return 1 if self._topology is None else self._topology.batch.size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which of them this is: the index of this rank's tensor in what `all_gather` returns.
+
+        Under tp and pp several processes have the same one, so ``self.global_rank`` is no index.
+
+        Example:
+            A contrastive loss whose negatives are those of all ranks; ``queries`` and ``keys`` are
+            ``[batch, features]``::
+
+                keys = self.all_gather(keys, sync_grads=True).flatten(0, 1)
+                labels = torch.arange(len(queries), device=self.device)
+                labels += len(queries) * self.trainer.strategy.data_parallel_rank
+                loss = F.cross_entropy(queries @ keys.T, labels)
+
+            Each rank's loss then has the gradient of its own queries through all keys; their mean
+            over the ranks is that of one process with the whole batch.
+        """
+        return 0 if self._topology is None else self._topology.batch.rank
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        collectives.barrier(self.root_device)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of global rank ``src``, on all processes."""
+        return collectives.broadcast(obj, src)
+
+    @override
+    def reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Reduce over the ranks that saw different samples (or over ``group``).
+
+        Args:
+            tensor: of any shape; anything but a tensor is returned as it is.
+            group: None for the batch axis.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``, ``"product"`` or a ``ReduceOp``.
+                The mean of integers is a floating-point number.
+        """
+        if not isinstance(tensor, Tensor) or self._topology is None:
+            return tensor
+        return collectives.reduce(tensor, self._topology, group, reduce_op, self.root_device)
+
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
+        """Stack on a new dim 0 the tensors of the ranks that saw different samples.
+
+        Args:
+            tensor: of the same shape on all ranks.
+            group: other ranks. None is the batch axis, and so is the whole world, which
+                ``LightningModule.all_gather`` fills in when the user gives no group.
+            sync_grads: whether gradients flow back to every rank's tensor.
+        """
         if self._engine is not None:
             self._engine.gathers_samples()
-        return super().all_gather(tensor, group, sync_grads)
+        return collectives.all_gather(tensor, self._topology, group, sync_grads=sync_grads)
 
     @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self.before_update()
-
-    @override
-    def on_train_start(self) -> None:
-        """The last hook before the first batch."""
-        self._data_position.start(self._module().trainer)
-        self._random_state.restore()
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all (or any) of the processes of the job decided so."""
+        return collectives.agree(decision, self.root_device, all=all)
 
     # End ------------------------------------------------------------------------------------------
 
@@ -542,9 +877,10 @@ class MegatronStrategy(
     def on_exception(self, exception: BaseException) -> None:
         self.unwatch_weights()
         if self.options.zero == 3:
-            explain(exception, self._module())
-        self.note_ending(exception)
-        self.stop_saver(self._checkpoint.drain_timeout_s)
+            explain(exception, self.module)
+        self.processes.failures.note(exception)
+        self.checkpoints.close(self._checkpoint.drain_timeout_s)
+        self.processes.failures.end_children(exception)
         super().on_exception(exception)
 
     def _give_module_back(self) -> None:
@@ -553,19 +889,20 @@ class MegatronStrategy(
         if parallel is None or self._gave_back is parallel:
             return
         self._gave_back = parallel
-        module = self._module()
+        module = self.module
         failed = module.trainer.state.status == TrainerStatus.INTERRUPTED
         parallel.data.release(collective=not failed)
         leave_summaries(module.trainer, module, spread=not is_whole(parallel))
-        self.leave_groups_to(parallel.topology)
+        self.checkpoints.leave_groups_to(parallel.topology)
+        self.processes.leave_groups_to(parallel.topology)
         if not is_whole(parallel):
             layout = self.options.lasting(self.world_size, self.precision)
             refuse_calls(parallel, layout)
             return
         restore(parallel)
-        self.unshare_metrics(module)
+        collectives.unshare_metrics(module, self.topology)
         remember_layout(module, None)
-        module._device_mesh = None
+        set_device_mesh(module, None)
         parallel.gradients.forget_pieces()
         self.precision.use(parallel.gradients)
         # At once, a rank that has fewer batches than others would cut these off in the midst of a
@@ -582,13 +919,13 @@ class MegatronStrategy(
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         if self._step_state is not None:
-            callbacks: list[Any] = self._module().trainer.callbacks  # type: ignore[attr-defined]
+            callbacks: list[Any] = self.module.trainer.callbacks  # type: ignore[attr-defined]
             callbacks.remove(self._step_state)
             self._step_state = None
-        self.end_watch()
+        self.processes.failures.end_watch()
         self.unwatch_weights()
-        self.forget_interface()
-        self.stop_saver()
+        self.processes.forget_interface()
+        self.checkpoints.close()
         self._give_module_back()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -22,6 +22,13 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_megatron._lightning import (
+    count_first_update,
+    count_update,
+    replaced_log,
+    set_value_on_batch,
+    value_on_batch,
+)
 from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.pipeline.microbatch import weighted_mean
 from lightning_megatron.topology.mesh import Axis
@@ -105,11 +112,8 @@ class LogRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within the block ``module.log`` records instead of logging."""
-        self._module.__dict__["log"] = self.log
-        try:
+        with replaced_log(self._module, self.log):
             yield
-        finally:
-            self._module.__dict__.pop("log", None)
 
     def begin_microbatch(self, weight: float | None) -> None:
         """Say what share of the batch the following calls stand for; None: they do not count."""
@@ -130,7 +134,7 @@ class LogRecorder:
             )
         call = self.calls.setdefault(name, LogCall(name, options))
         if isinstance(value, Metric):
-            self._keep_forward_value(name, value._forward_cache, self._weight)
+            self._keep_forward_value(name, value_on_batch(value), self._weight)
         call.values.append(value.detach() if isinstance(value, Tensor) else value)
         call.weights.append(self._weight)
         if batch_size is not None:
@@ -178,7 +182,7 @@ class StageMetric(Metric):
 
     @override
     def update(self, *args: Any, **kwargs: Any) -> None:
-        self._update_count += 1
+        count_update(self)
 
     @override
     def compute(self) -> Any:
@@ -258,7 +262,7 @@ class LogReplay:
             else:
                 metric = self._stage_metric(recorder, call.name, call.attribute)
                 cache: Any = self._scalar(value) if call.has_forward else None
-                metric._forward_cache = cache
+                set_value_on_batch(metric, cache)
                 options["metric_attribute"] = call.attribute
                 self._module.log(call.name, metric, **options)
         return list(extra)
@@ -335,7 +339,7 @@ class LogReplay:
             held = source if self._is_last else None
             metric = StageMetric(held, self._pp, self._source, self._device, self._host_group)
             self._metrics[attribute] = metric
-        metric._update_count = max(metric._update_count, 1)
+        count_first_update(metric)
         return metric
 
 

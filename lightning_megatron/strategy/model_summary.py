@@ -15,12 +15,20 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.utilities.model_summary.model_summary import (
-    _format_summary_table,
     get_human_readable_count,
 )
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
+from lightning_megatron._lightning import (
+    Summary,
+    format_table,
+    replace_printing,
+    replace_summary,
+    restore_summary,
+    summary_depth,
+)
 from lightning_megatron.parallel.plan import class_name
 
 _CENSUS = "_lightning_megatron_census"
@@ -70,7 +78,7 @@ class Census:
         return {first for full, first in self._canonical.items() if _is_in(full, part)}
 
 
-class LayoutSummary:
+class LayoutSummary(Summary):
     """Summary of a module on its layout, in the form that Lightning's callbacks print.
 
     Args:
@@ -90,7 +98,9 @@ class LayoutSummary:
         modes = [training for _, training in census.rows.values()]
         self.total_training_modes = {"train": modes.count(True), "eval": modes.count(False)}
 
-    def _get_summary_data(self) -> list[tuple[str, list[str]]]:
+    @override
+    def columns(self) -> list[tuple[str, list[str]]]:
+        """Return the table: modules, their parameters, those that this rank holds."""
         names, rows = self._names, [self._census.rows[name] for name in self._names]
         held = [self._census.held(self._module, name) for name in names]
         numbers = [*range(len(names)), " "]
@@ -124,18 +134,17 @@ def summarise_layout(trainer: Trainer, module: nn.Module, *, spread: bool) -> No
     census = module.__dict__[_CENSUS]
     for callback in _summaries(trainer):
         if spread:
-            vars(callback)["_summary"] = partial(_layout_summary, census, callback._max_depth)
+            replace_summary(callback, partial(_layout_summary, census, summary_depth(callback)))
         if type(callback) is RichModelSummary:
-            vars(callback)["summarize"] = _show_rich
+            replace_printing(callback, _show_rich)
         elif type(callback) is ModelSummary:
-            vars(callback)["summarize"] = _show
+            replace_printing(callback, _show)
 
 
 def leave_summaries(trainer: Trainer, module: nn.Module, *, spread: bool) -> None:
     """Undo `summarise_layout`, and what it knows if the module is whole again."""
     for callback in _summaries(trainer):
-        for name in ("_summary", "summarize"):
-            vars(callback).pop(name, None)
+        restore_summary(callback)
     if not spread:
         module.__dict__.pop(_CENSUS, None)
 
@@ -164,7 +173,7 @@ def _show(
     """Print as ``ModelSummary.summarize`` does, but no operations that nobody has counted."""
     del options
     shown = [column for column in columns if total_flops or column[0] != "FLOPs"]
-    table = _format_summary_table(
+    table = format_table(
         total_parameters,
         trainable_parameters,
         model_size,

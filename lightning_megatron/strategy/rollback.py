@@ -38,7 +38,6 @@ class Keeper(Protocol):
 
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[LRSchedulerConfig]
-    _random_state: RandomState
 
     @property
     def lightning_module(self) -> LightningModule | None:
@@ -47,6 +46,10 @@ class Keeper(Protocol):
     @property
     def parallel(self) -> ParallelModule:
         """The module on its layout."""
+
+    @property
+    def random_state(self) -> RandomState:
+        """Generators of this process."""
 
     @property
     def precision(self) -> ShardedPrecision:
@@ -126,7 +129,7 @@ class Rollback:
             updates=self.updates,
             batches=batches,
             of=of,
-            moment=keeper._random_state.now(),
+            moment=keeper.random_state.now(),
             precision=deepcopy(keeper.precision.state_dict()),
             schedules=[
                 deepcopy(config.scheduler.state_dict()) if counts_steps(config) else None
@@ -174,7 +177,7 @@ class Rollback:
         counts = {k: v for k, v in precision.state_dict().items() if k in _COUNTS}
         precision.load_state_dict({**copy.precision, **counts})
         precision.forget_batch()
-        keeper._random_state.return_to(copy.moment)
+        keeper.random_state.return_to(copy.moment)
 
     def _restore_schedules(self, copy: _Copy) -> None:
         """Those that count steps, with what they have set in the optimizers."""

@@ -39,6 +39,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from typing_extensions import override
 
+from lightning_megatron._lightning import (
+    UPDATE_COUNT,
+    forget_computed,
+    initial_states,
+    is_of_hyper_parameters,
+)
 from lightning_megatron.comm.objects import ObjectBroadcast, dump, load
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
@@ -467,12 +473,12 @@ def _beside_trunk(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.M
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in module.__dict__.items():
-        if name not in _not_the_users(_kind(module)) and not name.startswith("_hparams"):
+        if name not in _not_the_users(_kind(module)) and not is_of_hyper_parameters(name):
             yield name, value
     for name, buffer in module.named_buffers(recurse=False):
         yield name, buffer
     if isinstance(module, Metric):
-        yield "_update_count", module._update_count
+        yield UPDATE_COUNT, getattr(module, UPDATE_COUNT)
 
 
 def _set(module: nn.Module, name: str, value: Any) -> None:
@@ -484,7 +490,7 @@ def _set(module: nn.Module, name: str, value: Any) -> None:
     else:
         setattr(module, name, value)
     if isinstance(module, Metric):
-        module._computed = None
+        forget_computed(module)
 
 
 def _kind(module: nn.Module) -> str:
@@ -498,6 +504,6 @@ def _not_the_users(kind: str) -> frozenset[str]:
     """Attributes that every module of a kind has."""
     if kind == "metric":
         metric = MeanMetric()
-        return frozenset(metric.__dict__.keys() - metric._defaults.keys())
+        return frozenset(metric.__dict__.keys() - initial_states(metric).keys())
     bare = LightningModule() if kind == "lightning" else nn.Module()
     return frozenset({*bare.__dict__, "log"})

@@ -39,7 +39,6 @@ from lightning_megatron.schedules.schedule import Schedule
 from lightning_megatron.strategy.collectives import refuse_shards
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
 from lightning_megatron.strategy.stage_state import unchanged
-from lightning_megatron.strategy.tuners.schedule import AutoSchedule
 from lightning_megatron.topology.mesh import Topology
 
 _NOTHING, _OBJECT = 0.0, 1.0
@@ -59,7 +58,6 @@ class StepEngine:
 
     Attributes:
         last_rank: rank on pp of the last stage.
-        auto: chooses another schedule after the first steps; None where there is no choice.
         by_token: whether steps return sums over tokens; None until one has. It decides when
             gradients are reduced, so a resumed run must know it from the start.
     """
@@ -95,7 +93,6 @@ class StepEngine:
         self._replay = LogReplay(
             module, topology.pp, last_rank, topology.device, self._dtype, host_group
         )
-        self.auto: AutoSchedule | None = None
         self.count = 1
         self.by_token: bool | None = None
         self._kept: list[HeldGradient] = []
@@ -159,8 +156,6 @@ class StepEngine:
 
         gradients.begin()
         data.begin(blocked=defer)
-        if self.auto is not None:
-            self.auto.before_step()
         self._in_step = True
         try:
             with recorder.recording(), self._seeds.batch():
@@ -173,8 +168,6 @@ class StepEngine:
         finally:
             self._in_step = False
         data.finish()
-        if self.auto is not None:
-            self.auto.after_step(len(pieces), self._topology.pp.size, self._topology.pp.group)
         outputs = outputs[: pieces.counted]  # of the last stage; elsewhere there are none
         loss, tokens = self._share_loss(recorder, outputs, pieces)
         self.by_token = tokens is not None

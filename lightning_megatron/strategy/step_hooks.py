@@ -21,26 +21,19 @@ from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.whole_reductions import WholeReductions
 from lightning_megatron.precision.sharded import ShardedPrecision
-from lightning_megatron.strategy.data.position import DataPosition
+from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.held_schedules import HeldSchedules
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.step_engine import StepEngine, mean_over_tokens
-from lightning_megatron.strategy.tuners.partition import MeasuredPartition
-from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
+from lightning_megatron.strategy.tuners.tuner import Tuner
 
 
 class StepHooks(ParallelStrategy):
     """Forward, backward and evaluation of one batch."""
 
-    counts_tokens = True
-    """Whether steps may return sums over tokens (`strategy.step_engine`)."""
     parallel: ParallelModule
-    _data_position: DataPosition
-    _random_state: RandomState
+    data: DataLoading
     _engine: StepEngine | None = None
-    measured_partition: MeasuredPartition | None = None
-    adaptive_memory: AdaptiveMemory | None = None
-    """What ``partition="measured"`` found out in the current run; None without it."""
     _reductions: WholeReductions | None = None
     """Sees what hooks do with weights in parts, where any may look at them."""
     _watches_step = False
@@ -52,6 +45,7 @@ class StepHooks(ParallelStrategy):
         super().__init__()
         self._schedules = HeldSchedules()
         self.events = EventLog()
+        self.tuners: list[Tuner] = []
 
     @property
     def gradients(self) -> GradientSet:
@@ -61,17 +55,15 @@ class StepHooks(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.events.step = self._module().trainer.global_step
-        if self.adaptive_memory is not None:
-            self.adaptive_memory.before_batch(self._steps().count)
+        for tuner in tuple(self.tuners):  # one may move the module to a layout with others
+            tuner.before_batch(accumulated=not self._fresh())
         if not self._fresh():
             return
-        if self.measured_partition is not None:
-            self.measured_partition.before_step()
         trainer = self._module().trainer
         if trainer.accumulate_grad_batches > 1:
             epoch: Any = trainer.fit_loop.epoch_progress.current
             at = epoch.processed, batch_idx
-            self._random_state.note(at, self._module(), self._steps().by_token)
+            self.random_state.note(at, self._module(), self._steps().by_token)
 
     @override
     def batch_to_device(
@@ -96,6 +88,12 @@ class StepHooks(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._train(*args, **kwargs)
+        for tuner in self.tuners:
+            tuner.after_batch(self._steps().count)
+        return output
+
+    def _train(self, *args: Any, **kwargs: Any) -> Any:
         engine, trainer = self._steps(), self._module().trainer
         args = (*args, *kwargs.values())
         context = self.precision_plugin.train_step_context
@@ -175,7 +173,7 @@ class StepHooks(ParallelStrategy):
             self.parallel.data.after_step(optimizer)
         else:
             self._schedules.hold(self.lr_scheduler_configs, self._module().trainer)
-        self._data_position.after_step(self._module().trainer)
+        self.data.position.after_step(self._module().trainer)
         return result
 
     @contextmanager
@@ -217,12 +215,22 @@ class StepHooks(ParallelStrategy):
     def on_validation_start(self) -> None:
         trainer = self._module().trainer
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._random_state.begin_validation()
+            self.random_state.begin_validation()
 
     @override
     def on_validation_end(self) -> None:
         self.parallel.data.come_to_rest()
-        self._random_state.end_validation()
+        self.random_state.end_validation()
+
+    @property
+    def loss_per_token(self) -> bool | None:
+        """Whether steps return sums over tokens; None until one has."""
+        return None if self._engine is None else self._engine.by_token
+
+    @loss_per_token.setter
+    def loss_per_token(self, value: bool | None) -> None:
+        if self._engine is not None:
+            self._engine.by_token = value
 
     def _fresh(self) -> bool:
         """Whether the batch is the first before an optimizer step."""
@@ -238,6 +246,11 @@ class StepHooks(ParallelStrategy):
         """The precision plugin, which knows the shards."""
         assert isinstance(self.precision_plugin, ShardedPrecision)
         return self.precision_plugin
+
+    @property
+    def random_state(self) -> RandomState:
+        """Generators of this process; the strategy's."""
+        raise NotImplementedError
 
     def _steps(self) -> StepEngine:
         assert self._engine is not None

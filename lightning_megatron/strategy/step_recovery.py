@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron._lightning import initial_states, training_sums
 from lightning_megatron.services import Recovery
 from lightning_megatron.strategy.rng_state import Moment
 from lightning_megatron.strategy.rollback import Rollback
@@ -61,7 +62,7 @@ class StepRecovery(StepHooks):
             # Of batches whose gradients are added up, all or none.
             self.skips_batch = self.batches_to_skip > 0
             if self.can_undo:
-                moment, results = self._random_state.now(), self._results()
+                moment, results = self.random_state.now(), self._results()
                 self._before = _Before(moment, self._statistics(), results)
         if self.skips_batch:
             self.batches_to_skip = max(0, self.batches_to_skip - 1)
@@ -117,27 +118,26 @@ class StepRecovery(StepHooks):
         """Undo what the present batch has changed, but for its gradients."""
         before = self._before
         assert before is not None
-        self._random_state.return_to(before.moment)
+        self.random_state.return_to(before.moment)
         with torch.no_grad():
             for held, value in zip(self._statistics_now(), before.statistics, strict=True):
                 held.copy_(value)
         for key, sums in self._results().items():
             metric = self._collection()[key]
             for name, value in sums.items():
-                begun = torch.full_like(value, float(metric._defaults[name]))
+                begun = torch.full_like(value, float(initial_states(metric)[name]))
                 setattr(metric, name, before.results.get(key, {}).get(name, begun))
         self.precision.forget_batch()
 
     def _collection(self) -> Any:
         """What is logged in training, as Lightning keeps it."""
-        return self._module().trainer.fit_loop.epoch_loop._results
+        return training_sums(self._module().trainer)
 
     def _results(self) -> dict[str, dict[str, Tensor]]:
         """The sums over the epoch of what is logged; tensors that are replaced, not changed."""
         return {
-            key: {name: getattr(metric, name) for name in metric._defaults}
+            key: {name: getattr(metric, name) for name in initial_states(metric)}
             for key, metric in self._collection().items()
-            if metric.is_tensor and metric.meta.on_epoch
         }
 
     def _asking(self, closure: Callable[[], Any]) -> Callable[[], Any]:

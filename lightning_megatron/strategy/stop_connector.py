@@ -6,19 +6,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.trainer.connectors.signal_connector import (
-    _HandlersCompose,
-    _SignalConnector,
-)
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
+from lightning_megatron._lightning import (
+    SignalConnector,
+    chain_of,
+    cluster_environment,
+    parts_of_chain,
+)
 from lightning_megatron.fault_tolerance.preemption.signals import StopFlag, interrupt_once
 
 _INTERRUPTS = (signal.default_int_handler, interrupt_once)
 
 
-class StopConnector(_SignalConnector):
+class StopConnector(SignalConnector):
     """What a Trainer installs when it runs, and takes back at the end.
 
     Args:
@@ -47,11 +49,11 @@ class StopConnector(_SignalConnector):
     def register_signal_handlers(self) -> None:
         self.received_sigterm = False
         _dismiss_flags()
-        self._original_handlers = self._get_current_signal_handlers()
+        self.keep_handlers()
         self._flag.clear()
         numbers = {signal.SIGTERM, *self._signals}
         self.requeue_signal = None
-        environment = self.trainer._accelerator_connector.cluster_environment
+        environment = cluster_environment(self.trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             asks = environment.requeue_signal or signal.SIGUSR1
             numbers.add(asks)
@@ -63,19 +65,18 @@ class StopConnector(_SignalConnector):
             # Python's own handler of interrupts would break off the batch.
             if callable(existing) and existing not in _INTERRUPTS:
                 handlers.append(existing)
-            self._register_signal(number, _HandlersCompose(handlers))
+            self.install(number, handlers)
         self._flag.speaks = self.trainer.is_global_zero
         self._flag.watch(numbers)
 
     def requeue(self) -> None:
         """Save a checkpoint and have Slurm queue the job again; collective."""
         assert self.requeue_signal is not None
-        frame: Any = None  # which Lightning's handler does not look at
-        self._slurm_sigusr_handler_fn(self.requeue_signal, frame)
+        self.save_and_requeue(self.requeue_signal)
 
     @override
     def teardown(self) -> None:
-        had = bool(self._original_handlers)
+        had = self.keeps_handlers
         super().teardown()
         self._flag.release()
         number, acted = self._flag.number, self.received_sigterm
@@ -92,16 +93,16 @@ def _dismiss_flags() -> None:
         existing = signal.getsignal(number)
         others = _without_flags(existing)
         if others != [existing]:
-            rest: Any = _HandlersCompose(others) if others else signal.SIG_DFL
-            signal.signal(number, rest)
+            signal.signal(number, chain_of(others))
 
 
 def _without_flags(handler: Any) -> list[Any]:
     if isinstance(handler, StopFlag):
         return []
-    if not isinstance(handler, _HandlersCompose):
+    parts = parts_of_chain(handler)
+    if parts is None:
         return [handler]
-    kept = [_without_flags(part) for part in handler.signal_handlers]
-    if all(part == [one] for part, one in zip(kept, handler.signal_handlers, strict=True)):
+    kept = [_without_flags(part) for part in parts]
+    if all(part == [one] for part, one in zip(kept, parts, strict=True)):
         return [handler]
     return [one for part in kept for one in part]

@@ -127,8 +127,8 @@ class Fault(pl.Callback):
         if trainer.global_step not in (FAILS_AT, self.last + 1):
             return
         assert isinstance(trainer.strategy, MegatronStrategy)
-        assert trainer.strategy._saver is not None
-        trainer.strategy._saver.drain()
+        assert trainer.strategy.checkpoints.saver is not None
+        trainer.strategy.checkpoints.saver.drain()
         self.active.close()
         if trainer.global_step == FAILS_AT and self.kind is not None:
             self.active.enter_context(FAULTS[self.kind][0](self.directory))

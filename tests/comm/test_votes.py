@@ -79,7 +79,7 @@ def test_every_rank_sees_what_all_have_put_before_each_update(
 
 def tell_and_save(folder: str) -> list[Any]:
     """In a world that is too large for one group of the hosts, as this one pretends to be."""
-    with patch("lightning_megatron.strategy.checkpoint_hooks.FAN", 2):
+    with patch("lightning_megatron.strategy.processes.processes.FAN", 2):
         telling = Telling()
         checkpoint = CheckpointConfig(mode="async")
         options = {"zero": 3, "checkpoint": checkpoint}

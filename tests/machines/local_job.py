@@ -34,7 +34,7 @@ class Course(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         time.sleep(self.pace_s)
-        strategy._local.run.drain()  # so that the one of the step before stands
+        strategy.checkpoints.local.run.drain()  # so that the one of the step before stands
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         kept = len(os.listdir("/dev/shm/lightning_megatron-0"))

@@ -27,6 +27,7 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.schedules.repartition import Repartition
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.strategy.tuners import partition as measured_partition
+from lightning_megatron.strategy.tuners.partition import MeasuredPartition
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity import reference
 from tests.parity.jobs import (
@@ -40,6 +41,7 @@ from tests.parity.jobs import (
 )
 from tests.parity.reference import Data, reference_curve
 from tests.parity.test_matrix import check, close
+from tests.strategy.small import tuner_of
 
 MEASURED = PipelineConfig(partition="measured")
 MOVES_BEFORE = measured_partition.SKIPPED + measured_partition.MEASURED
@@ -80,7 +82,7 @@ def fit(
     )
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     losses = [float(strategy.reduce(loss)) for loss in recorder.losses]
-    measured = strategy.measured_partition
+    measured = tuner_of(strategy, MeasuredPartition)
     model = getattr(module, "model", module)
     weights = whole_parameters(model, strategy.topology)
     return Outcome(losses, recorder.norms, weights, measured.report if measured else None)

@@ -12,14 +12,16 @@ the few classes that it is made of.
 """
 
 import io
+import os
 import pickle
 import pickletools
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,9 +34,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_megatron._torch import DCP_METADATA_GLOBALS, StorageInfo
-from lightning_megatron.checkpoint.directory.digest import MemoryFiles
 from lightning_megatron.checkpoint.directory.manifest import METADATA_FILE, TensorEntry, in_parts
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, Part
+from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, RankManifest
 from lightning_megatron.checkpoint.directory.sealed_text import LARGEST_TEXT, is_file_name
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
@@ -60,7 +61,7 @@ def torch_dtype(tensor: str, name: str) -> torch.dtype:
     return dtype
 
 
-def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> bytes:
+def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[RankManifest]) -> bytes:
     """Return the content of the file that DCP reads.
 
     Args:
@@ -84,7 +85,8 @@ def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> 
         )
         for name, entry in tensors.items()
     }
-    writer, files = FileSystemWriter(Path(), sync_files=False), MemoryFiles()
+    writer = FileSystemWriter(Path(), sync_files=False)
+    files = _MemoryFiles()
     writer.fs = files
     writer.storage_meta = StorageMeta  # type: ignore[method-assign]  # no path
     results = [
@@ -93,6 +95,32 @@ def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> 
     ]
     writer.finish(Metadata(entries), [results])
     return files.contents[METADATA_FILE]
+
+
+class _MemoryFiles(FileSystem):
+    """Keeps what is written in memory.
+
+    Attributes:
+        contents: of the files, by name.
+    """
+
+    def __init__(self) -> None:
+        self.contents: dict[str, bytes] = {}
+
+    @contextmanager
+    @override
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        stream = io.BytesIO()
+        yield stream
+        self.contents[Path(path).name] = stream.getvalue()
+
+    @override
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return Path(path).name in self.contents
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self.contents[Path(new_path).name] = self.contents.pop(Path(path).name)
 
 
 def read_metadata(directory: AnyPath) -> Metadata:
@@ -122,7 +150,9 @@ def read_metadata(directory: AnyPath) -> Metadata:
     return metadata
 
 
-def parts_of(metadata: Metadata) -> tuple[dict[str, TensorEntry], dict[int, Part], list[str]]:
+def parts_of(
+    metadata: Metadata,
+) -> tuple[dict[str, TensorEntry], dict[int, RankManifest], list[str]]:
     """Return what the manifests of a checkpoint with this index would hold.
 
     Returns:

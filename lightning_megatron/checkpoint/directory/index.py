@@ -28,9 +28,13 @@ from lightning_megatron.checkpoint.directory.dcp_metadata import (
     parts_of,
     torch_dtype,
 )
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import Manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, FileEntry, Part
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    ChunkEntry,
+    FileEntry,
+    RankManifest,
+    entry_of,
+)
 from lightning_megatron.checkpoint.directory.sealed_text import read_text
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
@@ -77,7 +81,7 @@ class ShardIndex:
         self._embedded = manifest.embedded
         self._names = {part.number: name for name, part in manifest.parts.items()}
         self._entries = {part.number: part for part in manifest.parts.values()}
-        self._kept: OrderedDict[int, Part] = OrderedDict()
+        self._kept: OrderedDict[int, RankManifest] = OrderedDict()
         self.tensors = {
             name: StoredTensor(shape=e.shape, dtype=torch_dtype(name, e.dtype), runs=e.runs)
             for name, e in manifest.tensors.items()
@@ -103,7 +107,7 @@ class ShardIndex:
         """Numbers of all parts."""
         return sorted({*self._names, *self._embedded})
 
-    def part(self, number: int, *, keep: bool = True) -> Part:
+    def part(self, number: int, *, keep: bool = True) -> RankManifest:
         """Return a part.
 
         Args:
@@ -126,14 +130,14 @@ class ShardIndex:
         self._kept.move_to_end(number)
         return self._kept[number]
 
-    def _read(self, number: int) -> Part:
+    def _read(self, number: int) -> RankManifest:
         if number not in self._names:
             raise DamagedCheckpointError(f"there is no part {number} of the manifest")
         name = self._names[number]
         text = read_text(self._directory / name)
         if entry_of(text.encode()) != self._files[name]:
             raise DamagedCheckpointError(f"{name} is not the part that was written")
-        part, entry = Part.from_json(text, name), self._entries[number]
+        part, entry = RankManifest.from_json(text, name), self._entries[number]
         files = {file: self._files[file] for file in entry.files}
         if part.number != number or part.files != files or part.count != entry.count:
             raise DamagedCheckpointError(f"{name} and the root of the manifests contradict")
@@ -244,7 +248,7 @@ def _within(tensor: StoredTensor, numbers: Sequence[int]) -> Iterator[tuple[int,
         yield part, (tuple(offset), tuple(size))
 
 
-def _shared_bytes(part: Part) -> Iterator[str]:
+def _shared_bytes(part: RankManifest) -> Iterator[str]:
     """Name the files of which two chunks claim the same bytes."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for chunks in part.tensors.values():

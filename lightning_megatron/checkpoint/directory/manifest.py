@@ -33,7 +33,7 @@ from lightning_megatron.checkpoint.directory.chunk_runs import Repeat, Run, comp
 from lightning_megatron.checkpoint.directory.rank_manifest import (
     PART_SCHEMA,
     FileEntry,
-    Part,
+    RankManifest,
     chunk_entries,
     file_entry,
 )
@@ -138,7 +138,7 @@ class Manifest:
     """Further names of shared parameters, and the name under which each is stored."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
-    embedded: Mapping[int, Part] = field(default_factory=dict, repr=False)
+    embedded: Mapping[int, RankManifest] = field(default_factory=dict, repr=False)
     """Parts that the manifest itself holds, by number: one per file in schema 2, else none."""
 
     @property
@@ -277,7 +277,7 @@ def _contents(data: Mapping[str, Any], schema: int) -> dict[str, Any]:
 def in_parts(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     chunks: Mapping[str, Sequence[Any]],
-) -> tuple[dict[str, TensorEntry], dict[int, Part]]:
+) -> tuple[dict[str, TensorEntry], dict[int, RankManifest]]:
     """Turn an index that is in one piece into parts, one for each file.
 
     Args:
@@ -297,7 +297,9 @@ def in_parts(
         runs = compress((numbers[c.file], (c.offsets, c.sizes)) for c in chunks[name])
         tensors[name] = TensorEntry(dtype=dtype, shape=shape, runs=runs)
     parts = {
-        number: Part(number=number, files={}, tensors={n: tuple(c) for n, c in held.items()})
+        number: RankManifest(
+            number=number, files={}, tensors={n: tuple(c) for n, c in held.items()}
+        )
         for number, held in contents.items()
     }
     return tensors, parts

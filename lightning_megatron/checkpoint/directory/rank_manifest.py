@@ -10,6 +10,7 @@ from the root everybody knows which rectangles are in it, so that only those par
 have something to read.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -26,7 +27,10 @@ from lightning_megatron.checkpoint.directory.sealed_text import (
     parsed,
     sealed,
 )
+from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
+
+_BLOCK_BYTES = 1 << 20
 
 PART_SCHEMA = 3
 """First schema of manifests with parts; parts have changed at no later one."""
@@ -40,6 +44,26 @@ class FileEntry:
     """Bytes."""
     sha256: str | None = None
     """Hash of the content; None for files of another library, which has no hashes."""
+
+
+def entry_of(data: bytes) -> FileEntry:
+    """Return the manifest's entry for a file with this content."""
+    return FileEntry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def read_entry(path: AnyPath) -> FileEntry:
+    """Return the manifest's entry for a file as it is stored now.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return FileEntry(size=size, sha256=digest.hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +91,7 @@ def part_file(number: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankManifest:
     """What one rank has written."""
 
     number: int
@@ -90,7 +114,7 @@ class Part:
         return sealed(",\n".join((head, files, one_line_each("tensors", plain))))
 
     @classmethod
-    def from_json(cls, text: str, name: str) -> "Part":
+    def from_json(cls, text: str, name: str) -> "RankManifest":
         """Parse the content of a file.
 
         Args:

@@ -47,7 +47,8 @@ class RemoteStaging:
         self.target = self.directory = target
         self.prefix = ""
         self._token = token
-        self._created = self._committed = False
+        self._created = False
+        self._committed = False
 
     def create(self) -> None:
         """Choose names that nothing has.
@@ -56,7 +57,8 @@ class RemoteStaging:
             CheckpointError: something stands there that is no checkpoint; it is not deleted.
         """
         if is_checkpoint(self.target):
-            self.prefix, self._created = f"{self._token}=", True
+            self.prefix = f"{self._token}="
+            self._created = True
             return
         present = [entry.name for entry in self.target.iterdir()]
         foreign = [name for name in present if not _OURS.fullmatch(name)]

@@ -16,8 +16,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_megatron.checkpoint.directory.candidates import Places, candidates
 from lightning_megatron.checkpoint.directory.commit import remove
+from lightning_megatron.checkpoint.directory.discovery import Places, candidates
 from lightning_megatron.checkpoint.directory.manifest import Manifest, read_manifest
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.directory.verify import check_contents, check_files

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from lightning_megatron.checkpoint.directory.digest import entry_of, read_entry
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
@@ -19,7 +18,7 @@ from lightning_megatron.checkpoint.directory.manifest import (
     STATE_FILE,
     Manifest,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import PART_SCHEMA
+from lightning_megatron.checkpoint.directory.rank_manifest import PART_SCHEMA, entry_of, read_entry
 from lightning_megatron.checkpoint.directory.sealed_text import read_text
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes
 from lightning_megatron.checkpoint.rank_coordination import Peers

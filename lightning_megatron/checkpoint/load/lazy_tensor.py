@@ -69,7 +69,7 @@ _MEMORY = ("numpy", "data_ptr", "untyped_storage", "storage", "__array__", "__dl
 """Ways to the memory past which no version counter counts."""
 
 
-class Shelf:
+class LazyCache:
     """The values that were fetched last for the lazy tensors of one mapping.
 
     Attributes:
@@ -108,7 +108,7 @@ class LazyTensor(Tensor):
     """
 
     source: str
-    shelf: Shelf
+    shelf: LazyCache
     fetch: Callable[[], Tensor]
     _held: Tensor | None
     _known: "weakref.ref[Tensor] | None"
@@ -124,11 +124,16 @@ class LazyTensor(Tensor):
         dtype: torch.dtype,
         device: torch.device,
         fetch: Callable[[], Tensor],
-        shelf: Shelf,
+        shelf: LazyCache,
     ) -> "LazyTensor":
         lazy: LazyTensor = tensor_without_memory(cls, shape, dtype, device)
-        lazy.source, lazy.fetch, lazy.shelf = name, fetch, shelf
-        lazy._held, lazy._known, lazy._version_read, lazy._lent = None, None, 0, False
+        lazy.source = name
+        lazy.fetch = fetch
+        lazy.shelf = shelf
+        lazy._held = None
+        lazy._known = None
+        lazy._version_read = 0
+        lazy._lent = False
         return lazy
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -155,7 +160,8 @@ class LazyTensor(Tensor):
 
     def hold(self, value: Tensor) -> None:
         """Keep what was fetched."""
-        self._held, self._known = value, weakref.ref(value)
+        self._held = value
+        self._known = weakref.ref(value)
         self._version_read = value._version
 
     def become(self, value: Tensor) -> None:

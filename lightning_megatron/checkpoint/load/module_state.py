@@ -76,7 +76,9 @@ class ModuleState:
         names: Mapping[Tensor, str],
         versions: Mapping[str, int] | None,
     ) -> None:
-        self._module, self._chunks, self._names = module, chunks, names
+        self._module = module
+        self._chunks = chunks
+        self._names = names
         self._versions = versions
         self._top: Mapping[str, Any] = {}
         self._paths = {m: clean_name(f"{n}.") if n else "" for n, m in module.named_modules()}

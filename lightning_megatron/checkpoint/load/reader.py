@@ -20,7 +20,7 @@ from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_pat
 from lightning_megatron.checkpoint.directory.verify import check_contents, check_files
 from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.checkpoint.trainer_state.document import read_document
+from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 
 MODEL_PREFIX = "model"
 """Of the names of parameters and buffers in the shards."""
@@ -88,11 +88,11 @@ class CheckpointReader:
     def _read(self) -> list[str]:
         """Read what every rank needs; return the faults of this rank's share of the index."""
         self.index = ShardIndex(self.directory, self.manifest)
-        document = read_document(self.directory, self.manifest)
-        self.state: dict[str, Any] = document["state"]
-        self.extras: dict[str, Any] = document["extras"]
-        self.optimizers: list[dict[str, Any]] = document["optimizers"]
-        self.versions: dict[str, int] | None = document.get("versions")
+        content = read_state_files(self.directory, self.manifest)
+        self.state: dict[str, Any] = content["state"]
+        self.extras: dict[str, Any] = content["extras"]
+        self.optimizers: list[dict[str, Any]] = content["optimizers"]
+        self.versions: dict[str, int] | None = content.get("versions")
         return self.index.faults(self.peers.rank, self.peers.size)
 
     @property
@@ -118,7 +118,7 @@ class CheckpointReader:
                 return canonical
         return None
 
-    def bring(
+    def fetch_files(
         self, chunks: Mapping[str, Chunk] | None, stored: Mapping[str, str] | None = None
     ) -> None:
         """See to it that this rank can `read` some chunks; collective.

@@ -176,7 +176,8 @@ class _File(io.RawIOBase):
     """Bytes in memory as a file, without a copy."""
 
     def __init__(self, view: memoryview) -> None:
-        self._view, self._position = view, 0
+        self._view = view
+        self._position = 0
 
     @override
     def readable(self) -> bool:

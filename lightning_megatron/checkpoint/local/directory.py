@@ -30,8 +30,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lightning_megatron import env
-from lightning_megatron.checkpoint.directory.candidates import Places
 from lightning_megatron.checkpoint.directory.commit import remove
+from lightning_megatron.checkpoint.directory.discovery import Places
 from lightning_megatron.errors import CheckpointError
 
 _MEMORY = Path("/dev/shm")

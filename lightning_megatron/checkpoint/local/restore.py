@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.commit import CORRUPT
-from lightning_megatron.checkpoint.directory.digest import read_entry
 from lightning_megatron.checkpoint.directory.index import summary
+from lightning_megatron.checkpoint.directory.rank_manifest import read_entry
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.load.dcp_reader import files_of
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
@@ -74,8 +74,10 @@ class LocalStock:
         runs: Callable[[], Sequence[Path]],
         new_run: Callable[[str, int], Path],
     ) -> None:
-        self.peers, self.nodes = peers, nodes
-        self._runs, self._new_run = runs, new_run
+        self.peers = peers
+        self.nodes = nodes
+        self._runs = runs
+        self._new_run = new_run
         self._found: dict[str, Path] = {}
 
     def find(self) -> list[LocalCandidate]:
@@ -167,8 +169,12 @@ class _NodeShare:
     def __init__(
         self, stock: LocalStock, candidate: LocalCandidate, inventory: Inventory, what: str
     ) -> None:
-        self._stock, self.candidate, self.inventory = stock, candidate, inventory
-        self.what, self.peers, self.nodes = what, stock.peers, stock.nodes
+        self._stock = stock
+        self.candidate = candidate
+        self.inventory = inventory
+        self.what = what
+        self.peers = stock.peers
+        self.nodes = stock.nodes
         leads = self.nodes.is_leader(self.peers.rank)
         largest = inventory.size(inventory.files)
 
@@ -267,9 +273,9 @@ class _NodeShare:
 
     def bring_to_all(self, names: Sequence[str]) -> None:
         """See to it that every node has some files."""
-        self.bring([set(names)] * self.nodes.count)
+        self.fetch_files([set(names)] * self.nodes.count)
 
-    def bring(self, wanted: Sequence[set[str]]) -> None:
+    def fetch_files(self, wanted: Sequence[set[str]]) -> None:
         """See to it that each node has the files that it wants, and that they are sound.
 
         Args:
@@ -355,7 +361,7 @@ class LocalReader(CheckpointReader):
         self._share.bring_to_all(list(self.manifest.parts))
 
     @override
-    def bring(
+    def fetch_files(
         self, chunks: Mapping[str, Chunk] | None, stored: Mapping[str, str] | None = None
     ) -> None:
         inventory, nodes = self._share.inventory, self._share.nodes
@@ -369,4 +375,4 @@ class LocalReader(CheckpointReader):
         wanted: list[set[str]] = [set() for _ in range(nodes.count)]
         for rank, files in enumerate(needs):
             wanted[nodes.of_rank[rank]] |= files
-        self._share.bring(wanted)
+        self._share.fetch_files(wanted)

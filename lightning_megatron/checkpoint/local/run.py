@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
-from lightning_megatron.checkpoint.directory.candidates import Places
 from lightning_megatron.checkpoint.directory.commit import remove
+from lightning_megatron.checkpoint.directory.discovery import Places
 from lightning_megatron.checkpoint.local.directory import (
     RunLock,
     bases,
@@ -50,9 +50,8 @@ from lightning_megatron.checkpoint.local.restore import LocalStock
 from lightning_megatron.checkpoint.local.save import LocalSave
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.checkpoint.save.save_job import SaveOutcome
-from lightning_megatron.checkpoint.save.save_plan import PreparedSave
-from lightning_megatron.checkpoint.save.saver import Saver
+from lightning_megatron.checkpoint.save.save_plan import PlannedSave
+from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -85,7 +84,8 @@ class LocalRun:
         *,
         report: Callable[[SaveOutcome], None] | None = None,
     ) -> None:
-        self._config, self._peers = config, peers
+        self._config = config
+        self._peers = peers
         self._key, token = peers.share((run_key(places), uuid.uuid4().hex[:12]))
         self._name = f"{self._key}-{token}"
         self._bases = self._find_bases()
@@ -232,9 +232,9 @@ class LocalRun:
 
     # Saving ---------------------------------------------------------------------------------------
 
-    def _placed(self, prepared: PreparedSave) -> LocalSave:
+    def _placed(self, planned: PlannedSave) -> LocalSave:
         return LocalSave(
-            prepared, self._directory, self.nodes, self._config.replicas, self._delete_older
+            planned, self._directory, self.nodes, self._config.replicas, self._delete_older
         )
 
     def _delete_older(self) -> None:

@@ -20,19 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.checkpoint.directory.commit import Staging
-from lightning_megatron.checkpoint.directory.dcp_files import WritePlan
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Manifest
+from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
 from lightning_megatron.checkpoint.directory.sealed_text import encoded
 from lightning_megatron.checkpoint.local.directory import check_room
 from lightning_megatron.checkpoint.local.inventory import INVENTORY_FILE, Inventory
 from lightning_megatron.checkpoint.local.nodes import Nodes
 from lightning_megatron.checkpoint.local.transfer import Transfer, exchange
 from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.save.dcp_writer import WritePlan
 from lightning_megatron.checkpoint.save.save_plan import (
     PartReport,
-    PreparedSave,
+    PlannedSave,
     ShardWriting,
     report_part,
 )
@@ -59,7 +59,7 @@ class LocalSave:
     """A local checkpoint of which only the tensors are missing; one of `save_job.Save`.
 
     Args:
-        prepared: the same as for a shared checkpoint.
+        planned: the same as for a shared checkpoint.
         directory: where this rank's node is to have it; exists but for the last part.
         nodes: who shares a machine.
         replicas: how many other nodes keep copies.
@@ -68,30 +68,33 @@ class LocalSave:
 
     def __init__(
         self,
-        prepared: PreparedSave,
+        planned: PlannedSave,
         directory: Callable[[int], Path],
         nodes: Nodes,
         replicas: int,
         commit: Callable[[], None],
     ) -> None:
-        self._prepared, self._directory = prepared, directory
-        self._nodes, self._replicas, self._commit = nodes, replicas, commit
-        self.target = Path(os.fspath(prepared.target))
+        self._planned = planned
+        self._directory = directory
+        self._nodes = nodes
+        self._replicas = replicas
+        self._commit = commit
+        self.target = Path(os.fspath(planned.target))
 
     @property
     def plan(self) -> WritePlan:
         """Who writes which rectangle."""
-        return self._prepared.plan
+        return self._planned.plan
 
     @property
     def unchanged(self) -> bool:
         """Whether all ranks said that their tensors are those of the save before."""
-        return self._prepared.unchanged
+        return self._planned.unchanged
 
     def write(
         self, shards: ShardWriting, peers: Peers, stop: Callable[[], bool] = lambda: False
     ) -> Manifest | None:
-        """Write, copy and publish; collective. As `PreparedSave.write`.
+        """Write, copy and publish; collective. As `PlannedSave.write`.
 
         Raises:
             CheckpointError: it failed on any rank; older ones are what they were.
@@ -107,7 +110,7 @@ class LocalSave:
         def create() -> str | None:
             if not leads:
                 return None
-            staging = Staging(self._directory(needed) / name, self._prepared.token)
+            staging = Staging(self._directory(needed) / name, self._planned.token)
             made.append(staging)
             try:
                 staging.create()
@@ -125,7 +128,7 @@ class LocalSave:
             mine = targets[self._nodes.ranks(self._nodes.of_rank[peers.rank])[0]]
             assert mine is not None
             self.target = Path(mine)
-            staging = Staging(self.target, self._prepared.token)
+            staging = Staging(self.target, self._planned.token)
 
             def part() -> PartReport | None:
                 written = shards(staging.directory, self.plan, stop)
@@ -161,7 +164,7 @@ class LocalSave:
         reports = [report for report in results if report is not None]
         if len(reports) < len(results):
             return None
-        manifest, contents = self._prepared.assemble(reports)
+        manifest, contents = self._planned.assemble(reports)
         contents[MANIFEST_FILE] = encoded(MANIFEST_FILE, manifest.to_json())
         files = {**manifest.files, MANIFEST_FILE: entry_of(contents[MANIFEST_FILE])}
         writers = {name: rank for rank, report in enumerate(reports) for name in report.files}

@@ -114,7 +114,9 @@ class _End:
         faults: list[str],
         files: ExitStack,
     ) -> None:
-        self.transfer, self.entry, self.group = transfer, entry, peers.group
+        self.transfer = transfer
+        self.entry = entry
+        self.group = peers.group
         self.path = directory / transfer.name
         self.blocks = -(-entry.size // BLOCK_BYTES)
         self._left = entry.size

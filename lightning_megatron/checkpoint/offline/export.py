@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lightning_megatron._lightning import module_from
 from lightning_megatron.checkpoint.chunks import whole
 from lightning_megatron.checkpoint.directory.manifest import local_path
 from lightning_megatron.checkpoint.directory.storage import storage_path
@@ -109,14 +110,11 @@ def load_from_checkpoint(
         return module_class.load_from_checkpoint(
             os.fspath(path), map_location=map_location, strict=strict, **hyper_parameters
         )
-    # Lightning 2.6 has no public entry that takes a checkpoint from memory.
-    from lightning.pytorch.core.saving import _load_state
-
     reader = CheckpointReader(path, alone=True)
     checkpoint = {**reader.state, "state_dict": _full_state(reader, torch.device("cpu"), True)}
     key = module_class.CHECKPOINT_HYPER_PARAMS_KEY
     checkpoint[key] = {**checkpoint.get(key, {}), **hyper_parameters}
-    module = _load_state(module_class, checkpoint, strict=strict, **hyper_parameters)
+    module = module_from(module_class, checkpoint, strict=strict, **hyper_parameters)
     assert isinstance(module, module_class)
     return module.to(map_location) if map_location is not None else module
 

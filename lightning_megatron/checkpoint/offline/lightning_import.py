@@ -39,7 +39,7 @@ from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
 from lightning_megatron.checkpoint.load.reader import PRETRAINED
 from lightning_megatron.checkpoint.offline.export import plain_hyper_parameters
 from lightning_megatron.checkpoint.offline.offline_writer import (
-    Part,
+    FileContent,
     groups,
     target_problems,
     write_in_parts,
@@ -95,7 +95,7 @@ def import_lightning(
         }
 
     parts = [
-        Part(
+        FileContent(
             planned=chunks(group, opened.tensors),
             load=lambda group=group: chunks(group, opened.read(group)),  # type: ignore[misc]
         )

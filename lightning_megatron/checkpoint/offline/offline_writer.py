@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.commit import Staging
-from lightning_megatron.checkpoint.directory.dcp_files import offer, write_shards
 from lightning_megatron.checkpoint.directory.manifest import Manifest, is_checkpoint
+from lightning_megatron.checkpoint.save.dcp_writer import offer, write_shards
 from lightning_megatron.checkpoint.save.save_plan import (
     PartReport,
-    PreparedSave,
+    PlannedSave,
     all_chunks,
     report_part,
 )
 from lightning_megatron.checkpoint.save.write_assignment import plan_in_turn
 from lightning_megatron.checkpoint.save.write_error import write_error
-from lightning_megatron.checkpoint.trainer_state.document import compose, contribution
+from lightning_megatron.checkpoint.trainer_state.state_files import join_states, rank_state
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FileContent:
     """What goes into one file."""
 
     planned: Mapping[str, Chunk]
@@ -36,7 +36,9 @@ class Part:
     """Returns the same with values; called once."""
 
 
-def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]) -> Manifest:
+def write_in_parts(
+    target: Path, parts: Sequence[FileContent], state: Mapping[str, Any]
+) -> Manifest:
     """Write a checkpoint of a model, part by part, in this process alone.
 
     Args:
@@ -52,7 +54,7 @@ def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]
     """
     plans = plan_in_turn([offer(all_chunks(part.planned, ())) for part in parts])
     everything = {name: chunk for part in parts for name, chunk in part.planned.items()}
-    document = compose(state, [contribution(everything, ())])
+    state_files = join_states(state, [rank_state(everything, ())])
     token = Staging.new_token()
     staging = Staging(target, token)
     size = sum(plan.size for plan in plans)
@@ -63,15 +65,15 @@ def write_in_parts(target: Path, parts: Sequence[Part], state: Mapping[str, Any]
             done = write_shards(staging.directory, plan, all_chunks(part.load(), ()))
             assert done is not None
             reports.append(report_part("", plan, done).write(staging))
-        prepared = PreparedSave(
+        planned = PlannedSave(
             target=target,
             token=token,
             plan=plans[0],
-            document=document,
+            state_files=state_files,
             unchanged=False,
             summary=Manifest(step=state.get("global_step"), epoch=state.get("epoch")),
         )
-        return prepared.finish(staging, reports)
+        return planned.finish(staging, reports)
     except OSError as error:
         raise write_error(error, staging.directory, size) from error
     finally:

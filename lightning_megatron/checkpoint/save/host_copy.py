@@ -113,7 +113,8 @@ class _Transfer:
         self._events = {}
         read_beside = {name: chunk for name, chunk in chunks.items() if chunk.identical}
         self._watched = read_beside, _stamps(read_beside)
-        self._holds_up, self._undisturbed = not chunks, True
+        self._holds_up = not chunks
+        self._undisturbed = True
         for device in {chunk.tensor.device for chunk in chunks.values()}:
             here = {name: c for name, c in chunks.items() if c.tensor.device == device}
             self._start_on(device, here, buffers)

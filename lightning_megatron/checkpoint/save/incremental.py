@@ -36,13 +36,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from lightning_megatron._torch import StorageInfo
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
-from lightning_megatron.checkpoint.directory.dcp_files import WritePlan, Written, data_of, part_of
 from lightning_megatron.checkpoint.directory.index import ShardIndex
 from lightning_megatron.checkpoint.directory.manifest import Manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, FileEntry, Part
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    ChunkEntry,
+    FileEntry,
+    RankManifest,
+)
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.load.shard_archive import read_tensor
+from lightning_megatron.checkpoint.save.dcp_writer import WritePlan, Written, data_of, part_of
 from lightning_megatron.checkpoint.save.save_plan import OPTIMIZER_PREFIX, ShardWriting
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
@@ -58,7 +62,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StoredChunk:
     """A rectangle in a file of an earlier checkpoint, and the same one now."""
 
     place: ChunkEntry
@@ -73,7 +77,7 @@ class _Base:
     path: Path
     files: Mapping[str, FileEntry]
     """All of its files."""
-    parts: Sequence[Part]
+    parts: Sequence[RankManifest]
     """Those of its parts that may hold something of this rank."""
     dtypes: Mapping[str, torch.dtype]
     """Of its tensors."""
@@ -89,7 +93,7 @@ class Increments:
         self._trained: frozenset[str] = frozenset()
         self._bases: deque[_Base] = deque(maxlen=_REMEMBERED)
         self._loaded: tuple[Path, Manifest] | None = None
-        self._written: Part | None = None
+        self._written: RankManifest | None = None
         self._dtypes: Mapping[str, torch.dtype] = {}
         self._samples: dict[MetadataIndex, bytes] = {}
         self._sampled: dict[MetadataIndex, bytes] = {}
@@ -106,7 +110,9 @@ class Increments:
         if isinstance(target, Path):
             parts = [] if self._written is None else [self._written]
             self._remember(_Base(target, manifest.files, parts, self._dtypes))
-        self._samples, self._sampled, self._written = self._sampled or self._samples, {}, None
+        self._samples = self._sampled or self._samples
+        self._sampled = {}
+        self._written = None
 
     def note_loaded(self, target: AnyPath, manifest: Manifest) -> None:
         """Learn that a checkpoint was loaded, perhaps one of another layout."""
@@ -192,9 +198,9 @@ class Increments:
 
     def _unchanged(
         self, items: Mapping[MetadataIndex, WriteItem], chunks: Mapping[str, Chunk]
-    ) -> dict[str, list[_Part]]:
+    ) -> dict[str, list[_StoredChunk]]:
         """Return the files of the last checkpoint in which nothing seems to have changed."""
-        found: dict[str, list[_Part]] = {}
+        found: dict[str, list[_StoredChunk]] = {}
         no_good: set[str] = set()
         held = [part.tensors for part in self._bases[0].parts] if self._bases else []
         for name, place in ((n, c) for tensors in held for n, cs in tensors.items() for c in cs):
@@ -210,11 +216,11 @@ class Increments:
             ):
                 no_good.add(place.file)
             else:
-                found.setdefault(place.file, []).append(_Part(place, item, tensor))
+                found.setdefault(place.file, []).append(_StoredChunk(place, item, tensor))
         kept = {name: parts for name, parts in found.items() if name not in no_good}
         return kept if len(kept) <= _MOST_LINKS else {}
 
-    def _link(self, directory: Path, name: str, parts: Sequence[_Part]) -> bool:
+    def _link(self, directory: Path, name: str, parts: Sequence[_StoredChunk]) -> bool:
         """Link a file into the directory if it holds just these tensors."""
         entry, target = self._bases[0].files[name], directory / name
         for base in self._bases:
@@ -236,7 +242,9 @@ class Increments:
             target.unlink()
         return False
 
-    def _holds(self, origin: Path, file: Path, entry: FileEntry, parts: Sequence[_Part]) -> bool:
+    def _holds(
+        self, origin: Path, file: Path, entry: FileEntry, parts: Sequence[_StoredChunk]
+    ) -> bool:
         """Whether the file is intact and holds these tensors, bit by bit."""
         digest, different = hashlib.sha256(), []
         with file.open("rb") as stream:
@@ -277,7 +285,7 @@ def _only(plan: WritePlan, items: Sequence[WriteItem]) -> WritePlan:
     return replace(plan, mine=replace(plan.mine, items=list(items), storage_data=names))
 
 
-def _linked(name: str, parts: Sequence[_Part], entry: FileEntry) -> Written:
+def _linked(name: str, parts: Sequence[_StoredChunk], entry: FileEntry) -> Written:
     places = [
         WriteResult(
             index=part.item.index,

@@ -1,12 +1,12 @@
 """A save in two halves: what must happen at once, and what can wait.
 
-`Preparation` captures everything but the tensors: the path, Lightning's state as JSON, who writes
-which rectangle. It is quick, and raises what the user did wrong. `PreparedSave.write` puts the
+`SavePlanning` captures everything but the tensors: the path, Lightning's state as JSON, who writes
+which rectangle. It is quick, and raises what the user did wrong. `PlannedSave.write` puts the
 tensors and all of it into a hidden sibling directory and commits by rename (see commit.py); it may
 run later, on another thread and another group, with copies of the tensors. The order is
 
 1. the first rank makes the directory;
-2. every rank writes its tensors (dcp_files.py), and then the manifest of its part
+2. every rank writes its tensors (dcp_writer.py), and then the manifest of its part
    (rank_manifest.py);
 3. the first rank writes the state, the index of torch.distributed.checkpoint where that is small
    enough (dcp_metadata.py) and, last, the root manifest with all sizes and hashes, and renames.
@@ -28,15 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_megatron.checkpoint.chunks import Chunk, chunks_of
 from lightning_megatron.checkpoint.directory.commit import Staging, staging_for
-from lightning_megatron.checkpoint.directory.dcp_files import (
-    WritePlan,
-    Written,
-    offer,
-    part_of,
-    write_shards,
-)
 from lightning_megatron.checkpoint.directory.dcp_metadata import MOST_CHUNKS, pickled_index
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
@@ -45,20 +37,32 @@ from lightning_megatron.checkpoint.directory.manifest import (
     PartEntry,
     library_versions,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry, Part, part_file
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    FileEntry,
+    RankManifest,
+    entry_of,
+    part_file,
+)
 from lightning_megatron.checkpoint.directory.remote_commit import RemoteStaging
 from lightning_megatron.checkpoint.directory.sealed_text import encoded
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes, storage_path
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
 from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.save.dcp_writer import (
+    WritePlan,
+    Written,
+    offer,
+    part_of,
+    write_shards,
+)
 from lightning_megatron.checkpoint.save.write_assignment import plan_writes
 from lightning_megatron.checkpoint.save.write_error import check_room, write_error
-from lightning_megatron.checkpoint.trainer_state.document import (
-    Contribution,
-    Document,
-    compose,
-    contribution,
+from lightning_megatron.checkpoint.trainer_state.state_files import (
+    RankState,
+    StateFiles,
+    join_states,
+    rank_state,
 )
 from lightning_megatron.errors import CheckpointError
 
@@ -86,7 +90,7 @@ class PartReport:
     """The files of the rank, that one included."""
     linked: frozenset[str]
     """Those that were not written."""
-    part: Part | None
+    part: RankManifest | None
     """All of it, where an index in one piece is made of the parts."""
     content: bytes | None = None
     """Content of the file that describes it, while that is not written."""
@@ -134,7 +138,7 @@ def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedSave:
+class PlannedSave:
     """A checkpoint of which only the tensors are missing."""
 
     target: AnyPath
@@ -143,7 +147,7 @@ class PreparedSave:
     """Distinguishes this attempt from others."""
     plan: WritePlan
     """Who writes which rectangle."""
-    document: Document | None
+    state_files: StateFiles | None
     """Everything that is not a shard; on the first rank."""
     unchanged: bool
     """Whether all ranks said that their tensors are those of the save before."""
@@ -160,7 +164,7 @@ class PreparedSave:
 
         Args:
             shards: writes this rank's part; if it raises, the save fails on all ranks.
-            peers: the ranks that prepared it, perhaps over another group.
+            peers: the ranks that planned it, perhaps over another group.
             stop: asked now and then whether to give up; one rank is enough.
 
         Returns:
@@ -231,9 +235,9 @@ class PreparedSave:
             reports: of all ranks.
             prefix: of the names of files.
         """
-        assert self.document is not None
+        assert self.state_files is not None
         assert self.plan.tensors is not None
-        contents = self.document.files()
+        contents = self.state_files.files()
         parts = [report.part for report in reports if report.part is not None]
         if len(parts) == len(reports):
             contents = {METADATA_FILE: pickled_index(self.plan.tensors, parts), **contents}
@@ -257,13 +261,13 @@ class PreparedSave:
             parts={report.name: report.entry for report in reports if report.name is not None},
             linked=sorted(name for report in reports for name in report.linked),
             tensors=self.plan.tensors,
-            aliases=dict(self.document.aliases),
+            aliases=dict(self.state_files.aliases),
         )
         return manifest, named
 
 
-class Preparation:
-    """Makes `PreparedSave` objects, and remembers the plan from one to the next.
+class SavePlanning:
+    """Makes `PlannedSave` objects, and remembers the plan from one to the next.
 
     Args:
         peers: the ranks that save.
@@ -274,7 +278,7 @@ class Preparation:
         self._offered: SavePlan | None = None
         self._plan: WritePlan | None = None
 
-    def prepare(
+    def plan(
         self,
         path: str | os.PathLike[str],
         model: Mapping[str, Any],
@@ -283,24 +287,24 @@ class Preparation:
         layout: Mapping[str, int] | None = None,
         *,
         unchanged: bool = False,
-    ) -> PreparedSave:
+    ) -> PlannedSave:
         """Capture what is not a tensor; collective.
 
         Args and errors are those of `save_directory`, and ``unchanged``: whether this rank's
         tensors are those of the save before.
         """
-        documents: list[Document] = []  # on the first rank
+        joined: list[StateFiles] = []  # on the first rank
         offered = offer(all_chunks(model, optimizers))
 
-        def each() -> tuple[AnyPath, Contribution, bool, bool]:
+        def each() -> tuple[AnyPath, RankState, bool, bool]:
             known = self._plan is not None and offered == self._offered
-            return storage_path(path), contribution(model, optimizers), known, unchanged
+            return storage_path(path), rank_state(model, optimizers), known, unchanged
 
         def first(
-            parts: list[tuple[AnyPath, Contribution, bool, bool]],
+            parts: list[tuple[AnyPath, RankState, bool, bool]],
         ) -> tuple[AnyPath, str, bool, bool]:
-            paths, contributions, known, same = zip(*parts, strict=True)
-            documents.append(compose(state, contributions))
+            paths, states, known, same = zip(*parts, strict=True)
+            joined.append(join_states(state, states))
             return paths[0], Staging.new_token(), all(known), all(known) and all(same)
 
         target, token, known, same = self._peers.run(f"saving {os.fspath(path)}", each, first)
@@ -309,11 +313,11 @@ class Preparation:
             self._plan = plan_writes(f"saving {target}", offered, self._peers)
             self._offered = offered
         assert self._plan is not None
-        return PreparedSave(
+        return PlannedSave(
             target=target,
             token=token,
             plan=self._plan,
-            document=documents[0] if documents else None,
+            state_files=joined[0] if joined else None,
             unchanged=same,
             summary=Manifest(
                 step=_integer(state.get("global_step")),

@@ -23,23 +23,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.directory.commit import remove
-from lightning_megatron.checkpoint.directory.dcp_files import WritePlan, Written, write_shards
 from lightning_megatron.checkpoint.directory.manifest import Manifest
 from lightning_megatron.checkpoint.directory.retention import Rotation, rotate
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
 from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.save.dcp_writer import WritePlan, Written, write_shards
 from lightning_megatron.checkpoint.save.host_copy import HostCopy
 from lightning_megatron.checkpoint.save.incremental import Increments
-from lightning_megatron.checkpoint.save.save_job import Job, Save, SaveOutcome
 from lightning_megatron.checkpoint.save.save_plan import (
-    Preparation,
-    PreparedSave,
+    PlannedSave,
+    SavePlanning,
     ShardWriting,
     all_chunks,
     writing,
@@ -47,6 +47,91 @@ from lightning_megatron.checkpoint.save.save_plan import (
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+class Save(Protocol):
+    """A checkpoint of which only the tensors are missing: a `PlannedSave`, or a `LocalSave`."""
+
+    @property
+    def target(self) -> AnyPath:
+        """The directory to make."""
+
+    @property
+    def plan(self) -> WritePlan:
+        """Who writes which rectangle."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all ranks said that their tensors are those of the save before."""
+
+    def write(
+        self, shards: ShardWriting, peers: Peers, stop: Callable[[], bool]
+    ) -> Manifest | None:
+        """Write and publish; collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOutcome:
+    """What came of a save, as this rank saw it."""
+
+    path: str
+    """The checkpoint."""
+    step: int | None
+    """Optimizer steps that it holds."""
+    seconds: float
+    """From the call until it was published, or given up."""
+    stall: float
+    """Seconds of them in which training waited."""
+    bytes: int
+    """Size of the checkpoint, of all ranks together; 0 if there is none."""
+    ok: bool
+    """Whether it stands."""
+    error: str | None
+    """Why it does not; None also where it was given up for a newer one."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A save under way."""
+
+    planned: Save
+    shards: ShardWriting
+    begun: float
+    """When it was asked for, by `time.perf_counter`."""
+    step: int | None
+    obsolete: list[AnyPath] = field(default_factory=list)
+    """What to delete once it stands."""
+    rotations: Sequence[Rotation] = ()
+    """What may be deleted for it."""
+    stop: threading.Event = field(default_factory=threading.Event)
+    """Set to give it up."""
+    done: threading.Event = field(default_factory=threading.Event)
+    """Set when the fields below are final."""
+    error: Exception | None = None
+    given_up: bool = False
+    raise_at: int = 0
+    """The training step before which an error is raised, on all ranks alike."""
+    bytes: int = 0
+    stall_s: float | None = None
+    """Set when training goes on, which may be after all else."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the checkpoint stands."""
+        return self.error is None and not self.given_up
+
+    def outcome(self, now: float) -> SaveOutcome:
+        """What came of it, when it has ended."""
+        seconds = now - self.begun
+        return SaveOutcome(
+            path=str(self.planned.target),
+            step=self.step,
+            seconds=seconds,
+            stall=seconds if self.stall_s is None else self.stall_s,
+            bytes=self.bytes,
+            ok=self.succeeded,
+            error=None if self.error is None else str(self.error),
+        )
 
 
 class Saver:
@@ -58,7 +143,7 @@ class Saver:
         background: the same ranks over a gloo group of its own; None to save while training waits.
         report: called with what came of every save, in the thread that wrote it.
         noun: what a user calls what is saved.
-        placed: makes of what was prepared what is written somewhere else (local/run.py).
+        placed: makes of what was planned what is written somewhere else (local/run.py).
     """
 
     def __init__(
@@ -69,18 +154,23 @@ class Saver:
         report: Callable[[SaveOutcome], None] | None = None,
         *,
         noun: str = "checkpoint",
-        placed: Callable[[PreparedSave], Save] = lambda prepared: prepared,
+        placed: Callable[[PlannedSave], Save] = lambda planned: planned,
     ) -> None:
-        self._report, self._noun, self._placed = report, noun, placed
-        self._config, self._peers, self._background = config, peers, background
-        self._preparation = Preparation(peers)
+        self._report = report
+        self._noun = noun
+        self._placed = placed
+        self._config = config
+        self._peers = peers
+        self._background = background
+        self._planning = SavePlanning(peers)
         self._copy = HostCopy()
         self._copied_at = -1
         self._increments = Increments() if config.incremental else None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._unsettled: deque[Job] = deque()
-        self._failures = self._complete = 0
+        self._failures = 0
+        self._complete = 0
         self._verdict: tuple[int, Exception] | None = None
         self._gave_up = False
         # What both threads touch.
@@ -124,24 +214,24 @@ class Saver:
         chunks, step = all_chunks(model, optimizers), state.get("global_step")
         if self._increments is not None:
             self._increments.expect(list(chunks))
-        prepared = self._placed(
-            self._preparation.prepare(
+        planned = self._placed(
+            self._planning.plan(
                 path, model, state, optimizers, layout, unchanged=self._is_copied(chunks)
             )
         )
         if self._background is None:
             shards = self._shortened(chunks, writing(chunks))
-            self._submit(Job(prepared, shards, begun, step, rotations=rotations))
+            self._submit(Job(planned, shards, begun, step, rotations=rotations))
             return
-        if not prepared.unchanged:
+        if not planned.unchanged:
             self._make_room()
-        job = Job(prepared, self._copied(chunks, prepared), begun, step, rotations=rotations)
+        job = Job(planned, self._copied(chunks, planned), begun, step, rotations=rotations)
         self._submit(job)
         if wait:
             self.drain()
         job.stall_s = time.perf_counter() - begun
 
-    def go_on_from(self, target: AnyPath, manifest: Manifest) -> None:
+    def note_loaded(self, target: AnyPath, manifest: Manifest) -> None:
         """Learn what training goes on from, which the next checkpoint may have much of."""
         if self._increments is not None:
             self._increments.note_loaded(target, manifest)
@@ -187,7 +277,7 @@ class Saver:
             if job.done.wait(left):
                 self._settle(job)
             else:
-                logger.warning("%s is still being written: abandoned", job.prepared.target)
+                logger.warning("%s is still being written: abandoned", job.planned.target)
         if self._verdict is None:
             return
         if quietly:
@@ -239,10 +329,10 @@ class Saver:
                 job.stop.set()
         self.drain()
 
-    def _copied(self, chunks: Mapping[str, Chunk], prepared: Save) -> ShardWriting:
-        if not prepared.unchanged:
+    def _copied(self, chunks: Mapping[str, Chunk], planned: Save) -> ShardWriting:
+        if not planned.unchanged:
             try:
-                self._copy.take(chunks, prepared.plan.names)
+                self._copy.take(chunks, planned.plan.names)
                 self._copied_at = self._step
             except Exception as error:  # out of memory: fails on all ranks, as other errors do
                 reason = f"copying to the host: {type(error).__name__}: {error}"
@@ -287,10 +377,11 @@ class Saver:
         """Draw the conclusion of a save that has ended; the same on all ranks."""
         self._gave_up = job.given_up
         if job.given_up:
-            logger.info("%s: given up for a newer checkpoint", job.prepared.target)
+            logger.info("%s: given up for a newer checkpoint", job.planned.target)
             return
         if job.error is None:
-            self._failures, self._complete = 0, self._complete + 1
+            self._failures = 0
+            self._complete = self._complete + 1
             return
         self._failures += 1
         limit = self._config.max_failed_saves
@@ -321,17 +412,17 @@ class Saver:
     def _write(self, job: Job, peers: Peers) -> None:
         agreed = True
         try:
-            manifest = job.prepared.write(job.shards, peers, job.stop.is_set)
+            manifest = job.planned.write(job.shards, peers, job.stop.is_set)
             job.given_up = manifest is None
             if manifest is not None:
                 job.bytes = manifest.size
-                self._note(job.prepared.target, manifest, peers)
+                self._note(job.planned.target, manifest, peers)
                 self._rotate(job, manifest, peers)
         except (CheckpointError, ConfigError) as error:
             job.error = error
         except BaseException as error:  # a peer is gone, which ends training too; an interrupt
             agreed = False
-            job.error = CheckpointError(f"saving {job.prepared.target} was interrupted: {error!r}")
+            job.error = CheckpointError(f"saving {job.planned.target} was interrupted: {error!r}")
             if peers is not self._background:
                 raise
         finally:
@@ -352,7 +443,7 @@ class Saver:
         if keep is None or not job.rotations:
             return
         try:
-            rotate(job.prepared.target, manifest, job.rotations, keep, peers)
+            rotate(job.planned.target, manifest, job.rotations, keep, peers)
         except CheckpointError as error:
             if peers.is_first:
                 logger.warning("old checkpoints are not deleted: %s", error)
@@ -384,7 +475,7 @@ class Saver:
         """Delete what this save, if it stands, makes superfluous."""
         with self._lock:
             # Of earlier requests; one that came after the save may well concern its target.
-            obsolete = [path for path in self._obsolete if path != job.prepared.target]
+            obsolete = [path for path in self._obsolete if path != job.planned.target]
             obsolete += job.obsolete
             self._open.remove(job)
             self._newest_failed = not job.succeeded

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle, compress
 from lightning_megatron.checkpoint.directory.coverage import coverage_fault
-from lightning_megatron.checkpoint.directory.dcp_files import WritePlan, data_of, plan_of
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import TensorEntry
 from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.save.dcp_writer import WritePlan, data_of, plan_of
 from lightning_megatron.errors import CheckpointError
 
 OFFERS_EACH = 50_000
@@ -43,7 +43,7 @@ and its rectangles."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Assignment:
     """What a planner has decided about its tensors."""
 
     tensors: Mapping[str, TensorEntry]
@@ -66,14 +66,14 @@ def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
     total = peers.run(what, lambda: len(offered.items), lambda numbers: sum(numbers))
     planners = min(peers.size, math.ceil(total / OFFERS_EACH) or 1)
     received = peers.deliver([_packed(some) for some in deal(describe(offered), planners)])
-    verdicts: list[Verdict] = []  # on planners
+    assignments: list[Assignment] = []  # on planners
 
     def each() -> Mapping[str, TensorEntry]:
         if peers.rank >= planners:
             return {}
         offers = [_offer(_unpacked(text)) for text in received]
-        verdicts.append(assign(offers, peers.rank, planners))
-        return verdicts[0].tensors
+        assignments.append(assign(offers, peers.rank, planners))
+        return assignments[0].tensors
 
     tables: list[dict[str, TensorEntry]] = []  # on the first rank
 
@@ -82,7 +82,7 @@ def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
         return sum(entry.count for entry in tables[0].values())
 
     count = peers.run(what, each, first)
-    replies = [_packed(mine) for verdict in verdicts for mine in verdict.positions]
+    replies = [_packed(mine) for verdict in assignments for mine in verdict.positions]
     mine: dict[str, list[int]] = {}
     for text in peers.hand_out(replies, planners):
         mine |= _unpacked(text)
@@ -155,7 +155,7 @@ class _Group:
     pinned: bool
 
 
-def assign(offers: Sequence[Offer], planner: int = 0, planners: int = 1) -> Verdict:
+def assign(offers: Sequence[Offer], planner: int = 0, planners: int = 1) -> Assignment:
     """Give every rectangle to one of the ranks that hold it, balancing the bytes that they write.
 
     Args:
@@ -194,7 +194,7 @@ def assign(offers: Sequence[Offer], planner: int = 0, planners: int = 1) -> Verd
         name: TensorEntry(dtype=dtype, shape=shape, runs=compress(chosen[name]))
         for name, (dtype, shape) in kinds.items()
     }
-    return Verdict(tensors=tensors, positions=positions)
+    return Assignment(tensors=tensors, positions=positions)
 
 
 def _kind(dtype: str, shape: tuple[int, ...]) -> str:

@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import cluster_environment, requeue_path
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, raise_if_any
@@ -157,10 +158,7 @@ class Preemption(pl.Callback):
         """Where to save, and the pattern of such names."""
         if self._dirpath is None and _requeues(trainer):
             # Whence Lightning starts in a job that was queued again, without a ckpt_path.
-            connector = trainer._checkpoint_connector
-            return storage_path(
-                connector.hpc_save_path(trainer.default_root_dir)
-            ), "hpc_ckpt_*.ckpt"
+            return storage_path(requeue_path(trainer)), "hpc_ckpt_*.ckpt"
         name = _NAME.format(trainer.global_step)
         if self._dirpath is not None:
             return storage_path(self._dirpath) / name, _NAME.format("*")
@@ -197,7 +195,7 @@ class Preemption(pl.Callback):
 
 def _requeues(trainer: pl.Trainer) -> int:
     """The signal at which Lightning would queue the job again; 0 if it would not."""
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return 0
     return int(environment.requeue_signal or signal.SIGUSR1)

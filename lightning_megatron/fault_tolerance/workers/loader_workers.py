@@ -19,7 +19,6 @@ Not replaceable are workers that have a position of their own (an iterable datas
 batches come in any order (``in_order=False``).
 """
 
-import copy
 import os
 import signal
 import threading
@@ -35,7 +34,13 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_megatron._torch import LoaderIterator, watch_no_workers
+from lightning_megatron._torch import (
+    LoaderIterator,
+    StandInIterator,
+    copy_with_indices,
+    end_queue,
+    replace_iterator,
+)
 
 _LOOK_S = 0.25
 """How often workers are looked at."""
@@ -81,7 +86,7 @@ def guard(loader: DataLoader[Any], rules: GuardRules) -> None:
     """Have a loader's workers be watched, from its next iterator on; changes it in place."""
     if loader.num_workers:
         itself = weakref.ref(loader)  # no circle, so that it goes with its last user
-        vars(loader)["_get_iterator"] = lambda: GuardedIterator(itself(), rules)  # type: ignore[arg-type]
+        replace_iterator(loader, lambda: GuardedIterator(itself(), rules))  # type: ignore[arg-type]
 
 
 class _Indices:
@@ -123,7 +128,7 @@ class _Indices:
         return tuple(first[:]) if isinstance(first, list | tuple) else (first,)
 
 
-class GuardedIterator:
+class GuardedIterator(StandInIterator):
     """An iterator of a DataLoader that survives its workers.
 
     Args:
@@ -141,11 +146,7 @@ class GuardedIterator:
         iterable = isinstance(loader.dataset, IterableDataset)
         self._replaceable = loader.in_order and not iterable
         # It is this copy that reads by our indices: the user's loader keeps its sampler.
-        self._view = copy.copy(loader)
-        vars(self._view).pop("_get_iterator", None)
-        vars(self._view)["batch_sampler" if in_batches else "sampler"] = (
-            source if iterable else self._indices
-        )
+        self._view = copy_with_indices(loader, source if iterable else self._indices)
         self._inner = _Watched(self._view, self._indices, rules)
 
     def __iter__(self) -> "GuardedIterator":
@@ -171,11 +172,12 @@ class GuardedIterator:
                 self._indices.out.popleft()
             return batch
 
-    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+    @override
+    def begin_epoch(self, *, first: bool) -> None:
         """Begin another epoch with workers that persist; torch calls this."""
         self._inner.asked = time.monotonic()
         try:
-            self._inner._reset(self._view, first_iter)
+            self._inner.begin_epoch(self._view, first=first)
         except Exception as error:
             self._handle_fault(error)
 
@@ -221,12 +223,11 @@ class _Watched(LoaderIterator):
         self._over = threading.Event()
         self.asked = time.monotonic()
         super().__init__(loader)
-        watch_no_workers(self)
         self._thread = threading.Thread(
             target=_watch,
             args=(
-                dict(enumerate(worker.pid for worker in self._workers)),
-                None if self._pin_memory else self._worker_result_queue,
+                dict(enumerate(worker.pid for worker in self.workers)),
+                self.results,
                 indices,
                 self._faults,
                 self._over,
@@ -238,7 +239,8 @@ class _Watched(LoaderIterator):
         self._thread.start()
 
     @override
-    def _try_get_data(self, timeout: float = 5.0) -> tuple[bool, Any]:
+    def read(self, timeout: float) -> tuple[bool, Any]:
+        """Wait for a batch, and look after who is to deliver it."""
         until = time.monotonic() + timeout
         while True:
             if self._faults:
@@ -246,15 +248,15 @@ class _Watched(LoaderIterator):
             now = time.monotonic()
             self._look_for_hang(now)
             within = min(0.5, max(until - now, 0.0))
-            found: tuple[bool, Any] = super()._try_get_data(within)  # type: ignore[no-untyped-call]
+            found = super().read(within)
             if found[0] or now >= until:
                 return found
 
     def _look_for_hang(self, now: float) -> None:
         if now - self.asked <= self._rules.hang_s:
             return
-        worker = self._task_info.get(self._rcvd_idx, (None,))[0]
-        pid = None if worker is None else self._workers[worker].pid
+        worker = self.expected_worker
+        pid = None if worker is None else self.workers[worker].pid
         what = f"has not delivered a batch for {now - self.asked:.0f} s{_state(pid)}"
         samples = self._indices.next_samples()
         self._faults.append(WorkerFault(worker=worker, pid=pid, what=what, samples=samples))
@@ -272,7 +274,7 @@ class _Watched(LoaderIterator):
 
     def _reaped(self) -> None:
         """Ask torch's own record: whoever it has found dead the thread cannot find any more."""
-        for number, worker in enumerate(self._workers):
+        for number, worker in enumerate(self.workers):
             code = worker.exitcode
             if code is not None and not self._faults:
                 samples = self._indices.next_samples()
@@ -284,27 +286,14 @@ class _Watched(LoaderIterator):
     def abandon(self) -> None:
         """End what is left of the workers, and close the queues, whatever state they are in."""
         self._over.set()
-        self._shutdown = True  # torch's own way waits for locks that the dead may hold
-        if self._pin_memory:
-            self._pin_memory_thread_done_event.set()
-        for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.join(timeout=5)
-        for queue in self._index_queues:
-            queue.cancel_join_thread()
-            queue.close()
+        self.kill()
         self._thread.join()
-        if not self._pin_memory:
-            results: Any = self._worker_result_queue
-            for end in (results._reader, results._writer):
-                with suppress(OSError):
-                    end.close()
+        self.close_results()
 
     @override
-    def _shutdown_workers(self) -> None:
+    def before_shutdown(self) -> None:
+        """Have the thread end."""
         self._over.set()
-        super()._shutdown_workers()
 
 
 def _watch(
@@ -338,8 +327,7 @@ def _unblock(pids: dict[int, int], queue: Any) -> None:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     if queue is not None:
-        with suppress(OSError):
-            queue._writer.close()
+        end_queue(queue)
 
 
 def _how_it_ended(pid: int) -> str | None:

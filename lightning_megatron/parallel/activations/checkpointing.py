@@ -301,7 +301,8 @@ class _Again(AbstractContextManager[None]):
     """Around a recomputation; can be entered once per backward of the same forward."""
 
     def __init__(self, counting: Sequence[nn.Module], notes: SavedResults | None) -> None:
-        self._counting, self._notes = counting, notes
+        self._counting = counting
+        self._notes = notes
         # Precision plugins change it around forwards only.
         self._dtype = torch.get_default_dtype()
         self._is_seen = is_seen()

@@ -42,7 +42,8 @@ class SharedInputs(BlockForward):
 
     def __init__(self, block: nn.Module, tp: Axis, offloader: Offloader | None) -> None:
         super().__init__(block)
-        self._tp, self._offloader = tp, offloader
+        self._tp = tp
+        self._offloader = offloader
         self._looked = False
 
     @override
@@ -100,4 +101,5 @@ class _Part:
     """Part of a tensor that one rank keeps."""
 
     def __init__(self, held: Any, shape: torch.Size) -> None:
-        self.held, self.shape = held, shape
+        self.held = held
+        self.shape = shape

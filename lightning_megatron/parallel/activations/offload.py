@@ -59,7 +59,8 @@ class Offloader:
     """
 
     def __init__(self, device: torch.device, min_bytes: int = 0) -> None:
-        self._device, self._min_bytes = device, min_bytes
+        self._device = device
+        self._min_bytes = min_bytes
         self.instant = device.type == "cpu"
         self.held = self.most = 0
         self._latest: _Passage | None = None
@@ -271,9 +272,12 @@ class _Packed:
     """A tensor in memory that may be away."""
 
     def __init__(self, passage: _Passage, stored: _Stored, tensor: Tensor) -> None:
-        self.passage, self.stored = passage, stored
-        self._dtype, self._where = tensor.dtype, tensor.storage_offset()
-        self._shape, self._strides = tensor.size(), tensor.stride()
+        self.passage = passage
+        self.stored = stored
+        self._dtype = tensor.dtype
+        self._where = tensor.storage_offset()
+        self._shape = tensor.size()
+        self._strides = tensor.stride()
 
     def view(self, held: Tensor) -> Tensor:
         """The tensor, made of the bytes of its memory."""
@@ -297,7 +301,8 @@ class _Offloaded(BlockForward):
 
     def __init__(self, block: nn.Module, position: int, offloader: Offloader) -> None:
         super().__init__(block)
-        self._position, self._offloader = position, offloader
+        self._position = position
+        self._offloader = offloader
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

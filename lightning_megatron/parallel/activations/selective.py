@@ -106,7 +106,8 @@ class SavedResults:
     """
 
     def __init__(self, operations: frozenset[Any], keeper: ResultStore | None = None) -> None:
-        self.operations, self._keeper = operations, keeper
+        self.operations = operations
+        self._keeper = keeper
         self._results: dict[Any, deque[Any]] = {op: deque() for op in operations}
 
     def concern(self, func: Any, args: Sequence[Any]) -> bool:

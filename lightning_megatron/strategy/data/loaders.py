@@ -1,18 +1,19 @@
-"""Strategy hooks for the user's loaders; mixed into the strategy.
+"""The part of the strategy that divides and seeds what the user's loaders read.
 
 Each data-parallel rank reads its share of every batch. Which, and what of it a checkpoint keeps, is
-decided in `data_position` (the training loader) and `data_sampling` (the others); what its samples
-draw at random in `data_seeding`.
+decided in `data.position` (the training loader) and `data.sharding` (the others); what its samples
+draw at random in `data.seeding`.
 """
 
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
+from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
 from lightning_megatron.strategy.data.sharding import share_of
@@ -21,67 +22,66 @@ from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
 
 
-class LoaderHooks:
-    """Dividing and seeding what loaders read."""
+class DataLoading:
+    """Shares and random streams of the loaders of a run.
 
-    lightning_module: LightningModule | None
-    options: LayoutOptions
-    world_size: int
-    global_rank: int
-    _topology: Topology | None
-    _data_position: DataPosition
-    _splits_data = False
-    """Whether the Trainer was told to divide the samples (``use_distributed_sampler``)."""
+    Attributes:
+        position: of this run in its training data; a new one for each run.
+    """
 
-    @property
-    def topology(self) -> Topology:
-        """Groups and coordinates of this run; the strategy's."""
-        raise NotImplementedError
+    def __init__(self) -> None:
+        self.position = DataPosition()
+        self._divides = False
+        """Whether the Trainer was told to divide the samples (``use_distributed_sampler``)."""
 
-    def take_over_samplers(self, trainer: Trainer) -> None:
-        """Divide data here, but for predictions.
+    def begin(self, trainer: Trainer) -> None:
+        """Begin a run: divide data here, but for predictions.
 
         Lightning would shuffle what is trained on, and repeat samples that are evaluated.
         """
-        connector = trainer._accelerator_connector
-        self._splits_data |= connector.use_distributed_sampler
+        self.position = DataPosition()
+        self._divides |= divides_data(trainer)
         predicting = trainer.state.fn == TrainerFn.PREDICTING
-        connector.use_distributed_sampler = self._splits_data and predicting
+        divide_data(trainer, divide=self._divides and predicting)
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Who reads what share, for the samplers that Lightning makes itself.
-
-        Raises:
-            ConfigError: the layout does not fit the number of processes.
-        """
-        if self._topology is not None:
-            return {"num_replicas": self.topology.batch.size, "rank": self.topology.batch.rank}
-        raise_if_any(self.options.problems(self.world_size))
-        groups = groups_along("batch", self.options.degrees(self.world_size))
-        ranks = next(group for group in groups if self.global_rank in group)
-        return {"num_replicas": len(ranks), "rank": ranks.index(self.global_rank)}
-
-    def process_dataloader(self, dataloader: object) -> object:
+    def prepare(self, dataloader: object, trainer: Trainer, topology: Topology) -> object:
         """The loader with this rank's share of the samples, and its random streams."""
-        if not isinstance(dataloader, DataLoader) or self._topology is None:
-            return dataloader  # the second: a loop that is called by hand, before any run
-        assert self.lightning_module is not None
-        trainer, seed = self.lightning_module.trainer, env.global_seed() or 0
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        seed = env.global_seed() or 0
         fitting = trainer.state.fn == TrainerFn.FITTING
         # The training loader comes first.
-        if (
-            fitting
-            and trainer.training
-            and (
-                trainer.fit_loop._combined_loader is None
-                or trainer.fit_loop._should_reload_train_dl
-            )
-        ):
-            return self._data_position.prepare(
-                dataloader, trainer, self.topology, seed, divide=self._splits_data
-            )
-        if self._splits_data and trainer.state.fn != TrainerFn.PREDICTING:
-            dataloader = share_of(dataloader, self.topology, seed, evaluates=True).loader
-        seed_dataloader(dataloader, self.topology)
+        if fitting and trainer.training and makes_training_loader(trainer):
+            return self.position.prepare(dataloader, trainer, topology, seed, divide=self._divides)
+        if self._divides and trainer.state.fn != TrainerFn.PREDICTING:
+            dataloader = share_of(dataloader, topology, seed, evaluates=True).loader
+        seed_dataloader(dataloader, topology)
         return dataloader
+
+
+def sampler_kwargs(options: LayoutOptions, world_size: int, rank: int) -> dict[str, Any]:
+    """Who reads what share, before there is a topology.
+
+    Raises:
+        ConfigError: the layout does not fit the number of processes.
+    """
+    raise_if_any(options.problems(world_size))
+    groups = groups_along("batch", options.degrees(world_size))
+    ranks = next(group for group in groups if rank in group)
+    return {"num_replicas": len(ranks), "rank": ranks.index(rank)}
+
+
+def batch_share(global_batch: int, ranks: int) -> int:
+    """Batch size of each of some ranks for a batch that they read together.
+
+    Raises:
+        ConfigError: they cannot share it evenly.
+    """
+    share, left = divmod(global_batch, ranks)
+    if left or share < 1:
+        nearest = max(round(global_batch / ranks), 1) * ranks
+        raise ConfigError(
+            f"batch_share({global_batch}): {ranks} data-parallel ranks read equal parts of a "
+            f"batch; nearest valid: {nearest}, or a number of nodes whose ranks divide it"
+        )
+    return share

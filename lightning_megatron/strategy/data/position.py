@@ -25,17 +25,28 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lightning_megatron._lightning import (
+    Stateful,
+    batch_progress,
+    begin_next_epoch,
+    count_batches_anew,
+    discard_batches,
+    epoch_counts,
+    read_anew,
+    repeats_short_loaders,
+    shift_batch_counts,
+    take_batches_back,
+    training_fetcher,
+    training_loader,
+    validates_first,
+)
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
 from lightning_megatron.topology.mesh import Topology
-
-_LOOP = "epoch_loop.batch_progress"
-_COUNTERS = ("ready", "started", "processed", "completed")
 
 
 @dataclass(kw_only=True)
@@ -108,13 +119,13 @@ class DataPosition:
             group: all processes, for objects on the host.
         """
         progress = checkpoint.get("loops", {}).get("fit_loop")
-        combined = trainer.fit_loop._combined_loader
+        combined = training_loader(trainer)
         if progress is None or combined is None:
             return {}
-        read = progress[_LOOP]["current"]["ready"]
+        read = batch_progress(progress)["current"]["ready"]
         epoch, batch = rewind(progress, trainer)
-        rewound = progress[_LOOP]["current"]["ready"] != read
-        cycles = combined._mode == "max_size_cycle"
+        rewound = batch_progress(progress)["current"]["ready"] != read
+        cycles = repeats_short_loaders(combined)
         return {
             "seed": self._seed,
             "order_seed": self._order_seed,
@@ -143,7 +154,7 @@ class DataPosition:
 
     def _state(self, loader: Any, batch: int, rewound: bool) -> Any:
         """State of a loader or its dataset, which each data-parallel rank has for itself."""
-        if isinstance(loader, _Stateful):
+        if isinstance(loader, Stateful):
             return self._used.get(loader) if rewound else loader.state_dict()
         reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
         batches = _stateful_batches(reading)
@@ -151,11 +162,11 @@ class DataPosition:
 
     def after_step(self, trainer: Trainer) -> None:
         """Note where loaders are that cannot be asked later where they were."""
-        combined = trainer.fit_loop._combined_loader
+        combined = training_loader(trainer)
         if trainer.accumulate_grad_batches == 1 or combined is None:
             return
         for loader in combined.flattened:
-            if isinstance(loader, _Stateful):
+            if isinstance(loader, Stateful):
                 self._used[loader] = deepcopy(loader.state_dict())
 
     # Loading -------------------------------------------------------------------------------------
@@ -186,15 +197,13 @@ class DataPosition:
             state["combined_loader"] = [s for s in mine if s is not None][: len(loaders)]
         self._seed, self._order_seed = saved["seed"], saved["order_seed"]
         self._moved, self._discard = 0, []
-        fit_loop = trainer.fit_loop
-        combined, fetcher = fit_loop._combined_loader, fit_loop._data_fetcher
+        combined, fetcher = training_loader(trainer), training_fetcher(trainer)
         if combined is not None and fetcher is not None:
             # `trainer.estimated_stepping_batches` in configure_optimizers has prepared the loader,
             # and a batch may have been fetched from its start.
             for loader in combined.flattened:
                 self._resume(loader)
-            fetcher.setup(combined)
-            iter(fetcher)
+            read_anew(trainer)
 
     def prepare(
         self,
@@ -230,7 +239,7 @@ class DataPosition:
         if saved is None or index >= len(saved["loaders"]):
             return
         self._moved += 1
-        if isinstance(loader, _Stateful):  # Lightning does it
+        if isinstance(loader, Stateful):  # Lightning does it
             return
         reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
         position, state = saved["loaders"][index], saved["states"] and saved["states"][index]
@@ -260,9 +269,9 @@ class DataPosition:
         """Finish what `load` began, when training is about to start."""
         self.after_step(trainer)
         saved, self._saved = self._saved, None
-        if saved is not None and _validates_first(trainer):
+        if saved is not None and validates_first(trainer):
             self._awaits = saved
-        combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+        combined, fetcher = training_loader(trainer), training_fetcher(trainer)
         if saved is None or combined is None or fetcher is None:
             return
         discard, self._discard = self._discard, []
@@ -282,9 +291,7 @@ class DataPosition:
                 "read and discarded; a dataset with state_dict and load_state_dict that is read "
                 "with num_workers=0, or a loader with them, needs no time for it"
             )
-            for _ in range(saved["batch"]):
-                next(fetcher)
-            fetcher.fetched = 0  # Lightning adds what was read before the interruption
+            discard_batches(trainer, saved["batch"])
 
     def after_epoch(self, trainer: Trainer) -> None:
         """Move the loaders anew, which Lightning is going to iterate anew.
@@ -293,7 +300,7 @@ class DataPosition:
         interrupted before that, and the loaders stand at the beginning of the next one.
         """
         saved, self._awaits = self._awaits, None
-        combined = trainer.fit_loop._combined_loader
+        combined = training_loader(trainer)
         if saved is None or saved["batch"] or combined is None:
             return
         self._saved, self._moved = saved, 0
@@ -312,34 +319,27 @@ class DataPosition:
         if not readings:
             return
         longest = max(readings, key=lambda reading: reading.batches_after(0))
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
         if saved["batch"]:
-            for name in _COUNTERS:
-                moved = getattr(progress, name) + longest.first - saved["batch"]
-                setattr(progress, name, moved)
+            shift_batch_counts(trainer, longest.first - saved["batch"])
 
 
 def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
     """Finish what Lightning leaves open when a run goes on with the first batch of an epoch."""
-    combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    combined, fetcher = training_loader(trainer), training_fetcher(trainer)
     assert combined is not None
     assert fetcher is not None
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    ended = loop.batch_progress.is_last_batch and not _validates_first(trainer)
+    ended = loop.batch_progress.is_last_batch and not validates_first(trainer)
     epochs: Any = fit.epoch_progress.total
-    if ended and fit._iteration_based_training() and epochs.processed == epochs.started:
+    if ended and trainer.max_steps != -1 and epochs.processed == epochs.started:
         # With max_steps it takes the epoch that is over for one to go on with.
-        if fit.restarted_on_epoch_end:
-            fit.epoch_progress.increment_completed()
-        fit.reset_restart_stage()
-        fit._restarting = loop.restarting = False
+        begin_next_epoch(trainer)
     elif trainer.num_training_batches == float("inf") and ended:
         # It would go on counting from the epoch before, as it knows no last batch.
-        loop.batch_progress.reset_on_run()
-        loop.batch_progress.current.completed = -1 if loop.restarted_on_train_batch_end else 0
+        count_batches_anew(trainer)
     again = False
     for loader, state in zip(combined.flattened, states or [], strict=False):
-        if isinstance(loader, _Stateful) and state is not None:
+        if isinstance(loader, Stateful) and state is not None:
             # It stands at the end of an epoch, and may think that the rest of it is to be read.
             loader.load_state_dict(state)
             rest: Any = iter(loader)  # type: ignore[call-overload]
@@ -347,12 +347,7 @@ def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
                 loader.load_state_dict(state)
             again = True
     if again:
-        iter(fetcher)
-
-
-def _validates_first(trainer: Trainer) -> bool:
-    """Whether the run goes on with a validation."""
-    return trainer.fit_loop.epoch_loop.val_loop.restarted_mid_evaluation
+        read_anew(trainer)
 
 
 def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:
@@ -367,7 +362,7 @@ def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
     Returns:
         The epoch, and the number of its first batch that no step has used.
     """
-    epochs, batches = progress["epoch_progress"]["current"], progress[_LOOP]
+    epochs, batches = epoch_counts(progress), batch_progress(progress)
     now, every = batches["current"], trainer.accumulate_grad_batches
     done = now["processed"]
     whole = done >= trainer.num_training_batches or batches["is_last_batch"]
@@ -375,9 +370,7 @@ def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
         return max(epochs["started"], epochs["processed"]), 0
     used = done - done % every
     if used < done or now["ready"] > done:
-        for name in _COUNTERS:
-            batches["total"][name] -= now[name] - used
-            now[name] = used
+        take_batches_back(progress, used)
     return epochs["processed"], used
 
 

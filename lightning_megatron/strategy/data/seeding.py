@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.fabric.utilities.types import _Stateful
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lightning_megatron import env
+from lightning_megatron._lightning import Stateful
 from lightning_megatron.data.augmentation import (
     Aside,
     Collate,
@@ -103,19 +103,19 @@ class SeededBatches(BatchSampler):
 
     def go_to(self, batch: int, state: Any) -> None:
         """Begin the next pass with this batch; ``state`` is the dataset's before it."""
-        assert isinstance(self._dataset, _Stateful)
+        assert isinstance(self._dataset, Stateful)
         self._dataset.load_state_dict(state)
         self._first = batch
 
     @property
     def is_stateful(self) -> bool:
         """Whether the dataset knows where it is, and that is where this process reads it."""
-        return self._iterable and self._in_process and isinstance(self._dataset, _Stateful)
+        return self._iterable and self._in_process and isinstance(self._dataset, Stateful)
 
     def state_before(self, batch: int) -> Any:
         """Of a stateful dataset, before it read a batch of this epoch; None if unknown."""
         if batch == self._next:
-            assert isinstance(self._dataset, _Stateful)
+            assert isinstance(self._dataset, Stateful)
             return deepcopy(self._dataset.state_dict())
         return next((state for number, state in self._states if number == batch), None)
 

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import has_iterable_dataset
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.utilities.data import _update_dataloader
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
@@ -31,6 +29,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_megatron._lightning import Stateful, with_sampler
 from lightning_megatron.data.augmentation import SampleSeeds
 from lightning_megatron.data.sampler import Division, EvenBatches, ResumableSampler
 from lightning_megatron.topology.mesh import Topology
@@ -76,7 +75,7 @@ class DrawnOrder(Sampler[Any]):
             kept.restore()
 
     def _state(self) -> Any:
-        if isinstance(self.sampler, _Stateful):
+        if isinstance(self.sampler, Stateful):
             return self.sampler.state_dict()
         generator = getattr(self.sampler, "generator", None)
         return generator.get_state() if isinstance(generator, torch.Generator) else None
@@ -99,7 +98,7 @@ class DrawnOrder(Sampler[Any]):
         state, self._restored = self._restored, None
         if state is None:
             return
-        if isinstance(self.sampler, _Stateful):
+        if isinstance(self.sampler, Stateful):
             self.sampler.load_state_dict(state)
         elif isinstance(getattr(self.sampler, "generator", None), torch.Generator):
             self.sampler.generator.set_state(state)
@@ -177,7 +176,7 @@ def share_of(
     if type(batches) in (BatchSampler, type(None)):
         order = _order_of(sampler, dataloader, seed, division, divide)
         items = len(sampler)
-        loader = _update_dataloader(dataloader, order)
+        loader = with_sampler(dataloader, order)
         if not division.repeats:
             count = division.batches(items)
             loader = with_batches(loader, EvenBatches(order, division.batch_size, count))
@@ -237,7 +236,7 @@ def _share_of_batches(
             division, batch_size=batches.batch_size, drop_last=bool(batches.drop_last)
         )
         order = _order_of(sampler, dataloader, seed, division, divide=True)
-        dataloader = _update_dataloader(dataloader, order)
+        dataloader = with_sampler(dataloader, order)
         batches = dataloader.batch_sampler
         division = replace(division, ranks=1, rank=0)
     drawn = DrawnOrder(batches, seed, replace(division, batch_size=1, drop_last=False))

@@ -24,6 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_megatron._lightning import set_device_mesh, training_source
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.parallel.activations.config import MemoryConfig
@@ -275,7 +276,7 @@ def _rehearsal(trainer: Trainer, module: LightningModule) -> Iterator[_Outcome]:
         yield outcome
         return
     attempt = Attempt(module)
-    module._device_mesh = _NoMeshYet()  # type: ignore[assignment]
+    set_device_mesh(module, _NoMeshYet())
     try:
         with _quiet(), attempt.running(), trainer.precision_plugin.module_init_context():
             module.configure_model()
@@ -348,7 +349,7 @@ def _is_flat(options: LayoutOptions) -> bool:
 
 def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
     """Faults that show in the data already attached to the trainer."""
-    source = trainer.fit_loop._data_source.instance if trainer.fit_loop is not None else None
+    source = training_source(trainer)
     size = source.batch_size if isinstance(source, DataLoader) else _option(trainer, "batch_size")
     wanted = options.microbatch_size
     if isinstance(size, int) and wanted is not None and _whole(wanted) > size:

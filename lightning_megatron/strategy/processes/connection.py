@@ -1,14 +1,12 @@
-"""How the processes of a run are started, know each other, connect and end."""
+"""How the processes of a run find each other and connect."""
 
-import atexit
 import difflib
 import hashlib
 import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -17,33 +15,23 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.distributed import (
-    _destroy_dist_connection,
-    _get_default_process_group_backend_for_device,
-)
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_info
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
-from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import (
+    default_backend,
+    destroy_group_at_exit,
+)
 from lightning_megatron._torch import HashStore, PrefixStore, Store, default_store
 from lightning_megatron.comm.tree_group import BACKEND
 from lightning_megatron.errors import ConfigError, ConnectError
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt, Peer, recall, remember
-from lightning_megatron.launch.rendezvous import describe_differing, dismiss, join
+from lightning_megatron.launch.rendezvous import describe_differing, join
 from lightning_megatron.launch.rendezvous_store import host_store, reach_store
-from lightning_megatron.strategy.failure import EndingHooks
 from lightning_megatron.strategy.processes.checks import (
-    REACH_S,
-    start_problems,
-    tell_others,
     unclear_interface,
 )
-from lightning_megatron.strategy.processes.fork_launcher import ForkLauncher
-from lightning_megatron.strategy.processes.launcher import Launcher, watch_parent
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +154,7 @@ def connect(
         ConfigError: ranks were given different options; on all of them.
         ConnectError: the ranks did not find each other; it says why, or who is missing.
     """
-    backend = _get_default_process_group_backend_for_device(device)
+    backend = default_backend(device)
     if from_host and device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
     if not dist.is_initialized():
@@ -209,7 +197,7 @@ def _form_group(
     rank, world_size = environment.global_rank(), environment.world_size()
     elastic = env.torch_elastic()
     begun = time.monotonic()
-    store = _open_store(config, environment, single_machine)
+    store = open_store(config, environment, single_machine)
     left = max(begun + config.init_timeout_s - time.monotonic(), 1.0)
     run_id = None if elastic is None else elastic.run_id
     fresh = elastic is None or not elastic.agent_store
@@ -236,7 +224,7 @@ def _form_group(
             raise
         raise ConnectError(_why_not_connected(rank, error)) from None
     if "nccl" in backend:  # torch warns about a group that still is there at exit
-        atexit.register(_destroy_dist_connection)
+        destroy_group_at_exit()
     rank_zero_info(
         f"{world_size} {'process' if world_size == 1 else 'processes'} connected over {backend}"
         + (f", attempt {attempt.number}" if attempt.number else "")
@@ -257,7 +245,7 @@ def _why_not_connected(rank: int, error: RuntimeError) -> str:
     )
 
 
-def _open_store(
+def open_store(
     config: ConnectionConfig, environment: ClusterEnvironment, single_machine: bool
 ) -> Store:
     """The store where the ranks meet, which rank 0 holds unless torchrun does."""
@@ -305,173 +293,3 @@ def _listening_address(config: ConnectionConfig, address: str, single_machine: b
     if place is None:
         raise ConfigError(unclear_interface(address))
     return place.address
-
-
-class Processes(EndingHooks):
-    """The part of the strategy that starts and ends the processes of this node."""
-
-    num_nodes = 1
-    _connection: ConnectionConfig
-    attempt: Attempt
-    """Which start of the processes this is; exists once they are connected."""
-    _interface_before: dict[str, str | None] = {}
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @override
-    def _configure_launcher(self) -> None:
-        environment, processes, nodes = self.cluster_environment, self.num_processes, self.num_nodes
-        assert environment is not None
-        self._launcher = None
-        external = environment.creates_processes_externally
-        if self._connection.forks(processes, nodes, _IS_INTERACTIVE and not external):
-            self._launcher = None if external else ForkLauncher(self, processes)
-        elif processes * nodes > 1 and not external:
-            self._launcher = Launcher(environment, processes, nodes, self.check_start)
-
-    @property
-    def _nodes(self) -> int:
-        """How many nodes the run has, also before the ranks are numbered."""
-        elastic = env.torch_elastic()
-        return self.num_nodes if elastic is None else elastic.nodes
-
-    @property
-    def on_one_machine(self) -> bool:
-        """Whether all processes of the run are on this node."""
-        return self._nodes == 1
-
-    def check_start(self) -> None:
-        """Raise if this process was started with numbers or names that cannot be right.
-
-        Raises:
-            ConfigError: they cannot; the other nodes are told so, where they can be reached.
-        """
-        environment, nodes, processes = self.cluster_environment, self._nodes, self.num_processes
-        assert environment is not None
-        problems = start_problems(environment, nodes, processes, self._connection.bind)
-        if problems:
-            error = ConfigError(problems)
-            tell_others(environment, nodes, processes, error)
-            raise error
-
-    @contextmanager
-    def told_to_others(self) -> Iterator[None]:
-        """Within the block a `ConfigError` of this process ends the other nodes as well."""
-        try:
-            yield
-        except ConfigError as error:
-            if self._nodes > 1 and not dist.is_initialized():
-                self._tell_others(error)
-            raise
-
-    def _tell_others(self, error: ConfigError) -> None:
-        environment = self.cluster_environment
-        assert environment is not None
-        elastic = env.torch_elastic()
-        if environment.global_rank() or (elastic is not None and elastic.agent_store):
-            tell_others(environment, self._nodes, self.num_processes, error)
-            return
-        known = (interfaces.EVERY, *interfaces.interface_names())
-        bind = self._connection.bind if self._connection.bind in known else None
-        right = ConnectionConfig(bind=bind)  # the mistake may be one of these options
-        with suppress(ConfigError, ConnectError, OSError, RuntimeError):  # one error is enough
-            store = _open_store(right, environment, single_machine=False)
-            dismiss(store, environment.world_size(), error.problems, REACH_S)
-
-    def find_peers(
-        self, config: ConnectionConfig, options: Mapping[str, str], from_host: bool
-    ) -> None:
-        """Find the other ranks; see `connect`."""
-        assert self.cluster_environment is not None
-        watch = watch_parent()
-        interface = self._interface(config)
-        if interface is not None:
-            explicit = config.bind is not None
-            self._interface_before = env.use_interface(interface, explicit=explicit)
-        self.attempt = connect(
-            config,
-            self.cluster_environment,
-            self.root_device,
-            {"num_nodes": str(self._nodes), "devices": str(self.num_processes), **options},
-            single_machine=self.on_one_machine,
-            from_host=from_host,
-        )
-        if watch is not None:
-            watch.close()
-        self.events.identify(run=self.attempt.run_id, attempt=self.attempt.number)
-        self.begin_watch(self.attempt)
-
-    def _interface(self, config: ConnectionConfig) -> str | None:
-        """Network interface that gloo and NCCL are to listen on; None: what they choose."""
-        if config.bind not in (None, interfaces.EVERY):
-            return config.bind
-        if self.on_one_machine:
-            return None if config.bind is not None else interfaces.loopback()
-        if env.chosen_interface() is not None or interfaces.is_reached_by_name():
-            return None
-        assert self.cluster_environment is not None
-        address = self.cluster_environment.main_address
-        place = interfaces.leading_to(address)
-        if place is None:
-            raise ConfigError(unclear_interface(address))
-        logger.info(
-            "no other machine reaches this one by its name, %s: gloo and NCCL listen on %s (%s), "
-            "which leads to MASTER_ADDR=%s",
-            Peer.here().host,
-            place.interface,
-            place.address,
-            address,
-        )
-        return place.interface
-
-    def node_names(self) -> list[str]:
-        """Name of the node of every rank; collective where somebody else connected the ranks."""
-        if len(self.attempt.peers) == dist.get_world_size():
-            return [peer.node for peer in self.attempt.peers]
-        names: list[Any] = [""] * dist.get_world_size()
-        dist.all_gather_object(names, Peer.here().node)
-        return names
-
-    def forget_interface(self) -> None:
-        """Leave to the environment the choice of an interface that `find_peers` made."""
-        env.restore(self._interface_before)
-        self._interface_before = {}
-
-    def batch_share(self, global_batch: int) -> int:
-        """Batch size of this run's loaders for a batch that all ranks read together.
-
-        For ``train_dataloader`` of a module or data module whose run may go on with fewer or more
-        nodes (``torchrun --nnodes 1:2``): the optimizer's steps then stay what they were. With
-        ``microbatch_size`` a rank's larger share takes more time and not more memory.
-
-        Raises:
-            ConfigError: the data-parallel ranks cannot share it evenly.
-        """
-        ranks: int = self.topology.batch.size  # type: ignore[attr-defined]
-        share, left = divmod(global_batch, ranks)
-        if left or share < 1:
-            nearest = max(round(global_batch / ranks), 1) * ranks
-            raise ConfigError(
-                f"batch_share({global_batch}): {ranks} data-parallel ranks read equal parts of a "
-                f"batch; nearest valid: {nearest}, or a number of nodes whose ranks divide it"
-            )
-        return share
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and the rank-zero helpers who this process is."""
-        self.num_nodes = self._nodes  # they may join and leave; Trainer(num_nodes=) says how many
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for function in (rank_zero_only, utilities_rank_zero_only):
-            setattr(function, "rank", self.global_rank)  # noqa: B010 (of a function)

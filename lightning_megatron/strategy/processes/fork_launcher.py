@@ -37,13 +37,18 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import (
+    LauncherBase,
+    callback_states,
+    forget_launcher,
+    forget_loader_states,
+    run_as_entry_point,
+)
 from lightning_megatron._torch import (
     abandon_process_groups,
     end_kernel_threads,
@@ -61,7 +66,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 """Signals to the interactive process that are meant for the run."""
 
 
-class ForkLauncher(_Launcher):
+class ForkLauncher(LauncherBase):
     """Runs every rank in a fork of this process.
 
     The first interrupt of the interactive process (Ctrl-C, "interrupt the kernel") goes to all
@@ -229,11 +234,11 @@ def _be_rank(
             signal.signal(signal.SIGINT, interrupt_once)
     env.become_rank(local_rank)
     strategy: Any = trainer.strategy
-    strategy._launcher = None
+    forget_launcher(strategy)
     strategy.set_world_ranks()
     code: Any = 0
     try:
-        _hand_over(trainer, call._call_and_handle_interrupt(trainer, job), folder)
+        _hand_over(trainer, run_as_entry_point(trainer, job), folder)
     except SystemExit as end:
         (folder / f"left{local_rank}").touch()
         code = end.code
@@ -277,16 +282,15 @@ def _hand_over(trainer: pl.Trainer, results: Any, folder: Path) -> None:
         weights = gather(trainer.lightning_module, rank=0, device=torch.device("cpu"))
     if not trainer.is_global_zero:
         return
-    connector = trainer._logger_connector
     found = {
         "results": results,
         "weights": weights,
         "state": trainer.state,
         "loops": trainer.fit_loop.state_dict(),
-        "callbacks": call._call_callbacks_state_dict(trainer),
+        "callbacks": callback_states(trainer),
         "callback_metrics": dict(trainer.callback_metrics),
-        "logged_metrics": dict(connector.logged_metrics),
-        "progress_bar_metrics": dict(connector.progress_bar_metrics),
+        "logged_metrics": dict(trainer.logged_metrics),
+        "progress_bar_metrics": dict(trainer.progress_bar_metrics),
     }
     torch.save(move_data_to_device(found, "cpu"), folder / "results")
 
@@ -298,16 +302,15 @@ def _take_over(trainer: pl.Trainer, folder: Path) -> Any:
     """Bring the Trainer and its module to where they would be after a run in this process."""
     found = torch.load(folder / "results", weights_only=False)  # our own file, in our own folder
     trainer.state = found["state"]
-    connector = trainer._logger_connector
     trainer.callback_metrics.update(found["callback_metrics"])
-    connector._logged_metrics.update(found["logged_metrics"])
-    connector._progress_bar_metrics.update(found["progress_bar_metrics"])
+    trainer.logged_metrics.update(found["logged_metrics"])
+    trainer.progress_bar_metrics.update(found["progress_bar_metrics"])
     if found["weights"] is not None:
         _load_weights(trainer.lightning_module, found["weights"])
         loop = trainer.fit_loop
         loop.load_state_dict(found["loops"])
         loop.restarting = False  # it has come to its end
-        loop._combined_loader_states_to_load.clear()
+        forget_loader_states(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         state = deepcopy(found["callbacks"].get(callback.state_key))
         if not state:

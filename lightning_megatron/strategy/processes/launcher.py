@@ -16,11 +16,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import ScriptLauncher, limit_threads
 from lightning_megatron.fault_tolerance.failures.board import Ending
 from lightning_megatron.fault_tolerance.failures.peer_watch import PeerWatch
 from lightning_megatron.fault_tolerance.failures.root_cause import describe_exit
@@ -29,7 +28,7 @@ from lightning_megatron.launch.attempt import Peer
 _FAILED = 1
 
 
-class Launcher(_SubprocessScriptLauncher):
+class Launcher(ScriptLauncher):
     """Lightning's, with an observer that says what it does.
 
     Args:
@@ -68,10 +67,10 @@ class Launcher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._check()
             env.announce_parent()
-            self._call_children_scripts()
+            self.start_children()
             if self.procs:
                 self.watch = PeerWatch(self._failed, self._first_rank(), self._leave)
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        limit_threads(self.num_processes)
         return function(*args, **kwargs)
 
     def codes(self) -> dict[int, int]:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron import env
+from lightning_megatron._lightning import call_before_fetch
 from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce
@@ -120,12 +121,7 @@ class ChaosMonkey(pl.Callback):
             self._open_step_log(self._step_log, trainer)
         elif not env.restart_count() and not trainer.global_step:
             self._fault_log.forget()
-        loop: Any = trainer.fit_loop.epoch_loop
-        loop._on_before_fetch = partial(self._before_fetch, loop._on_before_fetch, trainer)
-
-    def _before_fetch(self, original: Callable[[], None], trainer: pl.Trainer) -> None:
-        original()
-        self._inject("data", trainer)
+        call_before_fetch(trainer, partial(self._inject, "data", trainer))
 
     @override
     def on_train_batch_start(

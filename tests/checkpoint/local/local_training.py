@@ -28,7 +28,7 @@ class Patience(pl.Callback):
         self.crash = crash
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        trainer.strategy._local.run.drain()
+        trainer.strategy.checkpoints.local.run.drain()
         if trainer.global_step == self.crash:
             raise Crash
 
@@ -103,5 +103,5 @@ def train(
     try:
         trainer.fit(module(), loader, ckpt_path=ckpt_path)
     except Crash:
-        trainer.strategy.stop_saver()  # type: ignore[attr-defined]
+        trainer.strategy.checkpoints.close()  # type: ignore[attr-defined]
     return curve.points, trainer.ckpt_path  # type: ignore[return-value]

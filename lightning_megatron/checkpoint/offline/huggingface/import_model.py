@@ -31,12 +31,12 @@ from lightning_megatron.checkpoint.directory.verify import check_files
 from lightning_megatron.checkpoint.load.reader import PRETRAINED
 from lightning_megatron.checkpoint.offline.huggingface.directory import HuggingFaceDirectory
 from lightning_megatron.checkpoint.offline.offline_writer import (
-    Part,
+    FileContent,
     groups,
     target_problems,
     write_in_parts,
 )
-from lightning_megatron.checkpoint.trainer_state.document import read_document
+from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 from lightning_megatron.errors import CheckpointError, raise_if_any
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.hf_config import config_from_hugging_face
@@ -134,7 +134,7 @@ def _is_import(target: Path, origin: str) -> bool:
         place = locate(target)
         manifest = read_manifest(place)
         check_files(place, manifest)
-        state = read_document(place, manifest)["state"]
+        state = read_state_files(place, manifest)["state"]
     except (CheckpointError, OSError):
         return False
     made_of = state.get(PRETRAINED)
@@ -172,7 +172,7 @@ class _Reading:
         """Weights in a row that have at most ``most`` bytes together."""
         return groups(((w, self._source.info(self._matched[w.name]).size) for w in weights), most)
 
-    def part(self, group: Sequence[Weight]) -> Part:
+    def part(self, group: Sequence[Weight]) -> FileContent:
         """One file of the checkpoint."""
 
         def load() -> dict[str, Chunk]:
@@ -182,7 +182,7 @@ class _Reading:
             info = self._source.info(name)
             return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
-        return Part(planned=self._chunks(group, describe), load=load)
+        return FileContent(planned=self._chunks(group, describe), load=load)
 
     def _chunks(self, group: Sequence[Weight], read: Callable[[str], Tensor]) -> dict[str, Chunk]:
         chunks = {}

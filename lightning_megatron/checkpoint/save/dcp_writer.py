@@ -8,19 +8,27 @@ is in dcp_reader.py.
 
 Files are written by one thread, as DCP loses the errors of its helper threads (pytorch issue
 191391).
+
+The manifest keeps the SHA-256 of every file, so that a flipped bit is found before it becomes a
+weight; DCP itself loads it without a word. Each rank hashes the bytes that it hands to the file
+system, which costs less than reading them again and also shows what the disk did to them later.
+SHA-256 runs at 0.7 GB/s and more per core, without Python's lock.
 """
 
+import hashlib
 import io
 import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -40,10 +48,13 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_megatron.checkpoint.chunks import Chunk
-from lightning_megatron.checkpoint.directory.digest import DigestingFileSystem
 from lightning_megatron.checkpoint.directory.manifest import TensorEntry
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, FileEntry, Part
-from lightning_megatron.checkpoint.directory.storage import AnyPath
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    ChunkEntry,
+    FileEntry,
+    RankManifest,
+)
+from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.save.write_error import write_error
 
 
@@ -131,7 +142,7 @@ class Written:
     """Those that were not written but shared with an earlier checkpoint."""
 
 
-def part_of(plan: WritePlan, written: Written) -> Part:
+def part_of(plan: WritePlan, written: Written) -> RankManifest:
     """Return what the manifest of this rank's part says.
 
     Args:
@@ -154,7 +165,7 @@ def part_of(plan: WritePlan, written: Written) -> Part:
             )
         )
     held = {name: tuple(chunks) for name, chunks in tensors.items()}
-    return Part(number=plan.number, files=written.files, tensors=held)
+    return RankManifest(number=plan.number, files=written.files, tensors=held)
 
 
 def write_shards(
@@ -285,3 +296,66 @@ class _Writer(FileSystemWriter):
         nothing: Future[list[WriteResult]] = Future()
         nothing.set_result([])
         return nothing
+
+
+class DigestingFileSystem(FileSystem):
+    """Files, local or in a store, as the writer of shards uses them, and hashes of what it writes.
+
+    Attributes:
+        files: size and hash of the files that were written and closed, by name.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileEntry] = {}
+
+    @contextmanager
+    @override
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        with storage_path(path).open(mode) as raw:
+            if "w" not in mode:
+                yield raw
+                return
+            stream = _DigestingStream(cast(IO[bytes], raw))
+            yield stream
+            self.files[Path(path).name] = stream.entry
+
+    @override
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        return storage_path(path)
+
+    @override
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
+        return storage_path(path) / suffix
+
+
+class _DigestingStream:
+    """A file that is written from front to back."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._digest = hashlib.sha256()
+        self._size = 0
+
+    @property
+    def entry(self) -> FileEntry:
+        return FileEntry(size=self._size, sha256=self._digest.hexdigest())
+
+    def write(self, data: Any) -> int:
+        count = self._raw.write(data)
+        self._digest.update(data)
+        self._size += count
+        return count
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+    def fileno(self) -> int:
+        # Asked for by those who sync, and DCP syncs its index without flushing (2.11-2.13).
+        self._raw.flush()
+        return self._raw.fileno()
+
+    def close(self) -> None:
+        self._raw.close()

@@ -38,7 +38,7 @@ _NOT_STORED = frozenset({"hparams_type", "datamodule_hparams_type"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contribution:
+class RankState:
     """What one rank knows beside its tensors."""
 
     aliases: Mapping[str, str]
@@ -49,7 +49,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
+class StateFiles:
     """The state that is not shards, ready to be written."""
 
     json: bytes
@@ -63,10 +63,10 @@ class Document:
         return files if self.tensors is None else {**files, STATE_TENSORS_FILE: self.tensors}
 
 
-def contribution(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]) -> Contribution:
-    """Return what this rank adds to the document."""
+def rank_state(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]) -> RankState:
+    """Return what this rank adds to the content."""
     chunks = chunks_of(model)
-    return Contribution(
+    return RankState(
         aliases={alias: name for name, chunk in chunks.items() for alias in chunk.aliases},
         extras={name: value for name, value in model.items() if name not in chunks},
         optimizers=[snapshot.without_tensors() for snapshot in optimizers],
@@ -74,23 +74,23 @@ def contribution(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapsho
     )
 
 
-def compose(state: Mapping[str, Any], contributions: Sequence[Contribution]) -> Document:
+def join_states(state: Mapping[str, Any], states: Sequence[RankState]) -> StateFiles:
     """Turn everything that is not shards into bytes, on the first rank.
 
     Raises:
         ConfigError: a value has no plain form; names all of them.
         CheckpointError: it would be too large to be read.
     """
-    if len({len(c.optimizers) for c in contributions}) != 1:
+    if len({len(c.optimizers) for c in states}) != 1:
         raise CheckpointError("the ranks have different numbers of optimizers")
-    snapshots = zip(*(c.optimizers for c in contributions), strict=True)
+    snapshots = zip(*(c.optimizers for c in states), strict=True)
     extras: dict[str, Any] = {}
     versions: dict[str, int] = {}
-    for contribution in reversed(contributions):  # the lowest rank that has one decides
-        extras |= contribution.extras
-        versions |= contribution.versions
+    for one in reversed(states):  # the lowest rank that has one decides
+        extras |= one.extras
+        versions |= one.versions
     encoder = Encoder()
-    document = {
+    content = {
         "state": _encode_lightning_state(state, encoder),
         "optimizers": encoder.encode([merge_snapshots(s) for s in snapshots], "optimizers"),
         "extras": encoder.encode(extras, "state_dict"),
@@ -98,10 +98,10 @@ def compose(state: Mapping[str, Any], contributions: Sequence[Contribution]) -> 
     }
     raise_if_any(encoder.problems)
     aliases: dict[str, str] = {}
-    for contribution in contributions:
-        aliases |= contribution.aliases
-    return Document(
-        json=encoded(STATE_FILE, json.dumps(document, allow_nan=False)),
+    for one in states:
+        aliases |= one.aliases
+    return StateFiles(
+        json=encoded(STATE_FILE, json.dumps(content, allow_nan=False)),
         tensors=safetensors_save(encoder.tensors) if encoder.tensors else None,
         aliases=aliases,
     )
@@ -139,7 +139,7 @@ def _encode_hyper_parameters(
     return encoded
 
 
-def read_document(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
+def read_state_files(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
     """Return the parts ``state``, ``optimizers``, ``extras`` and, unless it is older, ``versions``.
 
     Raises:
@@ -152,20 +152,20 @@ def read_document(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
         if (name := manifest.file(STATE_TENSORS_FILE)) in manifest.files:
             _refuse_holes(directory / name)
             tensors = safetensors_load((directory / name).read_bytes())
-        document = Decoder(tensors).decode(data)
+        content = Decoder(tensors).decode(data)
     except OSError:
         raise
     except Exception as error:  # whatever garbage makes the readers do
         raise DamagedCheckpointError(f"the state cannot be read: {error!r}") from error
     shapes = (("state", dict), ("extras", dict), ("optimizers", list))
-    if not isinstance(document, dict) or not all(
-        isinstance(document.get(key), kind) for key, kind in shapes
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(key), kind) for key, kind in shapes
     ):
         raise DamagedCheckpointError(f"{STATE_FILE} is not the state of a checkpoint")
-    versions = document.get("versions", {})
+    versions = content.get("versions", {})
     if not isinstance(versions, dict) or any(type(v) is not int for v in versions.values()):
         raise DamagedCheckpointError(f"{STATE_FILE} has no versions of modules")
-    return document
+    return content
 
 
 def _refuse_holes(file: AnyPath) -> None:

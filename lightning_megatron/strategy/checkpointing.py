@@ -1,4 +1,4 @@
-"""Strategy hooks that save and load; mixed into the strategy.
+"""The part of the strategy that saves and loads.
 
 Lightning collects ``state_dict`` and ``optimizer_states`` from the strategy, lets callbacks and the
 module change the dictionary, and hands all of it back to be written. What travels in between are
@@ -17,8 +17,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
@@ -26,15 +25,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
+from lightning_megatron._lightning import call_module_hook, collect_checkpoint, uploads_checkpoints
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     chunks_of,
@@ -56,26 +55,19 @@ from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.checkpoint.save.save_job import SaveOutcome
-from lightning_megatron.checkpoint.save.saver import Saver
+from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
-from lightning_megatron.comm.tree import FAN
-from lightning_megatron.comm.tree_group import new_tree_group
-from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.launch.attempt import Attempt
-from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.monitoring.sections import CHECKPOINT
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.strategy.checkpoint_rotation import rotations
 from lightning_megatron.strategy.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
-from lightning_megatron.strategy.data.position import DataPosition
+from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.local_checkpoints import LocalCheckpoints
 from lightning_megatron.strategy.preflight.averaging import leave_schedulers_to_averages
-from lightning_megatron.strategy.processes.connection import ConnectionConfig
-from lightning_megatron.strategy.rng_state import RandomState
+from lightning_megatron.strategy.processes.processes import Processes
+from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.save_on_exception import all_ranks_end
-from lightning_megatron.strategy.step_engine import StepEngine
 from lightning_megatron.topology.degrees import AXES
 from lightning_megatron.topology.mesh import Topology
 
@@ -97,7 +89,7 @@ class StoredOptimizer:
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint between `CheckpointHooks.load_checkpoint` and `load_model_state_dict`."""
+    """A checkpoint between `Checkpointing.load` and `load_weights`."""
 
     reader: CheckpointReader
     stored: Mapping[str, Any]
@@ -116,81 +108,84 @@ class _Content:
     layout: Mapping[str, int]
 
 
-class CheckpointHooks:
-    """Saving and loading checkpoint directories."""
+class Checkpointing:
+    """Saves checkpoint directories, and loads them.
 
-    parallel: ParallelModule
-    optimizers: list[Optimizer]
-    lightning_module: LightningModule | None
-    checkpoint_io: CheckpointIO
-    _checkpoint_io: CheckpointIO | None
-    _checkpoint: CheckpointConfig
-    _connection: ConnectionConfig
-    is_global_zero: bool
-    events: EventLog
-    attempt: Attempt
-    _data_position: DataPosition
-    _random_state: RandomState
-    _engine: StepEngine | None
-    _checkpoint_group: dist.ProcessGroup | None = None
-    _background_group: dist.ProcessGroup | None = None
-    _saver: Saver | None = None
-    votes: PerBatchVotes
-    _local_group: dist.ProcessGroup | None = None
-    _local: LocalCheckpoints | None = None
-    """Has local checkpoints made; None where there are none."""
-    _described: tuple[ParallelModule, dict[str, Chunk]] | None = None
-    """The parameters, from when the module is described until the checkpoint is saved."""
-    _links_checkpoints = False
-    _view: WholeState | None = None
-    """The state_dict that hooks see, while a checkpoint is saved or loaded."""
-    _opened: "_Opened | None" = None
-    """The checkpoint that is being loaded."""
+    Args:
+        run: what is saved.
+        config: whether saving stops training, and what follows a save that fails.
+        processes: connects the ranks that save.
+        data: knows the position in the training data.
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are read straight into the shards."""
-        return True
+    Attributes:
+        saver: writes while training runs; None outside of it, where saving takes place at once.
+        local: has local checkpoints made; None where there are none.
+    """
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """`load_model_state_dict` restores the optimizers."""
-        return False
+    def __init__(
+        self, run: Run, config: CheckpointConfig, processes: Processes, data: DataLoading
+    ) -> None:
+        self._run = run
+        self._config = config
+        self._processes = processes
+        self._data = data
+        self.saver: Saver | None = None
+        self.local: LocalCheckpoints | None = None
+        self._background_group: dist.ProcessGroup | None = None
+        self._local_group: dist.ProcessGroup | None = None
+        self._described: tuple[ParallelModule, dict[str, Chunk]] | None = None
+        """The parameters, from when the module is described until the checkpoint is saved."""
+        self._links_checkpoints = False
+        self._view: WholeState | None = None
+        """The state_dict that hooks see, while a checkpoint is saved or loaded."""
+        self._opened: _Opened | None = None
+        """The checkpoint that is being loaded."""
+        self._section_before: str | None = None
+        """What the rank was doing when Lightning began to collect a checkpoint."""
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    # Saving --------------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, Any]:
         """This rank's part of the module, by global name.
 
         Descriptions of it; or, where hooks may look, what a single process would have
         (`WholeState`), which takes all ranks.
         """
+        # What Lightning collects after it, from callbacks and the module, is part of the save. If
+        # none follows, the next batch ends the section.
+        clock = self._run.clock
+        if clock.current != CHECKPOINT:
+            self._section_before = clock.current
+        clock.enter(CHECKPOINT)
         self._refuse_to_save_alone("the checkpoint")
         self.end_view()
-        self.parallel.data.come_to_rest()
-        module = self.parallel.module
+        self._run.parallel.data.come_to_rest()
+        module = self._run.parallel.module
         if self._is_looked_at():
-            self._described = self.parallel, self._own_chunks()
-            self._view = WholeState(self.parallel, self._host_world(), "on_save_checkpoint")
+            self._described = self._run.parallel, self._own_chunks()
+            self._view = WholeState(self._run.parallel, self._run.host_group, "on_save_checkpoint")
             self._view.attach()
             return self._view.state()
-        state = model_chunks(module, self.parallel.canonical, self.parallel.data.rows)
-        self._described = self.parallel, chunks_of(state)
+        state = model_chunks(module, self._run.parallel.canonical, self._run.parallel.data.rows)
+        self._described = self._run.parallel, chunks_of(state)
         return state
 
     def _own_chunks(self) -> dict[str, Chunk]:
-        return own_chunks(self.parallel.module, self.parallel.canonical, self.parallel.data.rows)
+        return own_chunks(
+            self._run.parallel.module, self._run.parallel.canonical, self._run.parallel.data.rows
+        )
 
     def _is_looked_at(self) -> bool:
         """Whether anybody sees the state_dict before it is written, on any rank."""
-        module = self.lightning_module
-        assert module is not None
-        callbacks: list[Callback] = self._trainer().callbacks  # type: ignore[attr-defined]
+        module = self._run.module
+        callbacks: list[Callback] = self._run.trainer.callbacks  # type: ignore[attr-defined]
         looks = is_overridden("on_save_checkpoint", module) or any(
             type(callback).on_save_checkpoint is not Callback.on_save_checkpoint
             for callback in callbacks
         )
-        if looks or self.parallel.topology.pp.size == 1:
+        if looks or self._run.parallel.topology.pp.size == 1:
             return looks or edits_state(module)
-        return any(Peers(self._host_world()).collect(edits_state(module)))  # of this stage alone
+        return any(Peers(self._run.host_group).collect(edits_state(module)))  # of this stage alone
 
     def end_view(self) -> None:
         """Let ``state_dict`` be what it is outside of the hooks that save and load."""
@@ -202,51 +197,64 @@ class CheckpointHooks:
         """Description of this rank's part of the optimizer's state."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._described is None or self._described[0] is not self.parallel:
-            self.lightning_module_state_dict()
+        if self._described is None or self._described[0] is not self._run.parallel:
+            self.module_state()
         assert self._described is not None
         chunks = self._described[1]
         return capture_optimizer(optimizer, self._optimized_names(), chunks)
 
-    def save_checkpoint(
+    def save(
         self,
         checkpoint: dict[str, Any],
         filepath: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
         """Write the directory ``filepath``; collective over all processes."""
+        before, self._section_before = self._section_before, None
+        with self._run.clock.section(CHECKPOINT):
+            self._save(checkpoint, filepath, storage_options)
+        if before is not None:
+            self._run.clock.enter(before)
+
+    def _save(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any | None,
+    ) -> None:
         if storage_options is not None:
             rank_zero_warn(
                 "storage_options is ignored: credentials belong into fsspec's configuration"
             )
         self._refuse_to_save_alone(filepath)
-        trainer = self._trainer()
+        trainer = self._run.trainer
         content = self._content(checkpoint)
-        if self._saver is None:
-            save_directory(filepath, **vars(content), group=self._host_world())
+        if self.saver is None:
+            save_directory(filepath, **vars(content), group=self._run.host_group)
             return
         ends = trainer.received_sigterm or trainer.state.status != TrainerStatus.RUNNING
         at_once = self._links_checkpoints or ends
         rotated = rotations(trainer)
-        self._saver.save(filepath, **vars(content), rotations=rotated, wait=at_once)
+        self.saver.save(filepath, **vars(content), rotations=rotated, wait=at_once)
 
     def save_local(self) -> None:
         """Begin to make a local checkpoint of the present; collective over all processes."""
-        assert self._local is not None
-        checkpoint = self._trainer()._checkpoint_connector.dump_checkpoint(weights_only=False)
-        self._local.run.save(**vars(self._content(checkpoint)))
+        assert self.local is not None
+        with self._run.clock.section(CHECKPOINT):
+            checkpoint = collect_checkpoint(self._run.trainer)
+            self.local.run.save(**vars(self._content(checkpoint)))
 
     def _content(self, checkpoint: dict[str, Any]) -> "_Content":
         """Complete what Lightning has collected; collective."""
         self._described = None
         checkpoint, model = self._take_state(checkpoint)
         optimizers: list[OptimizerSnapshot] = checkpoint.pop("optimizer_states", [])
-        topology, trainer = self.parallel.topology, self._trainer()
-        data = self._data_position.save(checkpoint, trainer, topology, self._host_world())
+        topology, trainer = self._run.parallel.topology, self._run.trainer
+        data = self._data.position.save(checkpoint, trainer, topology, self._run.host_group)
         at = data.get("epoch", -1), data.get("batch", -1)
-        by_token = None if self._engine is None else self._engine.by_token
-        random = self._random_state.save(at, model, by_token, self._host_world())
-        checkpoint[KEY] = {"data": data, "random": random, "run": self.attempt.run_id}
+        by_token = self._run.loss_per_token
+        random = self._run.random_state.save(at, model, by_token, self._run.host_group)
+        checkpoint[KEY] = {"data": data, "random": random, "run": self._processes.attempt.run_id}
         layout = {axis: getattr(topology.degrees, axis) for axis in AXES}
         return _Content(model, checkpoint, optimizers, layout)
 
@@ -255,7 +263,7 @@ class CheckpointHooks:
         view = self._view
         if view is None:
             return checkpoint, checkpoint.pop("state_dict")
-        if self.is_global_zero:  # whose checkpoint counts
+        if self._run.is_global_zero:  # whose checkpoint counts
             checkpoint = view.resolve(checkpoint)
         model = view.finish(checkpoint.pop("state_dict"))
         self.end_view()
@@ -266,63 +274,68 @@ class CheckpointHooks:
     def _refuse_to_save_alone(self, path: str | os.PathLike[str]) -> None:
         """After an error of this rank alone, end with it instead of waiting for the others."""
         cause = sys.exc_info()[1]  # which Lightning is handling
-        if cause is None or self._trainer().state.status != TrainerStatus.INTERRUPTED:
+        if cause is None or self._run.trainer.state.status != TrainerStatus.INTERRUPTED:
             return
         if all_ranks_end():
             return
         logger.warning("%s is not saved: not all ranks have failed", path)
-        self.stop_saver(CheckpointConfig.drain_timeout_s)  # teardown is not reached
+        self.close(CheckpointConfig.drain_timeout_s)  # teardown is not reached
         raise cause
 
-    def start_saver(self, config: CheckpointConfig, timeout_s: float) -> None:
-        """Have checkpoints saved as ``config`` says, until `stop_saver`; collective."""
-        self.stop_saver()
+    # The saver -----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Have checkpoints saved as the options say, until `close`; collective."""
+        config = self._config
+        self.close()
         self._warn_of_loggers()
         background = None
         if config.mode == "async":
             if self._background_group is None:
-                self._background_group = self._new_host_group(timeout_s)
+                self._background_group = self._processes.new_host_group()
             background = Peers(self._background_group)
-        callbacks = self._trainer().checkpoint_callbacks
+        callbacks = self._run.trainer.checkpoint_callbacks
         self._links_checkpoints = any(getattr(c, "save_last", None) == "link" for c in callbacks)
         if background is not None and self._links_checkpoints:
             rank_zero_warn(
                 "ModelCheckpoint(save_last='link') links to a checkpoint as soon as its save "
                 "returns, so saves wait for the disk; save_last=True does not need that"
             )
-        self._saver = Saver(config, Peers(self._host_world()), background, self._report)
-        self._start_local(config, timeout_s)
+        self.saver = Saver(config, Peers(self._run.host_group), background, self._report)
+        self._open_local()
 
-    def _start_local(self, config: CheckpointConfig, timeout_s: float) -> None:
-        options, trainer = config.local_options, self._trainer()
+    def _open_local(self) -> None:
+        config = self._config
+        options, trainer = config.local_options, self._run.trainer
         if options is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if self._local_group is None:
-            self._local_group = self._new_host_group(timeout_s)
-        self._local = LocalCheckpoints(
+            self._local_group = self._processes.new_host_group()
+        self.local = LocalCheckpoints(
             options,
             trainer,
-            Peers(self._host_world()),
+            Peers(self._run.host_group),
             Peers(self._local_group),
-            vote=self.votes.register("local checkpoint", by_rank=False),
+            vote=self._run.votes.register("local checkpoint", by_rank=False),
             save=self.save_local,
             report=self._report_local,
         )
 
     def _warn_of_loggers(self) -> None:
-        for given in self._trainer().loggers:
-            uploads = (getattr(given, f"_log_model{end}", False) for end in ("", "_checkpoints"))
-            if any(uploads):
+        for given in self._run.trainer.loggers:
+            if uploads_checkpoints(given):
                 rank_zero_warn(
                     f"{type(given).__name__}(log_model=...) uploads nothing: it takes files, and "
                     "checkpoints of MegatronStrategy are directories. Log a file that "
                     "`lightning-megatron convert` makes of one, or log_model=False"
                 )
 
-    def checkpoint_problems(self) -> list[str]:
-        """Faults of what the Trainer was given to save with."""
-        given = self._checkpoint_io
-        if given is None or type(given) is TorchCheckpointIO:
+    def problems(self, given: CheckpointIO) -> list[str]:
+        """Faults of the options, and of what the Trainer was ``given`` to save with."""
+        return [*self._config.problems(), *self._problems_of(given)]
+
+    def _problems_of(self, given: CheckpointIO) -> list[str]:
+        if type(given) is TorchCheckpointIO:
             return []
         name = type(given).__name__
         instead = (
@@ -335,86 +348,91 @@ class CheckpointHooks:
             f"together, and would never call it; nearest valid: {instead}"
         ]
 
-    def stop_saver(self, timeout_s: float | None = None) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Wait for what is in flight; from now on saving takes place at once. Not collective."""
+        if self.saver is None:
+            return
+        with self._run.clock.section(CHECKPOINT):
+            self._close(self.saver, timeout_s)
+
+    def abandon(self) -> None:
+        """Wait for what is in flight, but not for ever: the run has failed."""
+        self.close(self._config.drain_timeout_s)
+
+    def _close(self, saver: Saver, timeout_s: float | None) -> None:
         self.end_view()
-        saver, self._saver = self._saver, None
-        if saver is not None:
-            saver.close(timeout_s=timeout_s)
-        local, self._local = self._local, None
+        self.saver = None
+        saver.close(timeout_s=timeout_s)
+        local, self.local = self.local, None
         if local is not None:
             # After an error it is not worth waiting for what the next one would have replaced.
             local.run.close(timeout_s=None if timeout_s is None else min(timeout_s, _LEAVE_S))
-            local.detach(self._trainer())
+            local.detach(self._run.trainer)
 
-    def check_saves(self) -> None:
+    def raise_failed_saves(self) -> None:
         """Report saves that have ended; raises where training is to end for it."""
         self.end_view()  # of a state_dict that was not saved
-        if self._saver is not None:
-            self._saver.check()
-        if self._local is not None:
-            self._local.run.check()
+        if self.saver is not None:
+            self.saver.check()
+        if self.local is not None:
+            self.local.run.check()
 
     def before_update(self) -> None:
         """Let no update overtake the copies from a device."""
-        if self._saver is not None:
-            self._saver.before_update()
-        if self._local is not None:
-            self._local.run.before_update()
+        if self.saver is not None:
+            self.saver.before_update()
+        if self.local is not None:
+            self.local.run.before_update()
 
-    def on_train_end(self) -> None:
-        """Finish the last save; callbacks have had their turn."""
-        if self._saver is not None:
-            self._saver.drain()
-        if self._local is not None:
-            self._local.run.drain()
-            if not self._trainer().received_sigterm:  # the next attempt may want them
-                self._local.run.clean()
-        self.parallel.data.come_to_rest()  # under manual optimization what ran last is gathered
+    def finish(self) -> None:
+        """Finish the last save, as training ends; callbacks have had their turn."""
+        if self.saver is not None:
+            self.saver.drain()
+        if self.local is not None:
+            self.local.run.drain()
+            if not self._run.trainer.received_sigterm:  # the next attempt may want them
+                self.local.run.clean()
 
-    def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Open a checkpoint of any layout; `load_model_state_dict` loads it. Collective.
+    # Loading -------------------------------------------------------------------------------------
+
+    def load(self, checkpoint_path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Open a checkpoint of any layout; `load_weights` loads it. Collective.
 
         Args:
             checkpoint_path: a checkpoint directory, or ``"auto"`` for the newest valid one.
-            weights_only: ignored; nothing that could execute code is read.
 
         Returns:
             Lightning's checkpoint dictionary, with weights that are read when somebody looks at
             them; `NoCheckpoint` if it is ``"auto"`` and
             there is none yet, or if training starts from weights that another library made.
         """
-        del weights_only
-        module = self.lightning_module
-        assert module is not None
+        module = self._run.module
         if os.path.isfile(checkpoint_path) and checkpoint_path != AUTO:
             raise ConfigError(
                 f"ckpt_path={os.fspath(checkpoint_path)}: MegatronStrategy loads the checkpoint "
                 "directories that it writes, this is a file; nearest valid: make a directory of it "
                 "with `lightning-megatron convert --from-lightning FILE DIRECTORY`"
             )
-        if self._saver is not None:
-            self._saver.drain()
-        if self._local is not None:
-            self._local.run.drain()
-        self.parallel.data.come_to_rest()
+        if self.saver is not None:
+            self.saver.drain()
+        if self.local is not None:
+            self.local.run.drain()
+        self._run.parallel.data.come_to_rest()
         fitting = module.trainer.state.fn == TrainerFn.FITTING
-        group = self._host_world()
+        group = self._run.host_group
         reader = find_checkpoint(
             checkpoint_path,
             module.trainer,
-            with_optimizers=fitting and bool(self.optimizers),
+            with_optimizers=fitting and bool(self._run.optimizers),
             group=group,
-            stock=None if self._local is None else self._local.run.stock,
+            stock=None if self.local is None else self.local.run.stock,
         )
         if reader is None:
             return NoCheckpoint()
         if fitting:
             self._tell_of(reader)
         if self._looks_at_loaded():
-            reader.bring(None)
+            reader.fetch_files(None)
         starts = fitting and reader.is_pretrained
         stored = stored_state(reader)
         kept = [StoredOptimizer(i) for i in range(len(reader.optimizers))]
@@ -427,12 +445,12 @@ class CheckpointHooks:
         excluded = self._exclude(checkpoint)
         self._opened = _Opened(reader, stored, fitting and not starts, excluded)
         if is_overridden("on_load_checkpoint", module):
-            self._view = WholeState(self.parallel, group, "on_load_checkpoint")
+            self._view = WholeState(self._run.parallel, group, "on_load_checkpoint")
             if self._view.is_cut:
                 self._view.attach()
         if starts:  # Lightning restores nothing then, and calls no hook
-            _call_lightning_module_hook(module.trainer, "on_load_checkpoint", checkpoint)
-            self.load_model_state_dict(checkpoint, strict=module.strict_loading)
+            call_module_hook(module.trainer, "on_load_checkpoint", checkpoint)
+            self.load_weights(checkpoint, strict=module.strict_loading)
             rank_zero_info(f"Training starts at step 0 from the weights in {reader.directory}")
             return NoCheckpoint()
         if fitting:
@@ -442,7 +460,7 @@ class CheckpointHooks:
     def _tell_of(self, reader: CheckpointReader) -> None:
         local, path, size = isinstance(reader, LocalReader), reader.directory, reader.manifest.size
         seconds = reader.verify_s
-        self.events.write("verified", path=str(path), seconds=seconds, bytes=size, local=local)
+        self._run.events.write("verified", path=str(path), seconds=seconds, bytes=size, local=local)
         if local:
             rank_zero_info(
                 f"Going on from the local checkpoint of step {reader.manifest.step} ({path}), "
@@ -451,37 +469,34 @@ class CheckpointHooks:
 
     def _looks_at_loaded(self) -> bool:
         """Whether values are looked at on the way into the module, on any rank; collective."""
-        module = self.lightning_module
-        assert module is not None
-        callbacks: list[Callback] = self._trainer().callbacks  # type: ignore[attr-defined]
+        module = self._run.module
+        callbacks: list[Callback] = self._run.trainer.callbacks  # type: ignore[attr-defined]
         looks = (
             is_overridden("on_load_checkpoint", module)
             or any(type(c).on_load_checkpoint is not Callback.on_load_checkpoint for c in callbacks)
             or edits_loaded(module)
         )
-        return any(Peers(self._host_world()).collect(looks))
+        return any(Peers(self._run.host_group).collect(looks))
 
     def _go_on(
         self, trainer: Trainer, reader: CheckpointReader, checkpoint: dict[str, Any]
     ) -> None:
         """Train from where a checkpoint was saved."""
         leave_schedulers_to_averages(trainer, checkpoint.get("callbacks", {}))
-        if self._saver is not None and not isinstance(reader, LocalReader):
-            self._saver.go_on_from(reader.directory, reader.manifest)
+        if self.saver is not None and not isinstance(reader, LocalReader):
+            self.saver.note_loaded(reader.directory, reader.manifest)
         saved = checkpoint.get(KEY, {})
-        self._belong_to_run(saved.get("run"))
-        topology, step = self.parallel.topology, checkpoint.get("global_step", 0)
-        self._data_position.load(saved.get("data", {}), checkpoint, trainer, topology)
+        if (run_id := saved.get("run")) is not None:
+            self._processes.rename_run(run_id)
+        topology, step = self._run.parallel.topology, checkpoint.get("global_step", 0)
+        self._data.position.load(saved.get("data", {}), checkpoint, trainer, topology)
         if "random" in saved:
-            by_token = self._random_state.load(saved["random"], step)
-            if self._engine is not None:
-                self._engine.by_token = by_token
+            self._run.loss_per_token = self._run.random_state.load(saved["random"], step)
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+    def load_weights(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what ``on_load_checkpoint`` has left of the weights, and the optimizers."""
         opened, self._opened = self._opened, None
         assert opened is not None
-        assert self.lightning_module is not None
         state, reader = checkpoint.get("state_dict", {}), opened.reader
         if self._view is not None:
             state = self._view.share(state, opened.stored)
@@ -500,24 +515,24 @@ class CheckpointHooks:
         resumes = opened.with_optimizers and (kept or not reader.optimizers)
         load_directory(
             reader,
-            self.lightning_module,
-            self.optimizers if resumes else (),
+            self._run.module,
+            self._run.optimizers if resumes else (),
             state=state,
             layout=Layout(
-                canonical=self.parallel.canonical,
+                canonical=self._run.parallel.canonical,
                 names=self._optimized_names(),
-                rows=self.parallel.data.rows,
+                rows=self._run.parallel.data.rows,
                 bring_together=self._weights_were_loaded,
             ),
             strict=strict,
             exclude=opened.excluded,
-            group=self._host_world(),
+            group=self._run.host_group,
         )
 
     def _exclude(self, checkpoint: dict[str, Any]) -> tuple[str, ...]:
         """Take what the user does not want out of a checkpoint; return patterns of weights."""
         state = checkpoint["state_dict"]
-        patterns = self._checkpoint.exclude
+        patterns = self._config.exclude
         raise_if_any(exclusion_problems(patterns, state))
         weights = tuple(p for p in patterns if p not in PARTS)
         for name in [n for n in state if any(fnmatchcase(n, p) for p in weights)]:
@@ -533,66 +548,30 @@ class CheckpointHooks:
 
     def _weights_were_loaded(self) -> None:
         """Bring what was read into this rank's part of the parameters to the others."""
-        precision = getattr(self, "precision_plugin", None)
-        if isinstance(precision, ShardedPrecision):
-            precision.forget_weights()
-        self.parallel.data.gather_all()
+        self._run.precision.forget_weights()
+        self._run.parallel.data.gather_all()
 
-    def _belong_to_run(self, run_id: str | None) -> None:
-        """Go by the id of the run that is resumed, whatever the launcher calls it now."""
-        if run_id is not None:
-            self.attempt = replace(self.attempt, run_id=run_id)
-            self.events.identify(run=run_id)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_model_state_dict` has loaded the optimizers."""
-
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+    def remove(self, filepath: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, on rank zero; after the saves that are in flight."""
-        if not self.is_global_zero:
+        if not self._run.is_global_zero:
             return
-        if self._saver is not None:
-            self._saver.remove(filepath)
+        if self.saver is not None:
+            self.saver.remove(filepath)
         else:
             remove(storage_path(filepath))
 
     def _report(self, outcome: SaveOutcome) -> None:
-        self.events.write("save", **asdict(outcome))
+        self._run.events.write("save", **asdict(outcome))
 
     def _report_local(self, outcome: SaveOutcome) -> None:
-        self.events.write("local_save", **asdict(outcome))
-
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        self._run.events.write("local_save", **asdict(outcome))
 
     def _optimized_names(self) -> dict[torch.Tensor, str]:
-        return parameter_names(self.parallel.module, self.parallel.canonical)
+        return parameter_names(self._run.parallel.module, self._run.parallel.canonical)
 
     def leave_groups_to(self, topology: Topology) -> None:
         """Have the groups that were made to save destroyed with others."""
-        for group in (self._background_group, self._checkpoint_group, self._local_group):
+        for group in (self._background_group, self._local_group):
             if group is not None:
                 topology.keep(group)
-        self._background_group = self._checkpoint_group = self._local_group = None
-
-    @property
-    def host_group(self) -> dist.ProcessGroup | None:
-        """All processes, for objects and tensors on the host; None for the default group."""
-        return self._host_world()
-
-    def _host_world(self) -> dist.ProcessGroup | None:
-        """All processes by a tree; the default group where that is small, and gloo's."""
-        if dist.get_backend() == "gloo" and dist.get_world_size() <= FAN:
-            return None
-        if self._checkpoint_group is None:
-            self._checkpoint_group = self._new_host_group(self._connection.timeout_s)
-        return self._checkpoint_group
-
-    def _new_host_group(self, timeout_s: float) -> dist.ProcessGroup | None:
-        """Another tree of all processes, for a thread of its own; None for a single process."""
-        size = dist.get_world_size()
-        if size == 1:
-            return None
-        machines = [peer.machine for peer in self.attempt.peers] or [""] * size
-        return new_tree_group(machines, timedelta(seconds=timeout_s))
+        self._background_group = self._local_group = None

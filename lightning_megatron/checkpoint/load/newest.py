@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint.directory.candidates import Places, age, candidates, renamed
 from lightning_megatron.checkpoint.directory.commit import locate, set_aside
+from lightning_megatron.checkpoint.directory.discovery import Places, age, candidates, renamed
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.checkpoint.directory.storage import AnyPath

@@ -1,0 +1,30 @@
+"""Making a module from a checkpoint."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.saving import _load_state
+
+
+def module_from(
+    module_class: type[LightningModule],
+    checkpoint: dict[str, Any],
+    *,
+    strict: bool | None,
+    **hyper_parameters: Any,
+) -> LightningModule:
+    """Make a module from a checkpoint in memory, as ``load_from_checkpoint`` does from a file.
+
+    Private: `lightning.pytorch.core.saving._load_state`. It knows how hyper-parameters are stored.
+    Since 2.6.5 it refuses checkpoints that name a class which is not imported yet. Unnecessary when
+    ``load_from_checkpoint`` takes a checkpoint in memory.
+
+    Args:
+        module_class: the class of the module.
+        checkpoint: with ``state_dict`` and hyper-parameters.
+        strict: whether names that only one side has are an error; the module's choice when None.
+        hyper_parameters: arguments that override the stored ones.
+    """
+    module = _load_state(module_class, checkpoint, strict=strict, **hyper_parameters)
+    assert isinstance(module, LightningModule)
+    return module

@@ -1,0 +1,73 @@
+"""What the parts of the strategy ask of the run that they take part in."""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.optim import Optimizer
+
+from lightning_megatron.comm.votes import PerBatchVotes
+from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.monitoring.sections import SectionClock
+from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.precision.sharded import ShardedPrecision
+from lightning_megatron.strategy.rng_state import RandomState
+from lightning_megatron.topology.mesh import Topology
+
+
+class Run(Protocol):
+    """A run, as its parts see it; the strategy is one.
+
+    Attributes:
+        optimizers: those that Lightning steps.
+        lr_scheduler_configs: schedules of the learning rate, as Lightning keeps them.
+        clock: tells what this rank is doing.
+        events: log of this rank.
+        votes: what ranks tell each other in every batch.
+        loss_per_token: whether steps return sums over tokens; None until one has.
+    """
+
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[LRSchedulerConfig]
+    clock: SectionClock
+    events: EventLog
+    votes: PerBatchVotes
+    loss_per_token: bool | None
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module."""
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs it."""
+
+    @property
+    def topology(self) -> Topology:
+        """Groups and coordinates; exists once the processes are connected."""
+
+    @property
+    def parallel(self) -> ParallelModule:
+        """The module on its layout."""
+
+    @property
+    def precision(self) -> ShardedPrecision:
+        """The precision plugin."""
+
+    @property
+    def random_state(self) -> RandomState:
+        """Generators of this process; exists once the run is set up."""
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this process."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first rank."""
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """All processes, for objects and tensors on the host; None for the default group."""
