@@ -48,8 +48,8 @@ from lightning_megatron.monitoring.flops import (
     count_tokens,
     model_flops,
 )
+from lightning_megatron.monitoring.rank_stats import number_device
 from lightning_megatron.monitoring.sections import CHECKPOINT
-from lightning_megatron.monitoring.spread import number_device
 from lightning_megatron.monitoring.window import LoggingSteps
 from lightning_megatron.services import services_if_any
 

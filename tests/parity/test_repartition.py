@@ -27,6 +27,7 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.schedules.repartition import Repartition
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.strategy.tuners import partition as measured_partition
+from lightning_megatron.strategy.tuners.partition import MeasuredPartition
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity import reference
 from tests.parity.jobs import (
@@ -40,7 +41,7 @@ from tests.parity.jobs import (
 )
 from tests.parity.reference import Data, reference_curve
 from tests.parity.test_matrix import check, close
-from tests.strategy.small import dp_of
+from tests.strategy.small import dp_of, tuner_of
 
 
 def measured(degree: int = 2, schedule: str = "1f1b") -> PipelineConfig:
@@ -85,7 +86,7 @@ def fit(
     )
     trainer.fit(module, loader, ckpt_path=ckpt_path)
     losses = [float(strategy.reduce(loss)) for loss in recorder.losses]
-    measured = strategy.measured_partition
+    measured = tuner_of(strategy, MeasuredPartition)
     model = getattr(module, "model", module)
     weights = whole_parameters(model, strategy.topology)
     return Outcome(losses, recorder.norms, weights, measured.report if measured else None)
@@ -192,7 +193,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[int], int]] = {
     "pp=3 gpipe": (3, {"pp": measured(3, "gpipe")}, [1, 6, 1], 1),
     "zero 0, accumulated": (4, {"zero": 0}, [7, 1], 2),
     "zero 1": (4, {"zero": ShardingConfig(stage=1, min_numel=1)}, [6, 2], 1),
-    "zero 2, accumulated": (4, {"zero": 2}, [1, 7], 2),
+    "zero 2": (4, {"zero": 2}, [1, 7], 1),
     "tp=2": (4, {"tp": 2}, [2, 6], 1),
     "interleaved": (2, {"pp": measured(schedule="interleaved")}, [1, 4, 2, 1], 1),
     "zbv zero 3": (4, {"pp": measured(schedule="zbv"), "zero": 3}, [3, 3, 1, 1], 1),

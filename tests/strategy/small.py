@@ -1,7 +1,7 @@
 """A small module, its data and a quiet Trainer: what the tests of the strategy run."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -15,6 +15,7 @@ from lightning_megatron.testing import WorkerPool
 
 WIDTH = 4
 GLOBAL_BATCH = 8
+T = TypeVar("T")
 
 
 class Small(pl.LightningModule):
@@ -36,6 +37,11 @@ class Small(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def tuner_of(strategy: MegatronStrategy, kind: type[T]) -> T | None:
+    """What measures the first steps of a run, of this kind."""
+    return next((tuner for tuner in strategy.tuners if isinstance(tuner, kind)), None)
 
 
 def samples(count: int = 32, seed: int = 0) -> TensorDataset:

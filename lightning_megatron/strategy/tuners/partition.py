@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.parallel.apply import ParallelModule
@@ -28,6 +29,7 @@ from lightning_megatron.parallel.repartition import Recut, group_problems
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.timing import ItemTimes
 from lightning_megatron.schedules.repartition import Repartition, repartition
+from lightning_megatron.strategy.tuners.tuner import Tuner
 from lightning_megatron.topology.mesh import Topology
 
 LEAST_GAIN = 0.02
@@ -78,7 +80,7 @@ class Host(Protocol):
         ...
 
 
-class MeasuredPartition:
+class MeasuredPartition(Tuner):
     """Measures the first steps of a pipeline and moves items to other stages once.
 
     Args:
@@ -99,9 +101,14 @@ class MeasuredPartition:
         pp = host.parallel.topology.pp
         raise_if_any(group_problems(host.optimizers, pp.size, pp.group))
 
-    def before_step(self) -> None:
-        """A batch begins, and no gradients are pending; collective over all processes."""
-        if self._done:
+    @property
+    @override
+    def outlives_layout(self) -> bool:
+        return True  # the new layout is its work, of which it measures what came
+
+    @override
+    def before_batch(self, *, accumulated: bool) -> None:
+        if accumulated or self._done:
             return
         pipeline = self._host.pipeline
         assert pipeline is not None
@@ -116,6 +123,10 @@ class MeasuredPartition:
             else:
                 self._conclude(times, self.report)
         self._seen += 1
+
+    @override
+    def after_batch(self, count: int) -> None:
+        """Nothing: the pipeline collects the times of the items."""
 
     def _decide(self, times: ItemTimes) -> None:
         parallel = self._host.parallel

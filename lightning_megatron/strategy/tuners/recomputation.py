@@ -30,6 +30,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.sequential import RemoteItem
@@ -45,6 +46,7 @@ from lightning_megatron.parallel.activations.knapsack import (
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.schedules.live_activations import ALONE, LiveCount, beside, moments
 from lightning_megatron.schedules.schedule import Schedule
+from lightning_megatron.strategy.tuners.tuner import Tuner
 
 _MEASURED = 2
 """Batches that are measured."""
@@ -64,7 +66,7 @@ class Measured:
     """Most runs in a microbatch."""
 
 
-class AdaptiveMemory:
+class AdaptiveMemory(Tuner):
     """Measures the blocks of a module and chooses which to recompute.
 
     Args:
@@ -100,23 +102,33 @@ class AdaptiveMemory:
         self._compiled = compiled
         self._selection = () if self._compiled else config.selection
         self._seen = self._count = 0
+        self._microbatches = 1
         self._found: dict[str, Measured] = {}
         self.ways: dict[str, RecomputeMode] | None = None
         self.measured: dict[str, Measured] = {}
         self.moments: dict[int, tuple[LiveCount, ...]] = {}
 
-    def before_batch(self, count: int) -> None:
-        """A training batch begins; the one before had ``count`` microbatches; collective."""
+    @property
+    @override
+    def outlives_layout(self) -> bool:
+        return False
+
+    @override
+    def before_batch(self, *, accumulated: bool) -> None:
         if self.ways is not None:
             return
         if self._seen:
-            self._note(count)
+            self._note(self._microbatches)
         if self._seen >= _MEASURED:
             self._choose()
         if self.ways is None:
             blocks = self._blocks.values()
             measure(blocks, self._now, self._selection, compiled=self._compiled)
         self._seen += 1
+
+    @override
+    def after_batch(self, count: int) -> None:
+        self._microbatches = count
 
     def _now(self) -> float:
         device = self._parallel.topology.device

@@ -10,6 +10,7 @@ schedules compute the same gradients, the change does not show in the loss.
 from collections.abc import Callable
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.runner import Pipeline
@@ -17,6 +18,8 @@ from lightning_megatron.pipeline.timing import Bubble
 from lightning_megatron.schedules.schedule import AUTO as AUTO  # others know it from here
 from lightning_megatron.schedules.schedule import SCHEDULES, Schedule, make_schedule
 from lightning_megatron.schedules.search import StageCosts, choose_schedule
+from lightning_megatron.strategy.tuners.tuner import Tuner
+from lightning_megatron.topology.mesh import Axis
 
 PLACED = {1: ("1f1b", "gpipe", "zb-h1", "zb-h2"), 2: ("zbv", "v-half", "v-min", "dualpipev")}
 """Schedules to choose from, by stages per rank; the first is used while measuring."""
@@ -31,11 +34,12 @@ def first_schedule(stages_per_rank: int | None, limited: bool) -> str:
     return "v-min" if limited else PLACED[2][0]
 
 
-class AutoSchedule:
+class AutoSchedule(Tuner):
     """Measures the first steps of a pipeline and chooses.
 
     Args:
         pipeline: runs the steps.
+        pp: the ranks of the pipeline.
         stages_per_rank: 1 or 2.
         limit_gib: most activations that a rank may keep.
         report: called with the choice and the candidates, on every rank.
@@ -47,43 +51,49 @@ class AutoSchedule:
     def __init__(
         self,
         pipeline: Pipeline,
+        pp: Axis,
         stages_per_rank: int,
         limit_gib: float | None,
         report: Callable[[str], None],
     ) -> None:
-        self._pipeline, self._stages = pipeline, stages_per_rank
+        self._pipeline, self._pp, self._stages = pipeline, pp, stages_per_rank
         self._limit, self._report = limit_gib, report
         self._steps: list[Bubble] = []
         self._seen = 0
         self.chosen: str | None = None
 
-    def before_step(self) -> None:
-        """A training batch begins."""
+    @property
+    @override
+    def outlives_layout(self) -> bool:
+        return False
+
+    @override
+    def before_batch(self, *, accumulated: bool) -> None:
         if self.chosen is None and self._seen >= _SKIPPED:
             self._pipeline.measure(True)
             self._pipeline.activation_bytes = {}
 
-    def after_step(self, count: int, pp: int, group: dist.ProcessGroup | None) -> None:
-        """The batch of ``count`` microbatches has ended; collective over all processes."""
+    @override
+    def after_batch(self, count: int) -> None:
         self._seen += 1
         if self.chosen is not None or self._seen <= _SKIPPED:
             return
         measured = self._pipeline.bubble()
-        assert measured is not None
+        if measured is None:
+            return  # the batch ran once more, and the first run was measured
         self._steps.append(measured)
         own = self._pipeline.activation_bytes or {}
         self._pipeline.measure(False)
         self._pipeline.activation_bytes = None
         if len(self._steps) == _MEASURED:
-            self._choose(count, pp, self._gather(own, pp, group))
+            self._choose(count, self._gather(own))
 
-    def _gather(self, own: dict[int, int], pp: int, group: dist.ProcessGroup | None) -> list[int]:
-        by_rank: list[dict[int, int]] = [{}] * pp
-        dist.all_gather_object(by_rank, own, group=group)
+    def _gather(self, own: dict[int, int]) -> list[int]:
+        by_rank: list[dict[int, int]] = self._pp.all_gather_object(own)
         merged = {stage: size for held in by_rank for stage, size in held.items()}
         return [merged[stage] for stage in sorted(merged)]
 
-    def _choose(self, count: int, pp: int, activations: list[int]) -> None:
+    def _choose(self, count: int, activations: list[int]) -> None:
         def least(part: str) -> list[float]:
             # The least of several: what is longer was disturbed.
             return [
@@ -102,7 +112,7 @@ class AutoSchedule:
         dist.broadcast_object_list(box, src=0)
         try:
             choice = choose_schedule(
-                pp,
+                self._pp.size,
                 count,
                 {self._stages: box[0]},
                 self._limit,
@@ -115,7 +125,7 @@ class AutoSchedule:
         self.chosen = name
 
         def make(number: int) -> Schedule:
-            return make_schedule(name, pp, number)
+            return make_schedule(name, self._pp.size, number)
 
         self._pipeline.use(make)
         self._report(f'pp.schedule="auto" takes {name} from now on:\n{choice.table("s")}')

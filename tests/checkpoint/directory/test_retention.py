@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.directory import commit
-from lightning_megatron.checkpoint.directory.candidates import Places, candidates
 from lightning_megatron.checkpoint.directory.commit import remove
+from lightning_megatron.checkpoint.directory.discovery import Places, candidates
 from lightning_megatron.checkpoint.directory.retention import Rotation, rotate
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import DamagedCheckpointError
@@ -135,5 +135,5 @@ def test_the_callback_makes_such_names():
 
 def test_at_least_two_are_kept():
     (problem,) = CheckpointConfig(keep=1).problems()
-    assert "keep=1: must be at least 2" in problem
+    assert "keep=1: must be an integer of at least 2" in problem
     assert CheckpointConfig(keep=2).problems() == []

@@ -20,6 +20,7 @@ from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import ParityModule, quiet_trainer, whole_parameters
 from tests.parity.reference import Data
+from tests.strategy.small import tuner_of
 
 PLAIN = ActivationConfig()
 
@@ -57,12 +58,13 @@ def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
     much = ActivationConfig(recompute="adaptive", limit_gib=1.0)
     strategy, weights, kept_bytes = adaptive_run(options, much)
     assert kept_bytes[-1] == all_bytes[-1] > kept_bytes[0]
-    assert set(strategy.adaptive_memory.ways.values()) == {"none"}
+    adaptive = tuner_of(strategy, AdaptiveMemory)
+    assert set(adaptive.ways.values()) == {"none"}
     needs, rank = [], strategy.topology.pp.rank
     for stages in range(strategy.topology.pp.size):
-        own = [b.costs for b in strategy.adaptive_memory.measured.values() if b.rank == stages]
+        own = [b.costs for b in adaptive.measured.values() if b.rank == stages]
         full, none = ["full"] * len(own), ["none"] * len(own)
-        when = strategy.adaptive_memory.moments[stages]
+        when = adaptive.moments[stages]
         needs.append((needed(own, full, when), needed(own, none, when)))
     limit = (max(least for least, _ in needs) + max(most for _, most in needs)) / 2
     some = ActivationConfig(recompute="adaptive", limit_gib=limit / 2**30)
@@ -70,7 +72,8 @@ def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
     for name, value in expected.items():
         assert torch.equal(weights[name], value)
         assert torch.equal(others[name], value)
-    ways, table = strategy.adaptive_memory.ways, strategy.adaptive_memory.measured
+    adaptive = tuner_of(strategy, AdaptiveMemory)
+    ways, table = adaptive.ways, adaptive.measured
     chosen = [name for name, way in ways.items() if way != "none"]
     mine = {name: block.costs for name, block in table.items() if block.rank == rank}
     assert 0 < len(chosen) < len(table)
@@ -144,7 +147,7 @@ def peak_job(options: dict[str, Any], parts: Sequence[float]) -> list[Held]:
 
 def peaks_under_limits(options: dict[str, Any], parts: Sequence[float]) -> list[Held]:
     most, strategy = peak_of(options, ActivationConfig(recompute="adaptive", limit_fraction=0.5))
-    plan = strategy.adaptive_memory
+    plan = tuner_of(strategy, AdaptiveMemory)
     by_rank = [[b.costs for b in plan.measured.values() if b.rank == rank] for rank in plan.moments]
     least, whole = (
         max(
@@ -161,7 +164,7 @@ def peaks_under_limits(options: dict[str, Any], parts: Sequence[float]) -> list[
         limit = int(least + part * (whole - least))
         memory = ActivationConfig(recompute="adaptive", limit_gib=limit / 2**30)
         peak, strategy = peak_of(options, memory)
-        plan = strategy.adaptive_memory
+        plan = tuner_of(strategy, AdaptiveMemory)
         ways = [plan.ways[name] for name, b in plan.measured.items() if b.rank == rank]
         assert peak - outside <= limit < whole
         trained = whole_parameters(strategy.lightning_module.model, strategy.topology)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from lightning_megatron import ActivationConfig
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
-from tests.strategy.small import WIDTH, Small, loader, make_trainer, samples
+from tests.strategy.small import WIDTH, Small, loader, make_trainer, samples, tuner_of
 
 ROW = WIDTH * 8
 """Bytes of a sample in a block."""
@@ -43,7 +44,7 @@ def measured(module: Small, data: Any, **options: Any) -> dict[str, Any]:
     layout = {"activations": ActivationConfig(**ADAPTIVE), **options.pop("layout", {})}
     trainer = make_trainer(layout, **options)
     trainer.fit(module, data, loader())
-    adaptive = trainer.strategy.adaptive_memory
+    adaptive = tuner_of(trainer.strategy, AdaptiveMemory)
     assert adaptive.ways is not None, "it chose"
     assert set(adaptive.ways.values()) == {"none"}
     return {name: block.costs for name, block in adaptive.measured.items()}

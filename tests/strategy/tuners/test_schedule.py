@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import PipelineConfig
+from lightning_megatron.strategy.tuners.schedule import AutoSchedule
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategy.small import (
     Small,
@@ -18,6 +19,7 @@ from tests.strategy.small import (
     make_trainer,
     merged,
     samples,
+    tuner_of,
     weights,
 )
 
@@ -52,7 +54,7 @@ class Slow(Small):
 def auto_job(layout: Mapping[str, Any] | None, devices: int) -> dict[str, Any]:
     trainer, module = make_trainer(layout, devices), Slow()
     trainer.fit(module, loader(samples(64), dp=dp_of(devices, layout or {})))
-    auto = trainer.strategy._engine.auto if layout else None
+    auto = tuner_of(trainer.strategy, AutoSchedule) if layout else None
     return {"weights": weights(module), "chosen": auto.chosen if auto else None}
 
 
