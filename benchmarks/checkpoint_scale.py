@@ -27,7 +27,6 @@ import torch
 
 from benchmarks.harness import parser, report
 from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.index import ShardIndex
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
@@ -39,7 +38,8 @@ from lightning_megatron.checkpoint.directory.manifest import (
 from lightning_megatron.checkpoint.directory.rank_manifest import (
     ChunkEntry,
     FileEntry,
-    Part,
+    RankManifest,
+    entry_of,
     part_file,
 )
 from lightning_megatron.checkpoint.directory.sealed_text import encoded
@@ -134,7 +134,7 @@ def build(directory: Path, tensors: int, ranks: int) -> int:
     return sum(entry.count for table in tables for entry in table.values())
 
 
-def part_of_rank(rank: int, written: dict[str, list[Rectangle]]) -> Part:
+def part_of_rank(rank: int, written: dict[str, list[Rectangle]]) -> RankManifest:
     """The part of a rank that has written these rectangles."""
     file, end = f"__{rank}_0.distcp", 0
     held_: dict[str, tuple[ChunkEntry, ...]] = {}
@@ -148,7 +148,7 @@ def part_of_rank(rank: int, written: dict[str, list[Rectangle]]) -> Part:
             end += length
         held_[name] = tuple(chunks)
     files = {file: FileEntry(size=end, sha256=hashlib.sha256(file.encode()).hexdigest())}
-    return Part(number=rank, files=files, tensors=held_)
+    return RankManifest(number=rank, files=files, tensors=held_)
 
 
 # What one rank does: each returns the step, ready to be measured, and what it came to.

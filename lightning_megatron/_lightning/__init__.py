@@ -17,7 +17,8 @@ Trainer of a run:
 * ``_summary`` and ``summarize`` of ModelSummary callbacks, where a rank holds a part of the module;
 * ``_on_before_fetch`` of the ``epoch_loop``, with the callback ChaosMonkey only.
 
-Values are set that have no public setter: ``_device_mesh`` of the module;
+Values are set that have no public setter: ``_device_mesh`` of the module; ``inference_mode`` of
+the loops that evaluate;
 ``use_distributed_sampler``, which the strategy takes upon itself; the path of the checkpoint that
 is shown; ``_restarting`` and the progress of the loops in a run that is resumed; the sums of
 ``self.log`` where a batch is left out. The launcher's ``procs`` are emptied when a run ends early.
@@ -48,24 +49,31 @@ from lightning_megatron._lightning.launch import limit_threads as limit_threads
 from lightning_megatron._lightning.launch import run_as_entry_point as run_as_entry_point
 from lightning_megatron._lightning.launch import take_children as take_children
 from lightning_megatron._lightning.loaders import Stateful as Stateful
+from lightning_megatron._lightning.loaders import discard_batches as discard_batches
 from lightning_megatron._lightning.loaders import forget_loader_states as forget_loader_states
 from lightning_megatron._lightning.loaders import makes_training_loader as makes_training_loader
+from lightning_megatron._lightning.loaders import read_anew as read_anew
 from lightning_megatron._lightning.loaders import repeats_short_loaders as repeats_short_loaders
 from lightning_megatron._lightning.loaders import training_fetcher as training_fetcher
 from lightning_megatron._lightning.loaders import training_loader as training_loader
 from lightning_megatron._lightning.loaders import training_source as training_source
 from lightning_megatron._lightning.loaders import with_sampler as with_sampler
+from lightning_megatron._lightning.loops import avoid_inference_mode as avoid_inference_mode
+from lightning_megatron._lightning.loops import batch_progress as batch_progress
 from lightning_megatron._lightning.loops import begin_next_epoch as begin_next_epoch
 from lightning_megatron._lightning.loops import broadcast_no_signals as broadcast_no_signals
 from lightning_megatron._lightning.loops import call_before_fetch as call_before_fetch
 from lightning_megatron._lightning.loops import count_batches_anew as count_batches_anew
 from lightning_megatron._lightning.loops import end_batch as end_batch
 from lightning_megatron._lightning.loops import end_epoch as end_epoch
+from lightning_megatron._lightning.loops import epoch_counts as epoch_counts
 from lightning_megatron._lightning.loops import evaluation_loop as evaluation_loop
 from lightning_megatron._lightning.loops import is_last_batch as is_last_batch
 from lightning_megatron._lightning.loops import replace_end_of_batch as replace_end_of_batch
 from lightning_megatron._lightning.loops import replace_end_of_epoch as replace_end_of_epoch
 from lightning_megatron._lightning.loops import say_validation_has_begun as say_validation_has_begun
+from lightning_megatron._lightning.loops import shift_batch_counts as shift_batch_counts
+from lightning_megatron._lightning.loops import take_batches_back as take_batches_back
 from lightning_megatron._lightning.loops import validates_after_batch as validates_after_batch
 from lightning_megatron._lightning.loops import validates_first as validates_first
 from lightning_megatron._lightning.results import UPDATE_COUNT as UPDATE_COUNT
@@ -92,3 +100,5 @@ from lightning_megatron._lightning.summary import replace_printing as replace_pr
 from lightning_megatron._lightning.summary import replace_summary as replace_summary
 from lightning_megatron._lightning.summary import restore_summary as restore_summary
 from lightning_megatron._lightning.summary import summary_depth as summary_depth
+from lightning_megatron._lightning.warnings import hide_pytree_warning as hide_pytree_warning
+from lightning_megatron._lightning.warnings import hide_resuming_warning as hide_resuming_warning

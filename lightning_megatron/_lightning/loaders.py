@@ -35,6 +35,32 @@ def training_fetcher(trainer: Trainer) -> _DataFetcher | None:
     return trainer.fit_loop._data_fetcher
 
 
+def read_anew(trainer: Trainer) -> None:
+    """Make new iterators of the training loaders, which have been moved, for the next batch.
+
+    Private: ``setup`` and iteration of `_DataFetcher`. Lightning has made iterators before the
+    strategy knows where they are to begin.
+    """
+    loader, fetcher = training_loader(trainer), training_fetcher(trainer)
+    assert loader is not None
+    assert fetcher is not None
+    fetcher.setup(loader)
+    iter(fetcher)
+
+
+def discard_batches(trainer: Trainer, count: int) -> None:
+    """Read batches of training that nobody sees.
+
+    Changed: ``fetched`` of `_DataFetcher`, to which Lightning adds the batches that were read
+    before an interruption.
+    """
+    fetcher = training_fetcher(trainer)
+    assert fetcher is not None
+    for _ in range(count):
+        next(fetcher)
+    fetcher.fetched = 0
+
+
 def repeats_short_loaders(loader: CombinedLoader) -> bool:
     """Whether a loader that has ended is read again while longer ones go on.
 

@@ -12,7 +12,9 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 
+_TRAINING = "epoch_loop.batch_progress"
 _VALIDATION = "epoch_loop.val_loop.batch_progress"
+_COUNTS = ("ready", "started", "processed", "completed")
 
 
 # The end of a batch, and of an epoch
@@ -92,7 +94,70 @@ def evaluation_loop(trainer: Trainer) -> _EvaluationLoop:
     return trainer._evaluation_loop
 
 
+def avoid_inference_mode(trainer: Trainer, *, outside_training: bool) -> None:
+    """Have batches be evaluated under ``torch.no_grad``.
+
+    Changed: ``inference_mode`` of `_EvaluationLoop` and `_PredictionLoop`, which the Trainer sets
+    from its argument, and for the validation within a fit by backend and strategy.
+
+    Args:
+        trainer: whose loops are changed.
+        outside_training: also in ``validate``, ``test`` and ``predict``.
+    """
+    loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop]
+    if outside_training:
+        loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    for loop in loops:
+        loop.inference_mode = False
+
+
 # Progress
+
+
+def batch_progress(progress: dict[str, Any]) -> dict[str, Any]:
+    """The counts of training batches in a checkpoint: ``current`` of the epoch, and ``total``.
+
+    Private: the format in which ``_BatchProgress`` is saved in the state of the fit loop, with
+    ``ready``, ``started``, ``processed`` and ``completed`` in each, and ``is_last_batch``.
+
+    Args:
+        progress: ``state_dict`` of the fit loop.
+    """
+    batches: dict[str, Any] = progress[_TRAINING]
+    return batches
+
+
+def epoch_counts(progress: dict[str, Any]) -> dict[str, int]:
+    """The counts of epochs in a checkpoint, by the same names; see `batch_progress`."""
+    epochs: dict[str, int] = progress["epoch_progress"]["current"]
+    return epochs
+
+
+def take_batches_back(progress: dict[str, Any], done: int) -> None:
+    """Change a checkpoint so that the run that goes on from it begins with an earlier batch.
+
+    Changed: the counts of `batch_progress`. Needed because a checkpoint that is saved while
+    gradients are accumulated does not contain them.
+
+    Args:
+        progress: ``state_dict`` of the fit loop, which is changed.
+        done: batches of the present epoch that are to count as done.
+    """
+    batches = batch_progress(progress)
+    for name in _COUNTS:
+        batches["total"][name] -= batches["current"][name] - done
+        batches["current"][name] = done
+
+
+def shift_batch_counts(trainer: Trainer, by: int) -> None:
+    """Count that many more batches of the present epoch as done.
+
+    Changed: ``batch_progress`` of the epoch's loop. Needed where a resumed run has batches of
+    another size, and the epoch is to end with its last sample.
+    """
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    for name in _COUNTS:
+        setattr(current, name, getattr(current, name) + by)
 
 
 def say_validation_has_begun(progress: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_megatron._lightning.cli import BaseCLI
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
 from lightning_megatron.checkpoint.offline.export import plain_hyper_parameters
-from lightning_megatron.checkpoint.trainer_state.document import read_document
+from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 
 
 class CheckpointCLI(BaseCLI):
@@ -37,7 +37,7 @@ class CheckpointCLI(BaseCLI):
         if not path or not Path(path).is_dir() or not is_checkpoint(path):
             super().read_checkpoint_path()
             return
-        state = read_document(Path(path), read_manifest(path))["state"]
+        state = read_state_files(Path(path), read_manifest(path))["state"]
         values: dict[str, Any] = plain_hyper_parameters(state.get("hyper_parameters", {}))
         values.pop("_instantiator", None)
         if not values:

@@ -23,6 +23,8 @@ from typing_extensions import override
 from lightning_megatron.topology.mesh import Axis
 
 _SAME = -1
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes, dict, list, tuple, set))
+"""Types of most objects in a pickle, which are asked for one by one."""
 Take: TypeAlias = Callable[[torch.dtype, torch.Size, bool], Tensor]
 """From format, shape, and whether it is in host memory, the tensor that takes its place."""
 
@@ -65,6 +67,8 @@ class _Pickler(pickle.Pickler):
 
     @override
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _PLAIN:
+            return None
         if isinstance(obj, self._refused):
             raise pickle.PicklingError(f"{type(obj).__name__} stays in its process")
         if type(obj) not in (Tensor, nn.Parameter):

@@ -31,7 +31,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.spread import number_device, spread
+from lightning_megatron.monitoring.rank_stats import gather_stats, number_device
 from lightning_megatron.services import services_of
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.meter import Meter
@@ -117,7 +117,7 @@ class CommunicationMonitor(pl.Callback):
             if not only_last:
                 mine[f"time/comm_s/{kind}"] = waited + meter.hidden_s
             self._since[kind] = _read(meter)
-        found = {name: s.mean for name, s in spread(mine, number_device(trainer)).items()}
+        found = {name: s.mean for name, s in gather_stats(mine, number_device(trainer)).items()}
         used = [k for k in self._topology(trainer).meters if found[f"comm/calls/{k}"]]
         self.latest = {name: v for name, v in found.items() if name.rpartition("/")[2] in used}
         pl_module.log_dict(self.latest, batch_size=1)

@@ -17,8 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_megatron.monitoring.rank_stats import labelled_of
-from lightning_megatron.monitoring.spread import number_device, spread
+from lightning_megatron.monitoring.rank_stats import gather_stats, number_device, rank_metrics_of
 from lightning_megatron.monitoring.window import LoggingSteps, learning_rates, loss_of
 
 
@@ -42,9 +41,9 @@ class LossMonitor(pl.Callback):
         values = learning_rates(trainer)
         loss = loss_of(outputs, wait=True)
         mine = {"loss": math.nan if loss is None else loss}
-        found = spread(mine, number_device(trainer))["loss"]
+        found = gather_stats(mine, number_device(trainer))["loss"]
         if loss is not None:
-            labelled_of(trainer).put("loss/of", found.values)
+            rank_metrics_of(trainer).put("loss/of", found.values)
             values |= {
                 "loss/avg": found.mean,
                 "loss/max": found.highest,

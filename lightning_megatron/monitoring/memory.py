@@ -35,8 +35,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import dump_allocations, record_allocations
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.rank_stats import labelled_of
-from lightning_megatron.monitoring.spread import number_device, spread
+from lightning_megatron.monitoring.rank_stats import gather_stats, number_device, rank_metrics_of
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +162,9 @@ def _over_ranks(trainer: pl.Trainer) -> dict[str, float]:
             "mem/ooms": float(statistics.get("num_ooms", 0)),
         }
         torch.cuda.reset_peak_memory_stats(device)
-    found = spread(peaks | totals, number_device(trainer))
+    found = gather_stats(peaks | totals, number_device(trainer))
     for name, of_ranks in found.items():
-        labelled_of(trainer).put(name, of_ranks.values)
+        rank_metrics_of(trainer).put(name, of_ranks.values)
     worst = found.get("mem/peak_allocated_gib", found["mem/peak_rss_gib"]).highest_rank
     return {
         **{name: found[name].highest for name in peaks},

@@ -1,26 +1,31 @@
-"""What a run logs, for Prometheus to fetch, and whether it is alive.
+"""Metrics of a run over HTTP for Prometheus, and a health check.
 
 Global rank 0 serves, by default to its own machine only,
 
-* ``/metrics``: what was logged last in the namespaces of this package (``perf/mfu`` is
-  ``lightning_megatron_perf_mfu``, see `monitoring.prometheus_names`) and what ``also`` names; what
-  is known of the ranks one by one, with a label (``lightning_megatron_mem_rss_bytes{rank="3"}``,
-  there instead of one number for all); the
-  step, the seconds since the last sign of life, and how many events of each kind there were;
+* ``/metrics``: the last values of the metrics in the namespaces of this package and of those that
+  ``also`` names; metrics of each rank with the label ``rank``
+  (``lightning_megatron_mem_rss_bytes{rank="3"}``); the step, the seconds since the last progress,
+  and the number of events of each kind;
 * ``/healthz``: 200 while the run makes progress, 503 after ``stale_s`` seconds without. Under
   `MegatronStrategy` each section of a step is progress, else each batch.
+
+Names follow Prometheus (https://prometheus.io/docs/practices/naming): a prefix, words, the base
+unit last. ``perf/tokens_per_s`` is ``lightning_megatron_perf_tokens_per_second``;
+``mem/peak_rss_gib`` is ``lightning_megatron_mem_peak_rss_bytes``, its value in bytes; names that
+end in ``_total`` are counters.
 """
 
 import errno
 import fnmatch
 import importlib.util
 import logging
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
@@ -34,8 +39,7 @@ from lightning_megatron.monitoring.metrics_server import (
     health_page,
     is_loopback,
 )
-from lightning_megatron.monitoring.prometheus_names import PREFIX, exposed, is_ours
-from lightning_megatron.monitoring.rank_stats import Labelled, labelled_of
+from lightning_megatron.monitoring.rank_stats import RankMetrics, rank_metrics_of
 from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.monitoring.window import WindowCallback
 from lightning_megatron.services import events_of, services_if_any
@@ -48,6 +52,53 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 5.0
 """Seconds until a port that was in use is tried again."""
 
+PREFIX = "lightning_megatron"
+NAMESPACES = frozenset({
+    *("perf", "mem", "time", "comm", "pp", "optim", "loss"),
+    *("straggler", "ckpt", "ft", "dist", "data", "precision"),
+})  # fmt: skip
+"""First parts of the names of this package's metrics."""
+
+_UNITS = (
+    ("_gb_per_s", "_bytes_per_second", 1e9),
+    ("_per_s_per_device", "_per_second_per_device", 1.0),
+    ("_per_s", "_per_second", 1.0),
+    ("_gib", "_bytes", 2.0**30),
+    ("_mib", "_bytes", 2.0**20),
+    ("_gb", "_bytes", 1e9),
+    ("_ms", "_seconds", 1e-3),
+    ("_us", "_seconds", 1e-6),
+    ("_s", "_seconds", 1.0),
+    ("_percent", "_ratio", 0.01),
+    ("_fraction", "_ratio", 1.0),
+)
+"""Ending of a metric, ending for Prometheus, factor of the value."""
+
+
+class Exposed(NamedTuple):
+    """Name of a metric for Prometheus, and the factor of its values."""
+
+    name: str
+    factor: float
+    is_counter: bool
+
+
+def exposed(metric: str) -> Exposed:
+    """Return the name for Prometheus; a counter loses its ``_total``, which the client adds."""
+    words = re.sub(r"[^a-z0-9]+", "_", metric.lower()).strip("_")
+    counter = words.endswith("_total")
+    words = words.removesuffix("_total")
+    for ours, theirs, factor in _UNITS:
+        if words.endswith(ours):
+            return Exposed(f"{PREFIX}_{words.removesuffix(ours)}{theirs}", factor, counter)
+    return Exposed(f"{PREFIX}_{words}", 1.0, counter)
+
+
+def is_ours(metric: str) -> bool:
+    """Whether the name is in a namespace of this package."""
+    namespace, slash, _ = metric.partition("/")
+    return bool(slash) and namespace in NAMESPACES
+
 
 class PrometheusEndpoint(WindowCallback):
     """Serves ``/metrics`` and ``/healthz`` from global rank 0; under any strategy.
@@ -56,21 +107,21 @@ class PrometheusEndpoint(WindowCallback):
     training goes on, and the port is tried again, as a process of the attempt before may hold it.
 
     Args:
-        port: to listen on; 0 takes any that is free and logs which.
-        host: address to listen on. Another than the loopback interface needs a ``token``.
-        token: what ``Authorization: Bearer`` must give; ``"@path"`` reads it from a file, so that
-            it stands in no configuration.
+        port: port to listen on; 0 takes any that is free and logs its number.
+        host: address to listen on; any but the loopback interface needs a ``token``.
+        token: secret of the header ``Authorization: Bearer``; ``"@path"`` reads it from a file, so
+            that it is in no configuration.
         stale_s: seconds without progress after which ``/healthz`` says 503.
         also: patterns of further metrics.
-        every_n_steps: how often values are renewed; by default the Trainer's
+        every_n_steps: steps between two updates of the values; by default the Trainer's
             ``log_every_n_steps``.
 
     Attributes:
-        url: where it listens; None while it does not.
+        url: address that it listens on; None while it does not.
 
     Raises:
-        ConfigError: prometheus-client is missing; the port is none; others could reach the endpoint
-            without a token.
+        ConfigError: prometheus-client is missing; the port is out of range; other machines could
+            reach the endpoint without a token.
     """
 
     def __init__(
@@ -92,12 +143,12 @@ class PrometheusEndpoint(WindowCallback):
         self._counts: Counter[str] = Counter()
         self._log = EventLog()
         self._clock: SectionClock | None = None
-        self._labelled = Labelled()
+        self._rank_metrics = RankMetrics()
         self._beat = time.monotonic()
 
     @property
     def url(self) -> str | None:
-        """Where it listens; None while it does not."""
+        """Address that it listens on; None while it does not."""
         return None if self._server is None else self._server.url
 
     @override
@@ -107,9 +158,9 @@ class PrometheusEndpoint(WindowCallback):
         services = services_if_any(trainer)
         self._beat = time.monotonic()
         self._clock = None if services is None else services.clock
-        self._labelled = labelled_of(trainer)
+        self._rank_metrics = rank_metrics_of(trainer)
         self._log = events_of(trainer)
-        self._log.follow(self._count)
+        self._log.subscribe(self._count)
         self._closed = threading.Event()
         self._values, self._counts = {}, Counter()
         application = self._application()
@@ -117,8 +168,8 @@ class PrometheusEndpoint(WindowCallback):
             self._listen(application)
         except OSError as error:
             logger.warning(
-                "PrometheusEndpoint(port=%d): %s has no endpoint yet, as %s; training goes on, and "
-                "it is tried again every %g s; port=0 takes any port that is free",
+                "PrometheusEndpoint(port=%d): %s is not served, as %s; training goes on, and the "
+                "port is tried again every %g s; nearest valid: port=0, which takes any free port",
                 self._port,
                 self._host,
                 "the port is in use" if error.errno == errno.EADDRINUSE else error,
@@ -162,7 +213,7 @@ class PrometheusEndpoint(WindowCallback):
     def _count(self, event: dict[str, Any]) -> None:
         self._counts[event["kind"]] += 1
 
-    # What is served; in the server's threads ------------------------------------------------------
+    # Called in the server's threads ---------------------------------------------------------------
 
     def _age_s(self) -> float:
         last = self._beat if self._clock is None else max(self._clock.since, self._beat)
@@ -182,7 +233,7 @@ class PrometheusEndpoint(WindowCallback):
         return good, facts
 
     def collect(self) -> Iterable["Metric"]:
-        """For prometheus-client: the metrics of this moment."""
+        """Present metrics, for prometheus-client."""
         from prometheus_client.core import (
             CounterMetricFamily,
             GaugeMetricFamily,
@@ -194,7 +245,7 @@ class PrometheusEndpoint(WindowCallback):
         yield InfoMetricFamily(f"{PREFIX}_run", "The run.", info)
         yield GaugeMetricFamily(f"{PREFIX}_step", "Optimizer steps done.", log.step)
         age = f"{PREFIX}_seconds_since_progress"
-        yield GaugeMetricFamily(age, "Since the last sign of life.", self._age_s())
+        yield GaugeMetricFamily(age, "Seconds since the last progress.", self._age_s())
         events = CounterMetricFamily(
             f"{PREFIX}_events", "Events of this attempt, by kind.", labels=["kind"]
         )
@@ -202,7 +253,7 @@ class PrometheusEndpoint(WindowCallback):
             events.add_metric([kind], count)
         yield events
         seen = {f"{PREFIX}_{own}" for own in ("run", "step", "seconds_since_progress", "events")}
-        for labelled in self._labelled.families():
+        for labelled in self._rank_metrics.metrics():
             name, factor, _ = exposed(labelled.name)
             seen.add(name)
             description = f"{labelled.name} of each rank."
@@ -215,7 +266,7 @@ class PrometheusEndpoint(WindowCallback):
             if name not in seen:
                 seen.add(name)
                 family = CounterMetricFamily if is_counter else GaugeMetricFamily
-                yield family(name, f"{metric} as it was logged last.", value * factor)
+                yield family(name, f"Last value of {metric}.", value * factor)
 
     # Hooks ----------------------------------------------------------------------------------------
 
@@ -271,7 +322,7 @@ class PrometheusEndpoint(WindowCallback):
 
     def _close(self) -> None:
         self._closed.set()
-        self._log.unfollow(self._count)
+        self._log.unsubscribe(self._count)
         self._shut()
         self._strategy = None
 
@@ -286,12 +337,12 @@ def _problems(port: int, host: str, token: str | None, stale_s: float) -> list[s
     if not 0 <= port <= 65535:
         problems.append(
             f"port={port}: must lie between 0 and 65535; nearest valid: "
-            f"{0 if port < 0 else 65535}; 0 takes any that is free"
+            f"{0 if port < 0 else 65535}; 0 takes any free port"
         )
     if token is None and not is_loopback(host):
         problems.append(
-            f"host={host!r} without a token: others than this machine could read what the run "
-            "logs; nearest valid: host='127.0.0.1', or a token of at least 16 characters"
+            f"host={host!r} without a token: other machines could read the metrics of the run; "
+            "nearest valid: host='127.0.0.1', or a token of at least 16 characters"
         )
     if token is not None and not token.startswith("@"):
         problems += _token_problems(token)

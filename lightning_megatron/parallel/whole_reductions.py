@@ -172,9 +172,11 @@ class WholeReductions(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._lifted:
             return func(*args, **kwargs)
-        tensors = list(_tensors((*args, *kwargs.values())))
+        tensors = _tensors((*args, *kwargs.values()))
         parts = [(t, part) for t in tensors if (part := self._part_of(t)) is not None]
-        numbers = {n for t in tensors for n in self._numbers.get(t, ())} if self._numbers else set()
+        numbers = (
+            {n for t in tensors for n in self._numbers.get(t, ())} if self._numbers.data else set()
+        )
         ends_norm = not parts and func in (torch.linalg.vector_norm, torch.tensor)
         if not (parts or numbers or ends_norm):
             return func(*args, **kwargs)
@@ -219,7 +221,9 @@ class WholeReductions(TorchFunctionMode):
         )
 
     def _part_of(self, tensor: Tensor) -> _Part | None:
-        found: _Part | None = self._by_parameter.get(id(tensor)) or self._derived.get(tensor)
+        found: _Part | None = self._by_parameter.get(id(tensor))
+        if found is None and self._derived.data:  # a weak reference to ask with is not for nothing
+            found = self._derived.get(tensor)
         if found is None and isinstance(tensor, DTensor):  # of a state_dict, for example
             found = _Part("", groups=tuple(_groups_of(tensor)), numel=tensor.numel())
         return found
@@ -534,12 +538,14 @@ def _groups_of(tensor: DTensor) -> list[dist.ProcessGroup]:
     ]
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (each for each in value if isinstance(each, Tensor))
+            found.append(value)
+        elif isinstance(value, (list, tuple)):  # a union is made anew every time
+            found += [each for each in value if isinstance(each, Tensor)]
+    return found
 
 
 def _name(func: Any) -> str:

@@ -16,9 +16,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron._lightning import show_checkpoint_path
-from lightning_megatron.checkpoint.directory.candidates import Places
-from lightning_megatron.checkpoint.directory.newest import open_newest, open_or_go_back
+from lightning_megatron.checkpoint.directory.discovery import Places
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
+from lightning_megatron.checkpoint.load.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalStock
 from lightning_megatron.errors import ConfigError

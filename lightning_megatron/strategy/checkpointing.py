@@ -55,8 +55,7 @@ from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot, capture_optimizer
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.checkpoint.save.save_job import SaveOutcome
-from lightning_megatron.checkpoint.save.saver import Saver
+from lightning_megatron.checkpoint.save.saver import SaveOutcome, Saver
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.monitoring.sections import CHECKPOINT
@@ -253,7 +252,7 @@ class Checkpointing:
         topology, trainer = self._run.parallel.topology, self._run.trainer
         data = self._data.position.save(checkpoint, trainer, topology, self._run.host_group)
         at = data.get("epoch", -1), data.get("batch", -1)
-        by_token = self._run.loss_per_token
+        by_token = self._run.steps.loss_per_token
         random = self._run.random_state.save(at, model, by_token, self._run.host_group)
         checkpoint[KEY] = {"data": data, "random": random, "run": self._processes.attempt.run_id}
         layout = {axis: getattr(topology.degrees, axis) for axis in AXES}
@@ -433,7 +432,7 @@ class Checkpointing:
         if fitting:
             self._tell_of(reader)
         if self._looks_at_loaded():
-            reader.bring(None)
+            reader.fetch_files(None)
         starts = fitting and reader.is_pretrained
         stored = stored_state(reader)
         kept = [StoredOptimizer(i) for i in range(len(reader.optimizers))]
@@ -485,14 +484,14 @@ class Checkpointing:
         """Train from where a checkpoint was saved."""
         leave_schedulers_to_averages(trainer, checkpoint.get("callbacks", {}))
         if self.saver is not None and not isinstance(reader, LocalReader):
-            self.saver.go_on_from(reader.directory, reader.manifest)
+            self.saver.note_loaded(reader.directory, reader.manifest)
         saved = checkpoint.get(KEY, {})
         if (run_id := saved.get("run")) is not None:
             self._processes.rename_run(run_id)
         topology, step = self._run.parallel.topology, checkpoint.get("global_step", 0)
         self._data.position.load(saved.get("data", {}), checkpoint, trainer, topology)
         if "random" in saved:
-            self._run.loss_per_token = self._run.random_state.load(saved["random"], step)
+            self._run.steps.loss_per_token = self._run.random_state.load(saved["random"], step)
 
     def load_weights(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what ``on_load_checkpoint`` has left of the weights, and the optimizers."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.run import LocalRun
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.checkpoint.save.save_job import SaveOutcome
+from lightning_megatron.checkpoint.save.saver import SaveOutcome
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.strategy.checkpoint_search import checkpoint_places
 

@@ -4,14 +4,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.demos.boring_classes import RandomDataset
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, SequentialSampler
+from typing_extensions import override
 
 from lightning_megatron._lightning import (
     Stateful,
+    discard_batches,
     forget_loader_states,
     makes_training_loader,
+    read_anew,
     repeats_short_loaders,
     training_fetcher,
     training_loader,
@@ -42,6 +46,43 @@ def test_training_loader_training_fetcher_and_makes_training_loader() -> None:
     assert makes_training_loader(trainer)
     trainer.fit(Module(), given)
     assert found == [([given], True)]
+
+
+class Reading(Module):
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls.append(f"{batch_idx}: {batch[0].sum():.4f}")
+        return super().training_step(batch, batch_idx)
+
+
+def read(on_train_start: Any) -> list[str]:
+    """Batches that are read after something was done."""
+    torch.manual_seed(0)
+    module = Reading()
+    data = RandomDataset(32, 8)
+    trainer = make_trainer(On(on_train_start=on_train_start), limit_train_batches=5)
+    trainer.fit(module, DataLoader(data, batch_size=2))
+    return [call for call in module.calls if ":" in call]
+
+
+def test_read_anew() -> None:
+    def move(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        combined = training_loader(trainer)
+        assert combined is not None
+        vars(combined.flattened[0])["batch_sampler"] = [[6, 7], [0, 1]]
+        read_anew(trainer)
+
+    whole = read(lambda *_: None)
+    values = [call.partition(": ")[2] for call in whole]
+    assert len(whole) == 4
+    assert read(move) == [f"0: {values[3]}", f"1: {values[0]}"]
+
+
+def test_discard_batches() -> None:
+    whole = read(lambda *_: None)
+    values = [call.partition(": ")[2] for call in whole]
+    left = read(lambda trainer, _: discard_batches(trainer, 2))
+    assert left == [f"0: {values[2]}", f"1: {values[3]}"]
 
 
 def test_makes_training_loader_again() -> None:

@@ -1,23 +1,32 @@
 """Lightning's loops do what `_lightning.loops` relies on."""
 
 import inspect
+from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
+import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from typing_extensions import override
 
 from lightning_megatron._lightning import (
+    avoid_inference_mode,
+    batch_progress,
     begin_next_epoch,
     broadcast_no_signals,
     call_before_fetch,
     count_batches_anew,
     end_batch,
     end_epoch,
+    epoch_counts,
     evaluation_loop,
     is_last_batch,
     replace_end_of_batch,
     replace_end_of_epoch,
     say_validation_has_begun,
+    shift_batch_counts,
+    take_batches_back,
     validates_after_batch,
     validates_first,
 )
@@ -91,6 +100,33 @@ def test_evaluation_loop() -> None:
     assert found == [(within, [1]), (trainer.validate_loop, [1]), (trainer.test_loop, [3])]
 
 
+@pytest.mark.parametrize("outside", [False, True])
+def test_avoid_inference_mode(outside: bool) -> None:
+    found: dict[str, bool] = {}
+
+    class Asked(Module):
+        @override
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            found["fit" if self.trainer.state.fn == "fit" else "alone"] = is_inference()
+
+        @override
+        def test_step(self, batch: Any, batch_idx: int) -> Any:
+            found["test"] = is_inference()
+
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            found["predict"] = is_inference()
+
+    is_inference = torch.is_inference_mode_enabled
+    trainer = make_trainer(limit_test_batches=1, limit_predict_batches=1)
+    trainer.fit_loop.epoch_loop.val_loop.inference_mode = True
+    avoid_inference_mode(trainer, outside_training=outside)
+    trainer.fit(Asked())
+    trainer.validate(Asked(), verbose=False)
+    trainer.test(Asked(), verbose=False)
+    trainer.predict(Asked(), return_predictions=False)
+    assert found == {"fit": False, **dict.fromkeys(("alone", "test", "predict"), not outside)}
+
+
 def progress_of(trainer: pl.Trainer) -> dict[str, Any]:
     return trainer.fit_loop.state_dict()
 
@@ -112,6 +148,31 @@ def test_say_validation_has_begun_and_validates_first() -> None:
     assert not validates_first(resumed(progress))
     say_validation_has_begun(progress)
     assert validates_first(resumed(progress))
+
+
+def test_batch_progress_epoch_counts_and_take_batches_back() -> None:
+    saved: list[dict[str, Any]] = []
+    note = On(on_train_batch_end=lambda trainer, _: saved.append(deepcopy(progress_of(trainer))))
+    make_trainer(note, max_epochs=2).fit(Module())
+    progress = saved[3]  # the last batch of the second epoch
+    counts = {"ready": 2, "started": 2, "processed": 2, "completed": 1}
+    assert batch_progress(progress)["current"] == counts
+    assert batch_progress(progress)["total"] == {name: n + 2 for name, n in counts.items()}
+    assert batch_progress(progress)["is_last_batch"]
+    assert not batch_progress(saved[2])["is_last_batch"]
+    assert epoch_counts(progress) == {"ready": 2, "started": 2, "processed": 1, "completed": 1}
+    take_batches_back(progress, 1)
+    loop = resumed(progress).fit_loop.epoch_loop
+    assert set(vars(loop.batch_progress.current).values()) == {1}
+    assert set(vars(loop.batch_progress.total).values()) == {3}
+
+
+def test_shift_batch_counts() -> None:
+    trainer = make_trainer()
+    trainer.fit(Module())
+    shift_batch_counts(trainer, 3)
+    assert set(vars(trainer.fit_loop.epoch_loop.batch_progress.current).values()) == {5}
+    assert set(vars(trainer.fit_loop.epoch_loop.batch_progress.total).values()) == {2}
 
 
 def test_begin_next_epoch() -> None:

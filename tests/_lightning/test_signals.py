@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,16 @@ class Ours(SignalConnector):
         assert not self.keeps_handlers
 
 
-def test_replace_signal_connector_and_its_handlers() -> None:
-    before = signal.getsignal(signal.SIGUSR2)
+@pytest.fixture
+def before() -> Iterator[Any]:
+    """A handler of SIGUSR2, without which that ends the process."""
+    original, handler = signal.getsignal(signal.SIGUSR2), lambda *_: None
+    signal.signal(signal.SIGUSR2, handler)
+    yield handler
+    signal.signal(signal.SIGUSR2, original)
+
+
+def test_replace_signal_connector_and_its_handlers(before: Any) -> None:
     raised = On(on_train_start=lambda *_: os.kill(os.getpid(), signal.SIGUSR2))
     trainer = make_trainer(raised)
     ours = Ours(trainer)

@@ -10,11 +10,11 @@ from torch.optim import SGD
 
 from lightning_megatron.checkpoint.chunks import model_chunks, parameter_names
 from lightning_megatron.checkpoint.collective_io import save_directory
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import MANIFEST_FILE, Manifest, read_manifest
 from lightning_megatron.checkpoint.directory.rank_manifest import (
     ChunkEntry,
-    Part,
+    RankManifest,
+    entry_of,
     part_file,
 )
 from lightning_megatron.checkpoint.optimizer_state import capture_optimizer
@@ -69,10 +69,10 @@ def rewrite_manifest(directory: Path, **changes: Any) -> None:
     (directory / MANIFEST_FILE).write_text(manifest.to_json())
 
 
-def part_at(directory: Path, number: int = 0) -> Part:
+def part_at(directory: Path, number: int = 0) -> RankManifest:
     """The part that a rank has written."""
     name = part_file(number)
-    return Part.from_json((directory / name).read_text(), name)
+    return RankManifest.from_json((directory / name).read_text(), name)
 
 
 def place_of(directory: Path, name: str) -> ChunkEntry:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.cli import doctor_checks as examination
-from lightning_megatron.cli import main
-from lightning_megatron.cli.doctor_checks import Finding
+from lightning_megatron.cli import doctor, main
+from lightning_megatron.cli.doctor import Finding
 
 
 def by_name(findings: Any) -> dict[str, Finding]:
@@ -36,8 +35,8 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_malicious_release(
     release: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(examination, "version", lambda package: release)
-    findings = by_name(examination.versions())
+    monkeypatch.setattr(doctor, "version", lambda package: release)
+    findings = by_name(doctor.versions())
     assert findings["lightning"].level == "bad"
     assert "credential" in findings["lightning"].remedy
     assert main(["doctor", "--processes", "0"]) == 2
@@ -57,40 +56,40 @@ def test_malicious_release(
     ],
 )
 def test_versions(package: str, release: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "version", lambda asked: release)
-    assert by_name(examination.versions())[package].level == level
+    monkeypatch.setattr(doctor, "version", lambda asked: release)
+    assert by_name(doctor.versions())[package].level == level
 
 
 def test_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        finding = by_name(examination.names_and_ports(taken.getsockname()[1]))["port"]
+        finding = by_name(doctor.names_and_ports(taken.getsockname()[1]))["port"]
     assert finding.level == "warning"
     assert "--standalone" in finding.remedy
 
 
 def test_host_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
-    finding = by_name(examination.names_and_ports(0))["host name"]
+    finding = by_name(doctor.names_and_ports(0))["host name"]
     assert finding.level == "warning"
     assert "/etc/hosts" in finding.remedy
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [missing] = examination.disk(tmp_path / "none")
+    [missing] = doctor.disk(tmp_path / "none")
     assert missing.level == "bad"
-    usage = examination.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(examination.shutil, "disk_usage", lambda path: usage._replace(free=1 << 29))
-    assert next(iter(examination.disk(tmp_path))).level == "bad"
-    monkeypatch.setattr(examination.shutil, "disk_usage", lambda path: usage._replace(free=1 << 31))
-    assert next(iter(examination.disk(tmp_path))).level == "warning"
+    usage = doctor.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=1 << 29))
+    assert next(iter(doctor.disk(tmp_path))).level == "bad"
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=1 << 31))
+    assert next(iter(doctor.disk(tmp_path))).level == "warning"
 
     def refuse(directory: Path) -> float:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(examination, "_write_rate", refuse)
-    written = by_name(examination.disk(tmp_path))["writing"]
+    monkeypatch.setattr(doctor, "_write_rate", refuse)
+    written = by_name(doctor.disk(tmp_path))["writing"]
     assert (written.level, "Read-only" in written.text) == ("bad", True)
 
 
@@ -98,7 +97,7 @@ def test_few_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
     try:
-        finding = by_name(examination.limits())["open files"]
+        finding = by_name(doctor.limits())["open files"]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert finding.level == "warning"
@@ -110,18 +109,18 @@ def test_collectives_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
     def sleep(*args: Any) -> Any:
-        process = examination.subprocess.Popen(
+        process = doctor.subprocess.Popen(
             ["sleep", "100"],
-            stdout=examination.subprocess.PIPE,
-            stderr=examination.subprocess.PIPE,
+            stdout=doctor.subprocess.PIPE,
+            stderr=doctor.subprocess.PIPE,
             text=True,
         )
         started.append(process)
         return process
 
-    monkeypatch.setattr(examination, "_start", sleep)
+    monkeypatch.setattr(doctor, "_start", sleep)
     begun = time.monotonic()
-    [finding] = examination.bandwidth(2, limit_s=0.3)
+    [finding] = doctor.bandwidth(2, limit_s=0.3)
     assert time.monotonic() - begun < 60
     assert (finding.level, "no result within" in finding.text) == ("bad", True)
     assert all(process.poll() is not None for process in started)

@@ -152,6 +152,10 @@ class Left:
     """From the last step of an attempt to the first of the next."""
     saved: list[str]
     """Names of the checkpoints that a signal brought about."""
+    losses: list[Any]
+    """Attempt, step and loss, as rank 0 has them."""
+    listening: list[str]
+    """Addresses at which the ranks listened; of all ranks that came to a step."""
 
 
 def look(folder: Path, *launches: Launch) -> Left:
@@ -168,6 +172,12 @@ def look(folder: Path, *launches: Launch) -> Left:
         runs=[name for names in lines("runs.jsonl") for name in names],
         gap_s=longest_gap(lines("losses.jsonl")),
         saved=sorted(path.name for path in folder.rglob("preempted-*")),
+        losses=[line[:3] for line in lines("losses.jsonl")],
+        listening=[
+            address
+            for path in folder.glob("listening*.json")
+            for address, _ in json.loads(path.read_text())
+        ],
     )
 
 
@@ -216,6 +226,21 @@ def static() -> list[str]:
 
 def c10d() -> list[str]:
     return ["--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+
+
+def killed_in_a_pipeline(folder: Path) -> Scenario:
+    """One rank in a step, and one of the next attempt while it loads."""
+    options = {"layout": {"pp": 2}, "world": 2, "kills": [[1, 5], [0, -1]]}
+    launch = start(folder, options, *STANDALONE, "--max-restarts=3")
+    yield launch
+    return look(folder, launch)
+
+
+def killed_first_rank(folder: Path) -> Scenario:
+    """The process that the user started, of those that Lightning started."""
+    launch = start(folder, {**NOISY, "kills": [[0, 3]]})
+    yield launch
+    return look(folder, launch)
 
 
 def killed_without_progress(folder: Path) -> Scenario:
@@ -285,13 +310,14 @@ SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
     "shrunk": shrunk,
     "Lightning, SIGTERM to the main process": struck([0, 3, "self", TERM], 0),
     "Lightning, SIGTERM to a child": struck([1, 3, "self", TERM], 0),
-    "Lightning, SIGTERM to the group": struck([1, 3, "group", TERM], 2),
     "Lightning, Ctrl-C": struck([1, 3, "group", INT], 2),
     "torchrun, SIGTERM to the launcher": struck([1, 3, "launcher", TERM], 0, *STANDALONE),
     "torchrun, SIGTERM to the group": struck([0, 3, "group", TERM], 2, *STANDALONE),
     "torchrun, SIGUSR1 to the last rank": struck([1, 3, "self", USR1], 0, *STANDALONE),
     "killed, static": killed(static),
     "killed, c10d": killed(c10d),
+    "killed in a pipeline": killed_in_a_pipeline,
+    "Lightning, killed first rank": killed_first_rank,
     "killed without progress": killed_without_progress,
     **{fault: ended(fault) for fault in ENDS},
 }

@@ -4,7 +4,6 @@ Most of their time is the import of torch and Lightning in every process. One jo
 several tests.
 """
 
-import json
 import os
 import pickle
 import re
@@ -193,50 +192,6 @@ def failure_under_torchrun(folder: Path) -> Finished:
     return python(_FAILURE % ("forward", 0, True), folder, *torchrun)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Survived:
-    """What a training left behind whose ranks were killed."""
-
-    done: Finished
-    losses: list[list[Any]]
-    """Attempt, step, loss, time."""
-    kills: list[list[Any]]
-    """Attempt, rank, time."""
-    listening: dict[str, list[tuple[str, int]]]
-    """By file, one a rank: addresses and ports."""
-
-
-def training(folder: Path, options: dict[str, Any], *launcher: str) -> Survived:
-    """Run `tests.launched.training`."""
-    run = [sys.executable, *launcher, "-m", "tests.launched.training", json.dumps(options)]
-    done = command(run, folder)
-
-    def lines(name: str) -> list[list[Any]]:
-        path = folder / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    return Survived(
-        done=done,
-        losses=lines("losses.jsonl"),
-        kills=lines("kills.jsonl"),
-        listening={
-            path.name: json.loads(path.read_text()) for path in folder.glob("listening*.json")
-        },
-    )
-
-
-def killed_under_torchrun(folder: Path) -> Survived:
-    """One rank in a step, and one of the next attempt while it loads."""
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    options = {"layout": {"pp": 2}, "world": 2, "kills": [[1, 5], [0, -1]], "steps": 8}
-    return training(folder, options, *torchrun, "--max-restarts=3")
-
-
-def killed_first_rank(folder: Path) -> Survived:
-    """The process that the user started, of those that Lightning started."""
-    return training(folder, {"layout": {"zero": 1}, "world": 2, "kills": [[0, 3]]})
-
-
 def scenarios(folder: Path) -> dict[str, Any]:
     """Those of `tests.launched.forked`, in one process that imports for all of them."""
     done = command([sys.executable, "-m", "tests.launched.forked", str(folder)], folder, 1500.0)
@@ -263,8 +218,6 @@ JOBS: dict[str, Callable[[Path], Any]] = {
         two_trainers_then_a_failure,
         failure_of_the_first_rank,
         failure_under_torchrun,
-        killed_under_torchrun,
-        killed_first_rank,
     )
 }
 """By name, the longest first."""

@@ -4,6 +4,7 @@ What each run is held against is one that nothing happened to: same steps, same 
 to the bit, on every rank.
 """
 
+import ipaddress
 import re
 from typing import Any
 
@@ -47,7 +48,6 @@ def faults_of(left: Left, whole: Left) -> list[str]:
     [
         ("Lightning, SIGTERM to the main process", 143),
         ("Lightning, SIGTERM to a child", 143),
-        ("Lightning, SIGTERM to the group", 143),
         ("Lightning, Ctrl-C", 130),
         ("torchrun, SIGTERM to the launcher", 1),
         ("torchrun, SIGTERM to the group", 1),
@@ -69,15 +69,55 @@ def test_a_signal(launched: dict[str, Left], name: str, code: int) -> None:
     assert [step for _, step, *_ in left.curves[0]] == STEPS
 
 
+def steps_of(lines: list[Any]) -> dict[int, list[int]]:
+    """Steps by attempt."""
+    found: dict[int, list[int]] = {}
+    for attempt, step, *_ in lines:
+        found.setdefault(attempt, []).append(step)
+    return found
+
+
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 @scenarios
 def test_a_kill(launched: dict[str, Left], rendezvous: str) -> None:
     left = launched[f"killed, {rendezvous}"]
     assert [rank for _, rank, _ in left.kills] == [1], left.texts[0][-3000:]
     assert faults_of(left, launched["undisturbed"]) == []
-    by_attempt = [[s for a, s, *_ in left.curves[0] if a == attempt] for attempt in (0, 1)]
-    assert by_attempt == [[1, 2, 3, 4, 5], [5, 6, 7, 8]]
+    assert steps_of(left.curves[0]) == {0: [1, 2, 3, 4, 5], 1: [5, 6, 7, 8]}
     assert "=== root cause: rank 1 (" in left.texts[0]
+
+
+@scenarios
+def test_a_killed_pipeline_goes_on_where_it_was(launched: dict[str, Left]) -> None:
+    """After a kill in a step, and one while the next attempt was loading."""
+    left = launched["killed in a pipeline"]
+    [launch], [text] = left.launches, left.texts
+    assert launch.code == 0, text[-5000:]
+    assert "finished at step 8" in text
+    assert [rank for _, rank, _ in left.kills] == [1, 0]
+    assert steps_of(left.losses) == {0: [1, 2, 3, 4, 5], 2: [5, 6, 7, 8]}
+    # Step 5 was done twice, to the bit.
+    assert len({loss for _, step, loss in left.losses if step == 5}) == 1
+    assert "=== root cause: rank 1 (" in text
+
+
+@scenarios
+def test_the_death_of_the_first_rank_ends_the_others(launched: dict[str, Left]) -> None:
+    """Nobody is left who could have ended them; the death is named before what comes of it."""
+    left = launched["Lightning, killed first rank"]
+    [launch], [text] = left.launches, left.texts
+    assert launch.code == -9
+    assert not launch.left_over
+    assert text.index("=== root cause: rank 0 (") < text.index("SECONDARY FAILURE")
+    assert "finished" not in text
+
+
+@scenarios
+def test_processes_of_one_machine_listen_on_loopback_only(launched: dict[str, Left]) -> None:
+    """And with them the store of Lightning's first rank."""
+    listening = launched["Lightning, killed first rank"].listening
+    assert listening, "gloo listens somewhere"
+    assert [a for a in listening if not ipaddress.ip_address(a).is_loopback] == []
 
 
 @pytest.mark.parametrize("fault", ENDS)
@@ -92,7 +132,7 @@ def test_the_rank_that_ended_is_named_before_all_others(
     [(rank, how)] = causes
     assert f"rank={rank}," in fault
     # torchrun may have asked how the process ended before the other rank looked.
-    known = ENDS[fault] if "exception" in fault else (ENDS[fault], "ended without a word")
+    known = ENDS[fault] if "exception" in fault else (ENDS[fault], "ended without an error")
     assert how.startswith(known)
     assert "finished" not in text
 

@@ -60,7 +60,7 @@ def test_a_machine_is_lost(tmp_path: Path) -> None:
 PREPARE = """
 import os, sys
 import torch.distributed as dist
-from lightning_megatron.checkpoint.directory.candidates import Places
+from lightning_megatron.checkpoint.directory.discovery import Places
 from lightning_megatron.checkpoint.config import LocalCheckpointConfig
 from lightning_megatron.checkpoint.local.run import LocalRun
 from lightning_megatron.checkpoint.rank_coordination import Peers

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.alert_rules import Rule, RuleState
-from lightning_megatron.monitoring.background_task import Courier, post, shown_url
+from lightning_megatron.monitoring.alerts import BackgroundActions, post, shown_url
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_the_text_of_an_alert() -> None:
     assert str(state.look({"perf/mfu": 0.4}, 3, 1)).startswith("no longer: perf/mfu < 0.3")
 
 
-def test_a_courier_neither_waits_nor_fails(caplog: pytest.LogCaptureFixture) -> None:
-    courier, gate, done = Courier(length=2), threading.Event(), []
+def test_actions_neither_hold_up_training_nor_end_it(caplog: pytest.LogCaptureFixture) -> None:
+    actions, gate, done = BackgroundActions(length=2), threading.Event(), []
     taken = threading.Event()
 
     def fail() -> None:
@@ -82,18 +82,18 @@ def test_a_courier_neither_waits_nor_fails(caplog: pytest.LogCaptureFixture) -> 
         taken.set()
         gate.wait(60)
 
-    courier.send("waiting", wait)
+    actions.submit("waiting", wait)
     assert taken.wait(60)
     for i in range(2):
-        courier.send("work", lambda i=i: done.append(i))
-    courier.send("work", lambda: done.append("too many"))
-    assert courier.dropped == 1
-    assert not courier.drain(0.05)
+        actions.submit("work", lambda i=i: done.append(i))
+    actions.submit("work", lambda: done.append("too many"))
+    assert actions.dropped == 1
+    assert not actions.drain(0.05)
     gate.set()
-    assert courier.drain(60)
+    assert actions.drain(60)
     for _ in range(3):
-        courier.send("failing", fail)
-        assert courier.drain(60)
+        actions.submit("failing", fail)
+        assert actions.drain(60)
     assert done == [0, 1]
     assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
     assert "failing failed: OSError: nobody there" in caplog.text

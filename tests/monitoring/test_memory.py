@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron import MemoryMonitor
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.memory import ran_out_of_memory
-from lightning_megatron.monitoring.spread import spread
+from lightning_megatron.monitoring.rank_stats import gather_stats
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import Small, dp_of, loader, make_trainer
 
@@ -34,7 +34,7 @@ def watched(layout: Mapping[str, Any], devices: int) -> dict[str, float]:
     module = Hoarder()
     trainer = make_trainer(layout, devices, callbacks=[MemoryMonitor(every=1)])
     trainer.fit(module, loader(dp=dp_of(devices, layout)))
-    own = spread({"rss": 1.0 + trainer.global_rank}, torch.device("cpu"))["rss"]
+    own = gather_stats({"rss": 1.0 + trainer.global_rank}, torch.device("cpu"))["rss"]
     assert own == (1.0, 1.5, 2.0, 1, (1.0, 2.0))
     return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("mem/")}
 

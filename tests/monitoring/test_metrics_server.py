@@ -18,7 +18,7 @@ from lightning_megatron.monitoring.metrics_server import (
     health_page,
     is_loopback,
 )
-from lightning_megatron.monitoring.prometheus_names import exposed, is_ours
+from lightning_megatron.monitoring.prometheus import exposed, is_ours
 
 
 def page(request: Any, start_response: Any) -> list[bytes]:

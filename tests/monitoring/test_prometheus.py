@@ -224,7 +224,7 @@ def test_a_token_from_a_file(tmp_path: Path) -> None:
 
 def test_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for host in ("0.0.0.0", "::", "node7"):
-        with pytest.raises(ConfigError, match="without a token: others than this machine"):
+        with pytest.raises(ConfigError, match="without a token: other machines"):
             PrometheusEndpoint(host=host)
     with pytest.raises(ConfigError, match="port=-1(.|\n)*token of 5 characters(.|\n)*stale_s=0"):
         PrometheusEndpoint(port=-1, token="short", stale_s=0)

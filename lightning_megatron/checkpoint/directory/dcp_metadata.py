@@ -1,25 +1,26 @@
-"""The index of the shards as torch.distributed.checkpoint has it: ``.metadata``.
+"""``.metadata``: the index of the shards in the form of torch.distributed.checkpoint (DCP).
 
-DCP keeps which rectangle of which tensor lies where in one pickle, which its own reader loads
+DCP stores the place of every rectangle of every tensor in one pickle, and its reader loads that
 without restriction: whoever can write a checkpoint could run code on every machine that loads it.
-We have the same in the manifests, and write the pickle for DCP's own tools only. As it names every
-chunk, one process has to hold all of them for it; so it is written along with checkpoints of up to
-`MOST_CHUNKS` chunks, and for larger ones by ``lightning-megatron ckpt index``, when somebody wants
-it.
+Our manifests hold the same, so this package writes the pickle for DCP's own tools only. It names
+every chunk, and one process has to hold all of them to write it. Checkpoints of up to `MOST_CHUNKS`
+chunks get one with each save; for larger ones ``lightning-megatron ckpt index`` makes it.
 
-Checkpoints of Lightning's own strategies have no other index. Theirs is unpickled with a list of
-the few classes that it is made of.
+Checkpoints of Lightning's own strategies have no other index. It is unpickled with a list of the
+few classes that it may refer to.
 """
 
 import io
+import os
 import pickle
 import pickletools
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,27 +33,26 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_megatron._torch import DCP_METADATA_GLOBALS, StorageInfo
-from lightning_megatron.checkpoint.directory.digest import MemoryFiles
 from lightning_megatron.checkpoint.directory.manifest import METADATA_FILE, TensorEntry, in_parts
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, Part
+from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, RankManifest
 from lightning_megatron.checkpoint.directory.sealed_text import LARGEST_TEXT, is_file_name
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
 
 MOST_CHUNKS = 50_000
-"""Chunks of a checkpoint that still gets a ``.metadata``: 10 MB and about a second of one process
-in each save."""
+"""Largest number of chunks for which each save writes a ``.metadata``, at the cost of 10 MB and
+about a second of one process."""
 
 
 def torch_dtype(tensor: str, name: str) -> torch.dtype:
     """Return the dtype of this name.
 
     Args:
-        tensor: whose it is, for the error.
-        name: like ``bfloat16``.
+        tensor: name of the tensor, for the error.
+        name: name of the dtype, like ``bfloat16``.
 
     Raises:
-        DamagedCheckpointError: there is none.
+        DamagedCheckpointError: torch has no such dtype.
     """
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
@@ -60,12 +60,12 @@ def torch_dtype(tensor: str, name: str) -> torch.dtype:
     return dtype
 
 
-def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> bytes:
-    """Return the content of the file that DCP reads.
+def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[RankManifest]) -> bytes:
+    """Return the content of ``.metadata``.
 
     Args:
         tensors: all tensors of a checkpoint.
-        parts: all parts of it.
+        parts: the manifests of all ranks.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     places: dict[MetadataIndex, StorageInfo] = {}
@@ -84,7 +84,8 @@ def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> 
         )
         for name, entry in tensors.items()
     }
-    writer, files = FileSystemWriter(Path(), sync_files=False), MemoryFiles()
+    writer = FileSystemWriter(Path(), sync_files=False)
+    files = _MemoryFiles()
     writer.fs = files
     writer.storage_meta = StorageMeta  # type: ignore[method-assign]  # no path
     results = [
@@ -95,12 +96,38 @@ def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[Part]) -> 
     return files.contents[METADATA_FILE]
 
 
+class _MemoryFiles(FileSystem):
+    """A file system that keeps what is written in memory.
+
+    Attributes:
+        contents: content of the files, by name.
+    """
+
+    def __init__(self) -> None:
+        self.contents: dict[str, bytes] = {}
+
+    @contextmanager
+    @override
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        stream = io.BytesIO()
+        yield stream
+        self.contents[Path(path).name] = stream.getvalue()
+
+    @override
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        return Path(path).name in self.contents
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self.contents[Path(new_path).name] = self.contents.pop(Path(path).name)
+
+
 def read_metadata(directory: AnyPath) -> Metadata:
     """Read the pickled index of the shards without trusting it.
 
     Raises:
-        OSError: it cannot be read.
-        DamagedCheckpointError: it is not an index, or would run code.
+        OSError: the file cannot be read.
+        DamagedCheckpointError: the file is not an index, or would run code.
     """
     path = directory / METADATA_FILE
     try:
@@ -122,11 +149,13 @@ def read_metadata(directory: AnyPath) -> Metadata:
     return metadata
 
 
-def parts_of(metadata: Metadata) -> tuple[dict[str, TensorEntry], dict[int, Part], list[str]]:
-    """Return what the manifests of a checkpoint with this index would hold.
+def parts_of(
+    metadata: Metadata,
+) -> tuple[dict[str, TensorEntry], dict[int, RankManifest], list[str]]:
+    """Convert an index of DCP to the form of our manifests.
 
     Returns:
-        Tensors, parts by number, and faults: what is no tensor, or in no file.
+        Tensors, parts by number, and faults: entries that are no tensor, or in no file.
     """
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     chunks: dict[str, list[ChunkEntry]] = {}
@@ -168,7 +197,7 @@ def _entry(
 
 
 def _check_memory(content: bytes) -> None:
-    """Refuse a pickle whose memo has holes: the unpickler allocates up to the largest number."""
+    """Refuse a pickle whose memo has holes, as the unpickler allocates up to the largest number."""
     puts = highest = 0
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):

@@ -1,20 +1,20 @@
-"""A save in two halves: what must happen at once, and what can wait.
+"""A save in two halves: the plan, made at once, and the writing, which can wait.
 
-`Preparation` captures everything but the tensors: the path, Lightning's state as JSON, who writes
-which rectangle. It is quick, and raises what the user did wrong. `PreparedSave.write` puts the
-tensors and all of it into a hidden sibling directory and commits by rename (see commit.py); it may
+`SavePlanning` captures everything but the tensors: the path, Lightning's state as JSON, and the
+assignment of rectangles to ranks. It is quick, and raises the user's mistakes. `PlannedSave.write`
+writes tensors and state into a hidden sibling directory and commits by a rename (commit.py). It may
 run later, on another thread and another group, with copies of the tensors. The order is
 
 1. the first rank makes the directory;
-2. every rank writes its tensors (dcp_files.py), and then the manifest of its part
+2. every rank writes its tensors (dcp_writer.py) and then its manifest
    (rank_manifest.py);
 3. the first rank writes the state, the index of torch.distributed.checkpoint where that is small
    enough (dcp_metadata.py) and, last, the root manifest with all sizes and hashes, and renames.
 
-What the first rank is told of each other is the names, sizes and hashes of its files.
+The other ranks send the first one the names, sizes and hashes of their files.
 
-If any rank fails in any step, all raise the same error, the temporary directory is removed and the
-target is what it was.
+If any rank fails in any step, all ranks raise the same error, the temporary directory is removed
+and the target is unchanged.
 """
 
 import logging
@@ -28,15 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_megatron.checkpoint.chunks import Chunk, chunks_of
 from lightning_megatron.checkpoint.directory.commit import Staging, staging_for
-from lightning_megatron.checkpoint.directory.dcp_files import (
-    WritePlan,
-    Written,
-    offer,
-    part_of,
-    write_shards,
-)
 from lightning_megatron.checkpoint.directory.dcp_metadata import MOST_CHUNKS, pickled_index
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
@@ -45,20 +37,32 @@ from lightning_megatron.checkpoint.directory.manifest import (
     PartEntry,
     library_versions,
 )
-from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry, Part, part_file
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    FileEntry,
+    RankManifest,
+    entry_of,
+    part_file,
+)
 from lightning_megatron.checkpoint.directory.remote_commit import RemoteStaging
 from lightning_megatron.checkpoint.directory.sealed_text import encoded
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes, storage_path
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.optimizer_state import OptimizerSnapshot
 from lightning_megatron.checkpoint.rank_coordination import Peers
+from lightning_megatron.checkpoint.save.dcp_writer import (
+    WritePlan,
+    Written,
+    offer,
+    part_of,
+    write_shards,
+)
 from lightning_megatron.checkpoint.save.write_assignment import plan_writes
 from lightning_megatron.checkpoint.save.write_error import check_room, write_error
-from lightning_megatron.checkpoint.trainer_state.document import (
-    Contribution,
-    Document,
-    compose,
-    contribution,
+from lightning_megatron.checkpoint.trainer_state.state_files import (
+    RankState,
+    StateFiles,
+    join_states,
+    rank_state,
 )
 from lightning_megatron.errors import CheckpointError
 
@@ -67,35 +71,35 @@ logger = logging.getLogger(__name__)
 OPTIMIZER_PREFIX = "optimizer"
 
 ShardWriting = Callable[[AnyPath, WritePlan, Callable[[], bool]], Written | None]
-"""`write_shards` for given tensors: directory, plan and whether to stop."""
+"""`write_shards` for given tensors; takes directory, plan and a function that says to stop."""
 
 
 def writing(chunks: Mapping[str, Chunk]) -> ShardWriting:
-    """Have these tensors written by the thread that saves."""
+    """Return the function that writes these tensors."""
     return lambda directory, plan, stop: write_shards(directory, plan, chunks, stop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartReport:
-    """What the first rank has to know of a part."""
+    """Report of a rank about its part, for the first rank."""
 
     name: str | None
-    """The file that describes it; None for a rank that has nothing to write."""
+    """Name of the rank's manifest; None for a rank that has nothing to write."""
     entry: PartEntry
     files: Mapping[str, FileEntry]
-    """The files of the rank, that one included."""
+    """Files of the rank, its manifest included."""
     linked: frozenset[str]
-    """Those that were not written."""
-    part: Part | None
-    """All of it, where an index in one piece is made of the parts."""
+    """Names of the files that are links to earlier ones."""
+    part: RankManifest | None
+    """The manifest itself, if it is needed for ``.metadata``."""
     content: bytes | None = None
-    """Content of the file that describes it, while that is not written."""
+    """Content of the manifest until it is written."""
 
     def write(self, staging: Staging | RemoteStaging) -> "PartReport":
-        """Write the file that describes it.
+        """Write the manifest of the rank.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         if self.name is not None and self.content is not None:
             try:
@@ -106,15 +110,15 @@ class PartReport:
 
 
 def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
-    """Report what a rank has written; the file that says so is still to be written.
+    """Return the report of a rank after its shards were written.
 
     Args:
-        prefix: of the names of files.
-        plan: what the rank was to write.
-        written: what it has written.
+        prefix: prefix of the names of files.
+        plan: the plan that was carried out.
+        written: the result.
 
     Raises:
-        CheckpointError: the file would be too large to be read.
+        CheckpointError: the manifest would be too large to be read.
     """
     part = part_of(plan, written)
     entry = PartEntry(number=plan.number, files=tuple(written.files), count=part.count)
@@ -134,21 +138,21 @@ def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedSave:
-    """A checkpoint of which only the tensors are missing."""
+class PlannedSave:
+    """A checkpoint without its tensors."""
 
     target: AnyPath
     """The directory to make."""
     token: str
-    """Distinguishes this attempt from others."""
+    """Name of this attempt, different from that of any other."""
     plan: WritePlan
-    """Who writes which rectangle."""
-    document: Document | None
-    """Everything that is not a shard; on the first rank."""
+    """Assignment of rectangles to ranks."""
+    state_files: StateFiles | None
+    """Files other than shards; on the first rank."""
     unchanged: bool
-    """Whether all ranks said that their tensors are those of the save before."""
+    """Whether the tensors of all ranks are those of the save before."""
     summary: Manifest
-    """The manifest, as far as it is known before anything is written."""
+    """The manifest as far as it is known before writing."""
 
     def write(
         self,
@@ -159,15 +163,15 @@ class PreparedSave:
         """Write and publish; collective.
 
         Args:
-            shards: writes this rank's part; if it raises, the save fails on all ranks.
-            peers: the ranks that prepared it, perhaps over another group.
-            stop: asked now and then whether to give up; one rank is enough.
+            shards: function that writes this rank's shards; if it raises, all ranks fail.
+            peers: the ranks that planned the save, perhaps over another group.
+            stop: function that is called now and then; True on any rank gives up.
 
         Returns:
-            The manifest, on every rank; None when it was given up.
+            The manifest, on every rank; None when the save was given up.
 
         Raises:
-            CheckpointError: it failed on any rank; the target is what it was before.
+            CheckpointError: the save failed on some rank; the target is unchanged.
         """
         what, staging = f"saving {self.target}", staging_for(self.target, self.token)
         published = False
@@ -225,15 +229,15 @@ class PreparedSave:
     def assemble(
         self, reports: Sequence[PartReport], prefix: str = ""
     ) -> tuple[Manifest, dict[str, bytes]]:
-        """Return the root manifest, and the files beside it that nobody has written; on the first.
+        """Return the root manifest and the content of files still to write; on the first rank.
 
         Args:
-            reports: of all ranks.
-            prefix: of the names of files.
+            reports: reports of all ranks.
+            prefix: prefix of the names of files.
         """
-        assert self.document is not None
+        assert self.state_files is not None
         assert self.plan.tensors is not None
-        contents = self.document.files()
+        contents = self.state_files.files()
         parts = [report.part for report in reports if report.part is not None]
         if len(parts) == len(reports):
             contents = {METADATA_FILE: pickled_index(self.plan.tensors, parts), **contents}
@@ -257,13 +261,13 @@ class PreparedSave:
             parts={report.name: report.entry for report in reports if report.name is not None},
             linked=sorted(name for report in reports for name in report.linked),
             tensors=self.plan.tensors,
-            aliases=dict(self.document.aliases),
+            aliases=dict(self.state_files.aliases),
         )
         return manifest, named
 
 
-class Preparation:
-    """Makes `PreparedSave` objects, and remembers the plan from one to the next.
+class SavePlanning:
+    """Makes `PlannedSave` objects; the write plan is kept while chunks stay the same.
 
     Args:
         peers: the ranks that save.
@@ -274,7 +278,7 @@ class Preparation:
         self._offered: SavePlan | None = None
         self._plan: WritePlan | None = None
 
-    def prepare(
+    def plan(
         self,
         path: str | os.PathLike[str],
         model: Mapping[str, Any],
@@ -283,24 +287,24 @@ class Preparation:
         layout: Mapping[str, int] | None = None,
         *,
         unchanged: bool = False,
-    ) -> PreparedSave:
-        """Capture what is not a tensor; collective.
+    ) -> PlannedSave:
+        """Capture everything but the tensors; collective.
 
-        Args and errors are those of `save_directory`, and ``unchanged``: whether this rank's
+        Arguments and errors are those of `save_directory`; ``unchanged`` says whether this rank's
         tensors are those of the save before.
         """
-        documents: list[Document] = []  # on the first rank
+        joined: list[StateFiles] = []  # on the first rank
         offered = offer(all_chunks(model, optimizers))
 
-        def each() -> tuple[AnyPath, Contribution, bool, bool]:
+        def each() -> tuple[AnyPath, RankState, bool, bool]:
             known = self._plan is not None and offered == self._offered
-            return storage_path(path), contribution(model, optimizers), known, unchanged
+            return storage_path(path), rank_state(model, optimizers), known, unchanged
 
         def first(
-            parts: list[tuple[AnyPath, Contribution, bool, bool]],
+            parts: list[tuple[AnyPath, RankState, bool, bool]],
         ) -> tuple[AnyPath, str, bool, bool]:
-            paths, contributions, known, same = zip(*parts, strict=True)
-            documents.append(compose(state, contributions))
+            paths, states, known, same = zip(*parts, strict=True)
+            joined.append(join_states(state, states))
             return paths[0], Staging.new_token(), all(known), all(known) and all(same)
 
         target, token, known, same = self._peers.run(f"saving {os.fspath(path)}", each, first)
@@ -309,11 +313,11 @@ class Preparation:
             self._plan = plan_writes(f"saving {target}", offered, self._peers)
             self._offered = offered
         assert self._plan is not None
-        return PreparedSave(
+        return PlannedSave(
             target=target,
             token=token,
             plan=self._plan,
-            document=documents[0] if documents else None,
+            state_files=joined[0] if joined else None,
             unchanged=same,
             summary=Manifest(
                 step=_integer(state.get("global_step")),

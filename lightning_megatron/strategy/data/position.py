@@ -17,7 +17,6 @@ accumulated, or amid a step that fails, holds the position *before* the accumula
 are read again, and each contributes to one optimizer step.
 """
 
-import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -31,9 +30,16 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron._lightning import (
     Stateful,
+    batch_progress,
     begin_next_epoch,
     count_batches_anew,
+    discard_batches,
+    epoch_counts,
+    hide_resuming_warning,
+    read_anew,
     repeats_short_loaders,
+    shift_batch_counts,
+    take_batches_back,
     training_fetcher,
     training_loader,
     validates_first,
@@ -41,9 +47,6 @@ from lightning_megatron._lightning import (
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
 from lightning_megatron.topology.mesh import Topology
-
-_LOOP = "epoch_loop.batch_progress"
-_COUNTERS = ("ready", "started", "processed", "completed")
 
 
 @dataclass(kw_only=True)
@@ -119,9 +122,9 @@ class DataPosition:
         combined = training_loader(trainer)
         if progress is None or combined is None:
             return {}
-        read = progress[_LOOP]["current"]["ready"]
+        read = batch_progress(progress)["current"]["ready"]
         epoch, batch = rewind(progress, trainer)
-        rewound = progress[_LOOP]["current"]["ready"] != read
+        rewound = batch_progress(progress)["current"]["ready"] != read
         cycles = repeats_short_loaders(combined)
         return {
             "seed": self._seed,
@@ -200,8 +203,7 @@ class DataPosition:
             # and a batch may have been fetched from its start.
             for loader in combined.flattened:
                 self._resume(loader)
-            fetcher.setup(combined)
-            iter(fetcher)
+            read_anew(trainer)
 
     def prepare(
         self,
@@ -277,7 +279,7 @@ class DataPosition:
             _begin_epoch(saved["states"], trainer)
         if not discard:
             self._count_batches(saved, combined.flattened, trainer)
-            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
+            hide_resuming_warning()
         elif len(combined.flattened) > 1:
             rank_zero_warn(
                 "A training loader among several is iterable and has no state_dict: it is read "
@@ -289,9 +291,7 @@ class DataPosition:
                 "read and discarded; a dataset with state_dict and load_state_dict that is read "
                 "with num_workers=0, or a loader with them, needs no time for it"
             )
-            for _ in range(saved["batch"]):
-                next(fetcher)
-            fetcher.fetched = 0  # Lightning adds what was read before the interruption
+            discard_batches(trainer, saved["batch"])
 
     def after_epoch(self, trainer: Trainer) -> None:
         """Move the loaders anew, which Lightning is going to iterate anew.
@@ -319,11 +319,8 @@ class DataPosition:
         if not readings:
             return
         longest = max(readings, key=lambda reading: reading.batches_after(0))
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
         if saved["batch"]:
-            for name in _COUNTERS:
-                moved = getattr(progress, name) + longest.first - saved["batch"]
-                setattr(progress, name, moved)
+            shift_batch_counts(trainer, longest.first - saved["batch"])
 
 
 def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
@@ -350,7 +347,7 @@ def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
                 loader.load_state_dict(state)
             again = True
     if again:
-        iter(fetcher)
+        read_anew(trainer)
 
 
 def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:
@@ -365,7 +362,7 @@ def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
     Returns:
         The epoch, and the number of its first batch that no step has used.
     """
-    epochs, batches = progress["epoch_progress"]["current"], progress[_LOOP]
+    epochs, batches = epoch_counts(progress), batch_progress(progress)
     now, every = batches["current"], trainer.accumulate_grad_batches
     done = now["processed"]
     whole = done >= trainer.num_training_batches or batches["is_last_batch"]
@@ -373,9 +370,7 @@ def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
         return max(epochs["started"], epochs["processed"]), 0
     used = done - done % every
     if used < done or now["ready"] > done:
-        for name in _COUNTERS:
-            batches["total"][name] -= now[name] - used
-            now[name] = used
+        take_batches_back(progress, used)
     return epochs["processed"], used
 
 

@@ -17,7 +17,7 @@ from lightning_megatron.checkpoint.directory.dcp_metadata import parts_of, read_
 from lightning_megatron.checkpoint.directory.index import ShardIndex
 from lightning_megatron.checkpoint.directory.manifest import Manifest, TensorEntry, read_manifest
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
-from lightning_megatron.checkpoint.offline.offline_writer import Part, write_in_parts
+from lightning_megatron.checkpoint.offline.offline_writer import FileContent, write_in_parts
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -209,7 +209,7 @@ def test_parts_are_forgotten_when_they_are_many(tmp_path, monkeypatch):
     chunks = [
         {"a": Chunk(tensor=rows[i : i + 1], full_shape=(4, 2), offsets=(i, 0))} for i in range(4)
     ]
-    parts = [Part(planned=chunk, load=lambda chunk=chunk: chunk) for chunk in chunks]
+    parts = [FileContent(planned=chunk, load=lambda chunk=chunk: chunk) for chunk in chunks]
     write_in_parts(tmp_path / "a.ckpt", parts, {})
     reader = CheckpointReader(tmp_path / "a.ckpt", alone=True)
     value = whole(torch.zeros(4, 2))

@@ -4,7 +4,6 @@ import json
 import pytest
 
 from lightning_megatron.checkpoint.directory.chunk_runs import Repeat, Run
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import (
     SCHEMA,
     Manifest,
@@ -15,6 +14,7 @@ from lightning_megatron.checkpoint.directory.manifest import (
     local_path,
     read_manifest,
 )
+from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
 from lightning_megatron.checkpoint.directory.sealed_text import is_file_name
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
 

@@ -18,10 +18,14 @@ from lightning_megatron.checkpoint.directory import sealed_text
 from lightning_megatron.checkpoint.directory.chunk_runs import Run
 from lightning_megatron.checkpoint.directory.index import ShardIndex
 from lightning_megatron.checkpoint.directory.manifest import read_manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry, Part, part_file
+from lightning_megatron.checkpoint.directory.rank_manifest import (
+    ChunkEntry,
+    RankManifest,
+    part_file,
+)
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
-from lightning_megatron.checkpoint.trainer_state import document
+from lightning_megatron.checkpoint.trainer_state import state_files
 from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.damage import flip, part_at, rewrite_manifest, rewrite_part
@@ -67,7 +71,7 @@ def test_each_rank_says_what_it_wrote(path):
     for rank in range(3):
         part = part_at(path, rank)
         assert part.files == {f"__{rank}_0.distcp": by_rank[rank][f"__{rank}_0.distcp"]}
-        assert Part.from_json(part.to_json(), "a part") == part
+        assert RankManifest.from_json(part.to_json(), "a part") == part
     assert manifest.tensors["model.rows"].count == 3
     assert "distcp" not in json.dumps(json.loads((path / "manifest.json").read_text())["tensors"])
 
@@ -96,7 +100,7 @@ def test_every_flipped_bit_of_a_part_is_found(path):
     for bit in range(8 * len(text)):
         flip(file, bit)
         with pytest.raises((DamagedCheckpointError, UnicodeDecodeError)):
-            Part.from_json(file.read_text(), "a part")
+            RankManifest.from_json(file.read_text(), "a part")
         flip(file, bit)
     for bit in (1, 500, 8 * len(text) - 3):
         flip(file, bit)
@@ -267,7 +271,7 @@ def test_large_checkpoints_get_the_index_of_dcp_on_demand(tmp_path, monkeypatch,
 def test_nothing_is_written_that_is_too_large_to_be_read(tmp_path, monkeypatch, limit, file):
     save_directory(tmp_path / "a.ckpt", {"rows": rows(0, 1)}, {"x": "old"})
     monkeypatch.setattr(sealed_text, "LARGEST_TEXT", limit)
-    monkeypatch.setattr(document, "LARGEST_TEXT", limit)
+    monkeypatch.setattr(state_files, "LARGEST_TEXT", limit)
     state = {"x": "x" * (400 if file == "state.json" else 1)}
     chunks = {f"rows{i}": rows(0, 1) for i in range(1 if limit == 300 else 5)}
     with pytest.raises(

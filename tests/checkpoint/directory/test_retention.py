@@ -8,8 +8,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.directory import commit
-from lightning_megatron.checkpoint.directory.candidates import Places, candidates
 from lightning_megatron.checkpoint.directory.commit import remove
+from lightning_megatron.checkpoint.directory.discovery import Places, candidates
 from lightning_megatron.checkpoint.directory.retention import Rotation, rotate
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.errors import DamagedCheckpointError

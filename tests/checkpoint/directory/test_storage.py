@@ -17,15 +17,15 @@ from torch import nn
 
 from lightning_megatron.checkpoint.chunks import model_chunks
 from lightning_megatron.checkpoint.collective_io import load_directory, save_directory
-from lightning_megatron.checkpoint.directory.candidates import Places, candidates, renamed
 from lightning_megatron.checkpoint.directory.commit import remove
+from lightning_megatron.checkpoint.directory.discovery import Places, candidates, renamed
 from lightning_megatron.checkpoint.directory.manifest import (
     MANIFEST_FILE,
     is_checkpoint,
     read_manifest,
 )
-from lightning_megatron.checkpoint.directory.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.directory.storage import RemotePath, storage_path
+from lightning_megatron.checkpoint.load.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.offline.export import export_safetensors, load_full_state_dict
 from lightning_megatron.cli import main

@@ -4,8 +4,8 @@ import re
 import pytest
 
 from lightning_megatron.checkpoint.directory import verify
-from lightning_megatron.checkpoint.directory.digest import entry_of
 from lightning_megatron.checkpoint.directory.manifest import Manifest
+from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
 from lightning_megatron.checkpoint.directory.verify import (
     check_contents,
     check_files,

@@ -19,15 +19,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron.checkpoint.collective_io import load_directory
 from lightning_megatron.checkpoint.directory.chunk_runs import Repeat, Run
-from lightning_megatron.checkpoint.directory.digest import read_entry
 from lightning_megatron.checkpoint.directory.manifest import read_manifest
-from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry
+from lightning_megatron.checkpoint.directory.rank_manifest import FileEntry, read_entry
 from lightning_megatron.checkpoint.offline.export import (
     export_safetensors,
     load_from_checkpoint,
     load_full_state_dict,
 )
-from lightning_megatron.checkpoint.trainer_state.document import read_document
+from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 from lightning_megatron.cli import main
 from lightning_megatron.errors import CheckpointError, ConfigError
 from tests.checkpoint.damage import (
@@ -294,7 +293,7 @@ def test_a_sparse_file_is_refused_before_it_takes_memory(path, kind):
     attack(path)
     before = peak()
     with pytest.raises(CheckpointError, match=message):
-        read_document(path, read_manifest(path))
+        read_state_files(path, read_manifest(path))
     assert peak() - before < LIMIT_KB
 
 

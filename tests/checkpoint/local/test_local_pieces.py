@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron import CheckpointConfig, LocalCheckpointConfig
-from lightning_megatron.checkpoint.directory.digest import entry_of
+from lightning_megatron.checkpoint.directory.rank_manifest import entry_of
 from lightning_megatron.checkpoint.local import directory as local_directory
 from lightning_megatron.checkpoint.local.directory import (
     RunLock,

@@ -18,10 +18,10 @@ from torch import nn
 
 from lightning_megatron.checkpoint.chunks import Chunk, model_chunks
 from lightning_megatron.checkpoint.collective_io import load_directory
-from lightning_megatron.checkpoint.directory.candidates import Places, candidates
 from lightning_megatron.checkpoint.directory.commit import hidden_target, locate
+from lightning_megatron.checkpoint.directory.discovery import Places, candidates
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint, read_manifest
-from lightning_megatron.checkpoint.directory.newest import open_newest
+from lightning_megatron.checkpoint.load.newest import open_newest
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import CheckpointConfig, Saver

@@ -64,7 +64,7 @@ def saver(**options):
         made.close()
 
 
-MODES = [{}, {"mode": "async"}, {"mode": "async", "process": "process"}]
+MODES = [{}, {"mode": "async"}]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: "-".join(mode.values()) or "sync")
@@ -179,7 +179,7 @@ def test_the_first_save_after_a_resume_shares_with_what_was_loaded(tmp_path):
         module.save(background, tmp_path / "0.ckpt")
     reader = CheckpointReader(tmp_path / "0.ckpt", alone=True)
     with saver() as background:
-        background.go_on_from(reader.directory, reader.manifest)
+        background.note_loaded(reader.directory, reader.manifest)
         module.step()
         assert len(module.save(background, tmp_path / "1.ckpt").linked) == 1
     module.assert_in(tmp_path / "1.ckpt")

@@ -7,16 +7,16 @@ import torch
 from torch import nn
 
 from lightning_megatron.checkpoint.chunks import model_chunks, whole
-from lightning_megatron.checkpoint.directory.dcp_files import offer, write_shards
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.checkpoint.save.save_plan import Preparation, all_chunks
+from lightning_megatron.checkpoint.save.dcp_writer import offer, write_shards
+from lightning_megatron.checkpoint.save.save_plan import SavePlanning, all_chunks
 from lightning_megatron.checkpoint.save.write_assignment import plan_in_turn
 from lightning_megatron.errors import CheckpointError
 
 
 def test_files_that_the_first_rank_does_not_see_are_an_error_and_nothing_is_published(tmp_path):
     chunks, alone = model_chunks(nn.Linear(2, 2)), Peers(alone=True)
-    prepared = Preparation(alone).prepare(tmp_path / "a.ckpt", chunks, {})
+    planned = SavePlanning(alone).plan(tmp_path / "a.ckpt", chunks, {})
     elsewhere = tmp_path / "disk of another machine"
     elsewhere.mkdir()
 
@@ -24,7 +24,7 @@ def test_files_that_the_first_rank_does_not_see_are_an_error_and_nothing_is_publ
         return write_shards(elsewhere, plan, all_chunks(chunks, ()), stop)
 
     with pytest.raises(CheckpointError, match=r"not visible to the first: __0_0\.distcp; .* share"):
-        prepared.write(write, alone)
+        planned.write(write, alone)
     assert os.listdir(tmp_path) == [elsewhere.name]
     assert os.listdir(elsewhere) == ["__0_0.distcp"]
 

@@ -55,7 +55,7 @@ def _write_beyond(path, limit):
     import torch
 
     from lightning_megatron.checkpoint.chunks import whole
-    from lightning_megatron.checkpoint.directory.dcp_files import offer, write_shards
+    from lightning_megatron.checkpoint.save.dcp_writer import offer, write_shards
     from lightning_megatron.checkpoint.save.write_assignment import plan_in_turn
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -351,7 +351,7 @@ def _train_from(path, labels):
     found = []
     for options in (
         {"tp": 2, "pp": 2, "num_microbatches": 2},
-        {"zero": 3, "sharding": ShardingConfig(min_numel=1, dp_replicate=2)},
+        {"zero": ShardingConfig(stage=3, min_numel=1, dp_replicate=2)},
     ):
         module = LanguageModel(str(path), lr=1e-2)
         losses = []

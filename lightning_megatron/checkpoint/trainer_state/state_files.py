@@ -1,8 +1,8 @@
-"""Everything of a checkpoint that is not a shard: ``state.json`` and its tensors.
+"""``state.json`` and ``state.safetensors``: all state that is not in shards.
 
-It has three parts: Lightning's checkpoint dictionary as the first rank sees it; the options and
-non-tensor state of the optimizers, united over ranks, as each pipeline stage has its own
-parameters; and module state that is neither parameter nor buffer.
+They hold Lightning's checkpoint dictionary of the first rank; the options and non-tensor state of
+the optimizers, united over ranks, as each pipeline stage has its own parameters; module state that
+is neither parameter nor buffer; and the versions of the modules.
 """
 
 import json
@@ -30,18 +30,19 @@ from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, r
 logger = logging.getLogger(__name__)
 
 _DENSEST = 1000
-"""How many times more than it takes on disk a file may hold; compression reaches less."""
+"""Largest ratio of a file's size to the disk space it takes; compression reaches less."""
 
 _HYPER_PARAMETERS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
-# Classes, of which only Lightning's own are ever stored; a plain dict loads as well.
+# Types, which are Lightning's own; a plain dict loads as well.
 _NOT_STORED = frozenset({"hparams_type", "datamodule_hparams_type"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contribution:
-    """What one rank knows beside its tensors."""
+class RankState:
+    """State of one rank without tensors."""
 
     aliases: Mapping[str, str]
+    """Canonical names by alias."""
     extras: Mapping[str, Any]
     optimizers: Sequence[OptimizerSnapshot]
     versions: Mapping[str, int]
@@ -49,24 +50,24 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
-    """The state that is not shards, ready to be written."""
+class StateFiles:
+    """Content of the two files."""
 
     json: bytes
     tensors: bytes | None
     aliases: Mapping[str, str]
-    """Of shared parameters, over all ranks."""
+    """Canonical names by alias, over all ranks."""
 
     def files(self) -> dict[str, bytes]:
-        """Return the content of the files that it becomes, by name."""
+        """Return the content of the files, by name."""
         files = {STATE_FILE: self.json}
         return files if self.tensors is None else {**files, STATE_TENSORS_FILE: self.tensors}
 
 
-def contribution(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]) -> Contribution:
-    """Return what this rank adds to the document."""
+def rank_state(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]) -> RankState:
+    """Return the state of this rank without tensors."""
     chunks = chunks_of(model)
-    return Contribution(
+    return RankState(
         aliases={alias: name for name, chunk in chunks.items() for alias in chunk.aliases},
         extras={name: value for name, value in model.items() if name not in chunks},
         optimizers=[snapshot.without_tensors() for snapshot in optimizers],
@@ -74,23 +75,23 @@ def contribution(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapsho
     )
 
 
-def compose(state: Mapping[str, Any], contributions: Sequence[Contribution]) -> Document:
-    """Turn everything that is not shards into bytes, on the first rank.
+def join_states(state: Mapping[str, Any], states: Sequence[RankState]) -> StateFiles:
+    """Join the states of all ranks to the content of the files; on the first rank.
 
     Raises:
-        ConfigError: a value has no plain form; names all of them.
-        CheckpointError: it would be too large to be read.
+        ConfigError: values cannot be stored; it names all of them.
+        CheckpointError: the file would be too large to be read.
     """
-    if len({len(c.optimizers) for c in contributions}) != 1:
+    if len({len(c.optimizers) for c in states}) != 1:
         raise CheckpointError("the ranks have different numbers of optimizers")
-    snapshots = zip(*(c.optimizers for c in contributions), strict=True)
+    snapshots = zip(*(c.optimizers for c in states), strict=True)
     extras: dict[str, Any] = {}
     versions: dict[str, int] = {}
-    for contribution in reversed(contributions):  # the lowest rank that has one decides
-        extras |= contribution.extras
-        versions |= contribution.versions
+    for one in reversed(states):  # the lowest rank that has one decides
+        extras |= one.extras
+        versions |= one.versions
     encoder = Encoder()
-    document = {
+    content = {
         "state": _encode_lightning_state(state, encoder),
         "optimizers": encoder.encode([merge_snapshots(s) for s in snapshots], "optimizers"),
         "extras": encoder.encode(extras, "state_dict"),
@@ -98,17 +99,17 @@ def compose(state: Mapping[str, Any], contributions: Sequence[Contribution]) -> 
     }
     raise_if_any(encoder.problems)
     aliases: dict[str, str] = {}
-    for contribution in contributions:
-        aliases |= contribution.aliases
-    return Document(
-        json=encoded(STATE_FILE, json.dumps(document, allow_nan=False)),
+    for one in states:
+        aliases |= one.aliases
+    return StateFiles(
+        json=encoded(STATE_FILE, json.dumps(content, allow_nan=False)),
         tensors=safetensors_save(encoder.tensors) if encoder.tensors else None,
         aliases=aliases,
     )
 
 
 def _encode_lightning_state(state: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
-    """Encode the checkpoint dictionary; hyper-parameters without a plain form are left out."""
+    """Encode the checkpoint dictionary; hyper-parameters that cannot be stored are left out."""
     encoded = {}
     for key, value in state.items():
         if key in _HYPER_PARAMETERS and isinstance(value, Mapping):
@@ -139,12 +140,12 @@ def _encode_hyper_parameters(
     return encoded
 
 
-def read_document(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
-    """Return the parts ``state``, ``optimizers``, ``extras`` and, unless it is older, ``versions``.
+def read_state_files(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
+    """Return ``state``, ``optimizers``, ``extras`` and, in newer checkpoints, ``versions``.
 
     Raises:
         OSError: a file cannot be read.
-        DamagedCheckpointError: it is not the state of a checkpoint.
+        DamagedCheckpointError: the files are not the state of a checkpoint.
     """
     try:
         data = json.loads(read_text(directory / manifest.file(STATE_FILE)))
@@ -152,24 +153,24 @@ def read_document(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
         if (name := manifest.file(STATE_TENSORS_FILE)) in manifest.files:
             _refuse_holes(directory / name)
             tensors = safetensors_load((directory / name).read_bytes())
-        document = Decoder(tensors).decode(data)
+        content = Decoder(tensors).decode(data)
     except OSError:
         raise
-    except Exception as error:  # whatever garbage makes the readers do
+    except Exception as error:  # the readers raise all kinds of errors for garbage
         raise DamagedCheckpointError(f"the state cannot be read: {error!r}") from error
     shapes = (("state", dict), ("extras", dict), ("optimizers", list))
-    if not isinstance(document, dict) or not all(
-        isinstance(document.get(key), kind) for key, kind in shapes
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(key), kind) for key, kind in shapes
     ):
         raise DamagedCheckpointError(f"{STATE_FILE} is not the state of a checkpoint")
-    versions = document.get("versions", {})
+    versions = content.get("versions", {})
     if not isinstance(versions, dict) or any(type(v) is not int for v in versions.values()):
         raise DamagedCheckpointError(f"{STATE_FILE} has no versions of modules")
-    return document
+    return content
 
 
 def _refuse_holes(file: AnyPath) -> None:
-    """Refuse a file that claims far more than the disk holds of it: reading would allocate that."""
+    """Refuse a file of far more bytes than the disk holds, as reading it would allocate them."""
     found = file.stat()
     kept = getattr(found, "st_blocks", found.st_size) * 512
     if found.st_size > LARGEST_TEXT and found.st_size > _DENSEST * kept:

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_megatron.checkpoint.directory import commit
-from lightning_megatron.checkpoint.directory.candidates import Places, candidates
 from lightning_megatron.checkpoint.directory.commit import Staging, set_aside
+from lightning_megatron.checkpoint.directory.discovery import Places, candidates
 from lightning_megatron.checkpoint.directory.manifest import read_manifest
-from lightning_megatron.checkpoint.directory.newest import open_newest, open_or_go_back
+from lightning_megatron.checkpoint.load.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.damage import flip, rewrite_manifest, save
