@@ -123,7 +123,10 @@ class ChaosMonkey(pl.Callback):
             self._open_diary(self._diary, trainer)
         elif not env.restart_count() and not trainer.global_step:
             self._memory.forget()
-        call_before_fetch(trainer, partial(self._strike, "data", trainer))
+        call_before_fetch(trainer, partial(self._before_fetch, trainer))
+
+    def _before_fetch(self, trainer: pl.Trainer) -> None:
+        self._strike("data", trainer)
 
     @override
     def on_train_batch_start(
