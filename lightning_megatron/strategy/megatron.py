@@ -42,7 +42,7 @@ from lightning_megatron._lightning import (
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.comm.votes import PerBatchVotes
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.errors import ConfigError, instances, numbers_or_instances, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import RemoteItem
@@ -69,7 +69,6 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.precision.sharded import ShardedPrecision
-from lightning_megatron.problems import instances, numbers_or_instances
 from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
@@ -482,18 +481,19 @@ class MegatronStrategy(LaunchingStrategy):
 
     def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
         """Whatever is to be tuned on a new layout."""
-        activations, config = self.options.activations, self.options.pp
-        if activations.recompute == "adaptive":
+        options, config = self.options, self.options.pp
+        if options.activations.recompute == "adaptive":
             yield AdaptiveMemory(
                 parallel,
-                activations,
-                self.options.make_schedule,
+                options.activations,
+                options.make_schedule,
                 rank_zero_info,
-                compiled=self.options.compile.scope != "none",
+                compiled=options.compile.scope != "none",
             )
         if config.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
-            yield AutoSchedule(self.pipeline, parallel.topology.pp, stages, limit, rank_zero_info)
+            pp = parallel.topology.pp
+            yield AutoSchedule(self.pipeline, pp, stages, limit, rank_zero_info)
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""
@@ -556,7 +556,7 @@ class MegatronStrategy(LaunchingStrategy):
                 super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
-                optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
+                optimizer, self.parallel.gradients.shard_specs, self.parallel.gradients.lends
             )
             if warning:
                 rank_zero_warn(warning)
@@ -957,7 +957,7 @@ class MegatronStrategy(LaunchingStrategy):
         collectives.unshare_metrics(module, self.topology)
         remember_layout(module, None)
         set_device_mesh(module, None)
-        parallel.gradients.forget_pieces()
+        parallel.gradients.forget_shard_specs()
         self.precision.use(parallel.gradients)
         # At once, a rank that has fewer batches than others would cut these off in the midst of a
         # collective, where a hang names it.
