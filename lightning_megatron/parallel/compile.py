@@ -40,7 +40,7 @@ without, with sequence parallelism too, forward and backward. What breaks it are
   can wait, as the backward of one graph is one piece (`layers.delayed_wgrad`);
 * dropout on what tp shards, attention weights and under sequence parallelism the residual stream:
   it draws from another place than the generator that a compiler knows of (`topology.rng`);
-* under tp, products in FP8: ranks agree on scales, and layers keep them (`precision.fp8_products`).
+* under tp, products in FP8: ranks agree on scales, and layers keep them (`precision.fp8_gemm`).
 """
 
 from collections.abc import Callable, Iterable

@@ -28,10 +28,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron.optim.sharded_step import LentRows
+from lightning_megatron.errors import lists_of_names, switches, whole_numbers
+from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.problems import lists_of_names, switches, whole_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class ZeroDataParallel(Protocol):
     """
 
     rows: Mapping[nn.Parameter, OwnedRows]
-    lends: Mapping[nn.Parameter, LentRows]
+    lends: Mapping[nn.Parameter, RowShard]
 
     @property
     def accumulates_in_grad(self) -> bool:

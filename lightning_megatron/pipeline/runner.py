@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten, tree_map
-from lightning_megatron.layers.delayed_wgrad import Piece, WeightGradients, add_gradients, attach
+from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_gradients, attach
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
@@ -227,7 +227,7 @@ class Pipeline(Executor):
         self._measures = False
         self._profile: ItemTimes | None = None
         self._measured: Schedule | None = None
-        self._deferral = WeightGradients()
+        self._deferral = WgradQueue()
         self._defers = False
 
         self.clock = SectionClock()
@@ -296,7 +296,7 @@ class Pipeline(Executor):
         row = traffic.schedule.row(self._rank)
         lasts = _completing(row)
         saved: dict[tuple[int, int], _Saved] = {}
-        deferred: dict[tuple[int, int], list[Piece]] = {}
+        deferred: dict[tuple[int, int], list[WgradTask]] = {}
         outputs: dict[int, Any] = {}
         for number, action in enumerate(row):
             kind, stage, microbatch = action

@@ -8,7 +8,6 @@ Hooks only; parts do the work and own its state: `strategy.processes.processes`,
 
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,9 @@ from lightning_megatron import env
 from lightning_megatron._lightning import (
     LauncherBase,
     LaunchingStrategy,
+    avoid_inference_mode,
     call_module_hook,
+    hide_pytree_warning,
     keep_precision,
     limit_threads,
     set_device_mesh,
@@ -41,7 +42,7 @@ from lightning_megatron._lightning import (
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.comm.votes import PerBatchVotes
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.errors import ConfigError, instances, numbers_or_instances, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import RemoteItem
@@ -68,7 +69,6 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
 from lightning_megatron.precision.sharded import ShardedPrecision
-from lightning_megatron.problems import instances, numbers_or_instances
 from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
@@ -293,10 +293,7 @@ class MegatronStrategy(LaunchingStrategy):
     def setup_environment(self) -> None:
         self.clock.enter(sections.START)  # once more for each run
         super().setup_environment()
-        # Lightning 2.6 does this with torch 2.13, on every rank; the user can do nothing about it.
-        warnings.filterwarnings(
-            "ignore", ".*LeafSpec.*is deprecated", module=r"lightning\.pytorch\.utilities\._pytree"
-        )
+        hide_pytree_warning()
         # Lightning's launcher does this for the first process of a node only; the others would
         # compute with as many threads each as there are cores.
         limit_threads(self.num_processes)
@@ -410,10 +407,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.accelerator.setup(trainer)
         module = self.module
         # What is gathered as an inference tensor cannot take part in later training.
-        trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
-        if self.world_size > 1:
-            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                loop.inference_mode = False
+        avoid_inference_mode(trainer, outside_training=self.world_size > 1)
         self.data.begin(trainer)
         self._random_state = RandomState(self.topology)
         self._host_gloo = self._host_group()
@@ -487,19 +481,18 @@ class MegatronStrategy(LaunchingStrategy):
 
     def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
         """Whatever is to be tuned on a new layout."""
-        options, config = self.options, self.options.pp
-        if options.activations.recompute == "adaptive":
+        activations, config = self.options.activations, self.options.pp
+        if activations.recompute == "adaptive":
             yield AdaptiveMemory(
                 parallel,
-                options.activations,
-                options.make_schedule,
+                activations,
+                self.options.make_schedule,
                 rank_zero_info,
-                compiled=options.compile.scope != "none",
+                compiled=self.options.compile.scope != "none",
             )
         if config.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
-            pp = parallel.topology.pp
-            yield AutoSchedule(self.pipeline, pp, stages, limit, rank_zero_info)
+            yield AutoSchedule(self.pipeline, parallel.topology.pp, stages, limit, rank_zero_info)
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""
@@ -562,7 +555,7 @@ class MegatronStrategy(LaunchingStrategy):
                 super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
-                optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
+                optimizer, self.parallel.gradients.shard_specs, self.parallel.gradients.lends
             )
             if warning:
                 rank_zero_warn(warning)
@@ -963,7 +956,7 @@ class MegatronStrategy(LaunchingStrategy):
         collectives.unshare_metrics(module, self.topology)
         remember_layout(module, None)
         set_device_mesh(module, None)
-        parallel.gradients.forget_pieces()
+        parallel.gradients.forget_shard_specs()
         self.precision.use(parallel.gradients)
         # At once, a rank that has fewer batches than others would cut these off in the midst of a
         # collective, where a hang names it.

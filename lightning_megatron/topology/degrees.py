@@ -16,7 +16,7 @@ Everything here is arithmetic on integers and imports nothing heavy.
 
 from dataclasses import dataclass
 
-from lightning_megatron.problems import whole_numbers
+from lightning_megatron.errors import whole_numbers
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost (slowest varying rank) first."""

@@ -333,9 +333,9 @@ def test_values_are_fetched_when_they_are_looked_at_and_let_go_afterwards():
             fetched.append(name)
             return torch.arange(6.0).view(2, 3)
 
-        return LazyTensor(name, (2, 3), torch.float32, torch.device("cpu"), fetch, shelf)
+        return LazyTensor(name, (2, 3), torch.float32, torch.device("cpu"), fetch, cache)
 
-    shelf = LazyCache()
+    cache = LazyCache()
     a, b = lazy("a"), lazy("b")
     assert (a.shape, a.dtype, a.dim(), len(a), a.is_floating_point()) == (
         (2, 3),

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy, ShardingConfig
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.precision.recipe import RECIPES
+from lightning_megatron.precision.fp8_recipes import RECIPES
 
 pytestmark = [
     pytest.mark.gpu,

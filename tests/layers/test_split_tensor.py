@@ -269,10 +269,10 @@ def test_every_function_gives_what_it_gives_of_the_whole(
 
 
 ERRORS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "pickle": (lambda x: torch.save(x.detach(), io.BytesIO()), "pickle of a tensor .*whole"),
+    "pickle": (lambda x: torch.save(x.detach(), io.BytesIO()), "cannot be pickled.*whole"),
     "cumsum_": (
         lambda x: x.clone().cumsum_(-1),
-        "cumsum_: changes, in place, .*gather_output=True",
+        "cumsum_: changes in place, .*gather_output=True",
     ),
     "data": (lambda x: setattr(x.detach(), "data", torch.zeros(1)), "x.data = y: changes"),
     "classes assigned": (

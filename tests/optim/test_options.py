@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "adafactor": (make(Adafactor, params(), 1.0, 1.0, d=0.5), ("beta2_decay=1.0", "d=1.0")),
     "plateau": (
         make(WarmupStableDecay, -1, 5, 0, 2.0),
-        ("warmup_steps=0", "total_steps=1", "nearest valid: 1.0"),
+        ("warmup_steps=0", "total_steps=1", "nearest valid: min_lr_ratio=1.0"),
     ),
     "percentile": (make(PercentileClip, NAN, 0), ("percentile=0.0", "window=1")),
     "score": (make(ZScoreClip, -1.0, 1.0, 0.5), ("z=0.0", "beta=0.99", "warmup=1")),

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from lightning_megatron import ActivationConfig, CompileConfig, PipelineConfig, PipelineSequential
 from lightning_megatron._torch import TorchDispatchMode, compile_with_callers_only
 from lightning_megatron.layers import linear_functions
-from lightning_megatron.layers.delayed_wgrad import WeightGradients, multiply_with
+from lightning_megatron.layers.delayed_wgrad import WgradQueue, set_gemm_backend
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.models.config import TransformerConfig
@@ -116,7 +116,7 @@ def train(
     limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": True}
     layout = {**options, "activations": memory, "compile": compiled}
     layout["zero"] = ShardingConfig(min_numel=1)
-    noting = patch.object(WeightGradients, "add", _noting(deferred))
+    noting = patch.object(WgradQueue, "add", _noting(deferred))
     with noting, torch._dynamo.config.patch(limits):
         trainer, module = make_trainer(layout, processes, max_steps=2), Net()
         kept = count_kept(module)
@@ -146,9 +146,9 @@ def count_kept(module: Net) -> list[int]:
 
 
 def _noting(deferred: list[Any]) -> Any:
-    add = WeightGradients.add
+    add = WgradQueue.add
 
-    def noted(self: WeightGradients, targets: list[Tensor], compute: Any) -> None:
+    def noted(self: WgradQueue, targets: list[Tensor], compute: Any) -> None:
         deferred.append(targets)
         add(self, targets, compute)
 
@@ -274,7 +274,7 @@ def test_a_graph_multiplies_while_it_sums(pool: WorkerPool) -> None:
 
 
 class Halved:
-    """Products of a layer's own."""
+    """GEMM backend of a layer's own."""
 
     def __init__(self) -> None:
         self.traced: list[bool] = []
@@ -300,7 +300,7 @@ def run_products() -> tuple[Ran, Ran, list[bool]]:
     halved = Halved()
     for layer in net.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            multiply_with(layer, halved)
+            set_gemm_backend(layer, halved)
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     plain = run(net.forward, x, net, topology.tp.meter)
     halved.traced.clear()
@@ -454,7 +454,7 @@ def test_one_graph_serves_all_blocks_whose_parts_were_changed() -> None:
     net = nn.Sequential(*(Random() for _ in range(3))).double()
     for layer in net.modules():
         if isinstance(layer, nn.Linear):
-            multiply_with(layer, None)
+            set_gemm_backend(layer, None)
     parts = ActivationConfig(recompute="full", blocks=["*.up"])
     transform_blocks(net, blocks_to_recompute(net, parts), parts, CPU, compiled=BLOCK)
     net(torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)).sum().backward()

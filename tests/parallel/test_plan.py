@@ -102,7 +102,7 @@ def test_real_and_meta_weights_count_alike() -> None:
 @pytest.mark.parametrize(
     ("items", "expected"),
     [
-        # Products count 2 for each multiplication and addition, outputs 1 for each element.
+        # GemmBackend count 2 for each multiplication and addition, outputs 1 for each element.
         ([nn.Linear(8, 4)], 2 * 16 * 8 * 4 + 16 * 4),
         ([ColumnParallelLinear(8, 4)], 2 * 16 * 8 * 4 + 16 * 4),
         ([nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))], 4 * 16 * 32 + 16 * 8),

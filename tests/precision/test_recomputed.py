@@ -10,8 +10,8 @@ import torch
 
 from lightning_megatron import Fp8Precision, MegatronStrategy, PipelineConfig
 from lightning_megatron.parallel.activations.config import ActivationConfig
+from lightning_megatron.precision.fp8_recipes import RECIPES
 from lightning_megatron.precision.fp16 import Fp16Precision
-from lightning_megatron.precision.recipe import RECIPES
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, Recorder, quiet_trainer, whole_parameters
 from tests.precision.test_fp8 import SHALLOW, Model

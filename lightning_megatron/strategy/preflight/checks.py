@@ -25,14 +25,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron._lightning import set_device_mesh, training_source
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
 from lightning_megatron.parallel.zero import ComputeTypes, ShardingConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
-from lightning_megatron.problems import switches
 from lightning_megatron.schedules.schedule import (
     CUSTOM,
     Schedule,

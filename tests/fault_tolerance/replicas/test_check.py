@@ -72,7 +72,7 @@ def noticing(
 def test_raise_names_the_rank_at_the_next_check(pool: WorkerPool) -> None:
     errors = pool.run(4, noticing, {"zero": 0}, 4, 3, "net.1.0.bias", "raise", 2)
     assert len(set(errors)) == 1
-    assert errors[0].startswith("step 3: other bits than their peers on rank 3, in ")
+    assert errors[0].startswith("step 3: rank 3 differ from the majority in ")
     assert "net.1.0.bias" in errors[0]
 
 
@@ -94,7 +94,7 @@ def test_of_two_that_differ_nobody_can_tell(
     for error in pool.run(4, noticing, layout, 4, 2, name, "heal", 3):
         assert error.startswith("step 3: ")
         assert all(rank in error for rank in pair), error
-        assert "which are right cannot be told" in error
+        assert "no majority shows which are right" in error
 
 
 def test_nothing_to_compare_and_wrong_options() -> None:
