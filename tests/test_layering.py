@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LAYERS = {
     # 0: facts of the outside world
     "errors": 0,
-    "problems": 0,
     "hardware": 0,
     "lazy_names": 0,
     "_torch": 0,
@@ -106,7 +105,6 @@ PURE = (
     "fault_tolerance/hangs/stack_dump",
     "fault_tolerance/hangs/diagnosis",
     "errors",
-    "problems",
     "topology/degrees",
     "topology/coordinates",
     "schedules/actions",

@@ -12,10 +12,9 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron.errors import raise_if_any, whole_numbers
 from lightning_megatron.monitoring.window import LoggingSteps
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
-from lightning_megatron.problems import whole_numbers
 from lightning_megatron.services import services_of
 
 Nonfinite = Literal["keep", "skip", "raise"]

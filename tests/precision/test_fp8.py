@@ -1,6 +1,7 @@
 """`Fp8Precision`: which layers it takes, and the same training in every layout."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy, ShardingConfig
+from lightning_megatron import (
+    ConfigError,
+    Fp8Precision,
+    MegatronStrategy,
+    PipelineConfig,
+    ShardingConfig,
+)
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.precision.fp8_options import device_problems, offload_problems
-from lightning_megatron.precision.fp8_products import DelayedProducts
-from lightning_megatron.precision.recipe import RECIPES
+from lightning_megatron.precision.fp8_gemm import DelayedGemm
+from lightning_megatron.precision.fp8_recipes import RECIPES, device_problems, offload_problems
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.layers.parity import make_topology
 from tests.parity.jobs import (
@@ -74,8 +80,10 @@ def train_job(recipe: str, options: dict[str, Any], backend: str = "torch") -> O
     return Outcome(losses, recorder.norms)
 
 
-def train_all(options: dict[str, Any]) -> dict[str, Outcome]:
-    return {r: train_job(r, options) for r in RECIPES}
+def train_all(
+    options: dict[str, Any], recipes: Sequence[str] = tuple(RECIPES)
+) -> dict[str, Outcome]:
+    return {recipe: train_job(recipe, options) for recipe in recipes}
 
 
 @pytest.fixture(scope="module")
@@ -95,20 +103,37 @@ def close(found: Outcome, expected: Outcome, tolerances: tuple[float, float]) ->
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2": (2, {"tp": 2, "num_microbatches": 2}),
     "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
-    "pp=2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1", "num_microbatches": 2}),
+    "pp=2 zb-h1": (2, {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2}),
     "dp=2 zero 3": (2, {"zero": 3}),
-    "tp=2 pp=2": (4, {"tp": 2, "pp": 2, "schedule": "zbv", "num_microbatches": 2}),
+    "tp=2 pp=2": (
+        4,
+        {"tp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2},
+    ),
 }
+
+COVERED: dict[str, tuple[str, ...]] = {
+    "tp=2": ("tensorwise", "delayed"),
+    "tp=2 sequence parallel": ("rowwise", "blockwise"),
+    "pp=2 zb-h1": ("rowwise", "delayed"),
+    "dp=2 zero 3": ("tensorwise", "delayed"),
+    "tp=2 pp=2": ("tensorwise", "blockwise", "mxfp8"),
+}
+"""Recipes of each layout."""
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_is_close_to_one_process(pool: WorkerPool, alone: dict[str, Outcome], name: str) -> None:
     """To the rounding of the bfloat16 around the FP8 products."""
     world, options = LAYOUTS[name]
-    recipes = RECIPES if name == "tp=2 pp=2" else ("tensorwise", "delayed")
-    for recipe in recipes:
-        for outcome in pool.run(world, train_job, recipe, options):
+    for by_recipe in pool.run(world, train_all, options, COVERED[name]):
+        for recipe, outcome in by_recipe.items():
             close(outcome, alone[recipe], (3e-3, 3e-2))
+
+
+def test_every_recipe_meets_tensor_and_pipeline_parallelism() -> None:
+    for axis in ("tp=2", "pp=2"):
+        met = {recipe for name, recipes in COVERED.items() if axis in name for recipe in recipes}
+        assert met == set(RECIPES), axis
 
 
 def test_training_is_close_to_bfloat16_and_not_equal(
@@ -126,7 +151,7 @@ def torchao_job(options: dict[str, Any]) -> Outcome:
 
 def test_torchao_trains_as_torch_does(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
     """Pipeline, backward in two parts and tp around products of another package."""
-    options = {"tp": 2, "pp": 2, "schedule": "zbv", "num_microbatches": 2}
+    options = {"tp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}
     for outcome in pool.run(4, torchao_job, options):
         close(outcome, alone["tensorwise"], (3e-3, 3e-2))
 
@@ -210,7 +235,7 @@ def scales_job(recipe: str, world: int) -> list[tuple[float, ...]]:
     x[0, 31], weight[31, 0], weight[0, 15], grad[0, 31] = 3.0, 5.0, 7.0, 9.0
     found = []
     for kind in (ColumnParallelLinear, RowParallelLinear):
-        products: Any = Fp8Precision(recipe)._products(kind(16, 32), topology)  # type: ignore[arg-type]
+        gemm: Any = Fp8Precision(recipe)._gemm(kind(16, 32), topology)  # type: ignore[arg-type]
         column = kind is ColumnParallelLinear
         features = x[:, :16] if column else x
         matrix = weight if column else weight.t()
@@ -219,14 +244,14 @@ def scales_job(recipe: str, world: int) -> list[tuple[float, ...]]:
         mine = matrix[part] if column else matrix[:, part]
         upstream = grad[:, part] if column else grad[:, :16]
         for _ in range(2):  # the second time delayed scales come from the first
-            _, kept = products.output(given, mine)
-            gradient = products.gradient(upstream, kept)
+            _, kept = gemm.output(given, mine)
+            gradient = gemm.prepare_gradient(upstream, kept)
             found.append((*(float(scale) for scale in kept), float(gradient.scale)))
-            if isinstance(products, DelayedProducts):
-                amax = products.current.clone()
+            if isinstance(gemm, DelayedGemm):
+                amax = gemm.current.clone()
                 if topology.tp.group is not None:
                     dist.all_reduce(amax, dist.ReduceOp.MAX, group=topology.tp.group)
-                products.advance(amax)
+                gemm.advance(amax)
     return found
 
 

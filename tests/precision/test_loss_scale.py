@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_megatron import ConfigError, MegatronStrategy
+from lightning_megatron import ConfigError, MegatronStrategy, PipelineConfig
 from lightning_megatron.parallel.gradients import local
 from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.precision.loss_scale import LossScale
@@ -86,12 +86,19 @@ def overflow_job(options: dict[str, Any], rank: int, accumulate: int = 1) -> Out
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "tp=2": (2, {"tp": 2}, 1),
     "pp=2, first stage": (2, {"pp": 2, "num_microbatches": 2}, 0),
-    "pp=2, last stage": (2, {"pp": 2, "schedule": "zb-h1", "num_microbatches": 2}, 1),
+    "pp=2, last stage": (
+        2,
+        {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2},
+        1,
+    ),
     "dp=2 zero 0": (2, {"zero": 0}, 1),
     "dp=2 zero 1, 2 microbatches": (2, {"zero": 1, "num_microbatches": 2}, 1),
     "dp=2 zero 2": (2, {"zero": 2, "num_microbatches": 2}, 0),
+    "tp=2 dp=2 zero 3": (4, {"tp": 2, "zero": 3}, 3),
+    "pp=2 dp=2": (4, {"pp": 2, "num_microbatches": 2}, 1),
     "tp=2 pp=2 dp=2 zero 3": (8, {"tp": 2, "pp": 2, "zero": 3, "num_microbatches": 2}, 3),
 }
+LONG = "tp=2 pp=2 dp=2 zero 3"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +116,9 @@ def test_one_process_skips(alone: Outcome) -> None:
     assert alone.extra.rates == [0.3, 0.15, 0.15, 0.15, 0.075, 0.075, 0.075]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.thorough] * (n == LONG)) for n in LAYOUTS]
+)
 def test_all_ranks_skip_what_one_found(pool: WorkerPool, alone: Outcome, name: str) -> None:
     world, options, rank = LAYOUTS[name]
     outcomes = pool.run(world, overflow_job, options, rank)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_megatron import PipelineConfig
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.schedules.schedule import SCHEDULES, make_schedule
 from lightning_megatron.testing import WorkerError, WorkerPool
@@ -120,14 +121,30 @@ def test_an_exception_on_one_rank_ends_all(pool: WorkerPool, place: str) -> None
     check(failure.value, 4, place, rank)
 
 
-@pytest.mark.parametrize("place", ["forward", "loss", "backward"])
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "1f1b"])
+OTHERS = [name for name in SCHEDULES if name != "1f1b"]
+# Every schedule meets one of the places, and every kind of schedule all of them.
+IN_TURN = [(name, ("forward", "loss", "backward")[i % 3]) for i, name in enumerate(OTHERS)]
+IN_TURN += [("zb-h1", "forward"), ("zb-h1", "loss"), ("zb-h1", "backward")]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "place"),
+    [
+        *dict.fromkeys(IN_TURN),
+        *(
+            pytest.param(name, place, marks=pytest.mark.thorough)
+            for name in OTHERS
+            for place in ("forward", "loss", "backward")
+            if (name, place) not in IN_TURN
+        ),
+    ],
+)
 def test_an_exception_ends_every_schedule(pool: WorkerPool, schedule: str, place: str) -> None:
     """With a cause that is not a broken connection."""
     v_shaped = make_schedule(schedule, 2, 1).last_stage_rank == 0
     # Rank 0 holds the last stage, and the first as well where stages form a V.
     rank = {"forward": 1, "loss": 0, "backward": 0 if v_shaped else 1}[place]
-    layout = {"pp": 2, "schedule": schedule, "num_microbatches": 4}
+    layout = {"pp": PipelineConfig(degree=2, schedule=schedule), "num_microbatches": 4}
     with pytest.raises(WorkerError) as failure:
         pool.run(2, explode_and_exit, layout, 2, place, rank, grace=PATIENCE_S)
     check(failure.value, 2, place, rank)
