@@ -38,10 +38,10 @@ from benchmarks.harness import (
     take_turns_by,
 )
 from benchmarks.recomputation import CONFIGS, LiveBytes, step_of, stepper
-from lightning_megatron import MegatronStrategy, MemoryConfig
+from lightning_megatron import ActivationConfig, MegatronStrategy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.activations.checkpointing import recompute_each
-from lightning_megatron.parallel.activations.knapsack import BlockCosts, Way, needed
+from lightning_megatron.parallel.activations.knapsack import BlockCosts, RecomputeMode, needed
 from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
 
@@ -56,32 +56,32 @@ _DECIDED = 4
 """Batches until the plan is made and in force."""
 
 
-def by_hand(layers: int) -> dict[str, tuple[MemoryConfig, list[Way]]]:
+def by_hand(layers: int) -> dict[str, tuple[ActivationConfig, list[RecomputeMode]]]:
     """Settings that a user would try, and what they mean for each block."""
-    found: dict[str, tuple[MemoryConfig, list[Way]]] = {
-        "none": (MemoryConfig(), ["none"] * layers),
-        "selective": (MemoryConfig(recompute="selective"), ["selective"] * layers),
-        "full": (MemoryConfig(recompute="full"), ["full"] * layers),
+    found: dict[str, tuple[ActivationConfig, list[RecomputeMode]]] = {
+        "none": (ActivationConfig(), ["none"] * layers),
+        "selective": (ActivationConfig(recompute="selective"), ["selective"] * layers),
+        "full": (ActivationConfig(recompute="full"), ["full"] * layers),
     }
     for every in range(2, layers):
         for mode in ("selective", "full"):
-            config = MemoryConfig(recompute=mode, every=every)
-            ways: list[Way] = [mode if i % every == 0 else "none" for i in range(layers)]
+            config = ActivationConfig(recompute=mode, every=every)
+            ways: list[RecomputeMode] = [mode if i % every == 0 else "none" for i in range(layers)]
             found[f"{mode}, every {every}"] = config, ways
     return found
 
 
 def planned(
     config: TransformerConfig, length: int, **limit: float
-) -> tuple[Model, list[BlockCosts], list[Way]]:
+) -> tuple[Model, list[BlockCosts], list[RecomputeMode]]:
     """A model under the plan for a limit, what was measured of its blocks, and the plan."""
     module = Model(config)
-    strategy = MegatronStrategy(memory=MemoryConfig(recompute="adaptive", **limit))  # type: ignore[arg-type]
+    strategy = MegatronStrategy(activations=ActivationConfig(recompute="adaptive", **limit))  # type: ignore[arg-type]
     fit(module, strategy, _DECIDED, 1, length)
     [adaptive] = [tuner for tuner in strategy.tuners if isinstance(tuner, AdaptiveMemory)]
     assert adaptive.ways is not None
     costs = [block.costs for block in adaptive.measured.values()]
-    kept = {w: MemoryConfig(recompute=w).kept for w in ("selective", "full")}
+    kept = {w: ActivationConfig(recompute=w).kept for w in ("selective", "full")}
     again = {module.get_submodule(n): kept[w] for n, w in adaptive.ways.items() if w != "none"}
     recompute_each(module, again)  # after a run blocks are as they were before it
     return module, costs, list(adaptive.ways.values())
@@ -105,19 +105,19 @@ def compare(
     limits: Sequence[float] = LIMITS,
 ) -> list[dict[str, Any]]:
     """A row for every limit, and one for a setting beside itself."""
-    free, costs, _ = planned(config, length, activation_fraction=0.9)
+    free, costs, _ = planned(config, length, limit_fraction=0.9)
     hand = by_hand(len(costs))
     sizes = {name: needed(costs, ways) for name, (_, ways) in hand.items()}
     outside = peak(free, length) - sizes["none"]
     steps = {name: stepper(config, memory, length) for name, (memory, _) in hand.items()}
-    plans: dict[str, tuple[float, int, list[Way]]] = {}
+    plans: dict[str, tuple[float, int, list[RecomputeMode]]] = {}
     for part in limits:
         limit = sizes["full"] + part * (sizes["none"] - sizes["full"])
-        module, _, ways = planned(config, length, activation_gib=limit / 2**30)
+        module, _, ways = planned(config, length, limit_gib=limit / 2**30)
         name = f"adaptive at {part}"
         steps[name] = step_of(module, length)
         plans[name] = limit, peak(module, length) - outside, ways
-    steps[AGAIN] = stepper(config, MemoryConfig(recompute="full"), length)
+    steps[AGAIN] = stepper(config, ActivationConfig(recompute="full"), length)
     seconds = take_turns_by(steps, rounds, list(CLOCKS.values()))
     middle = {name: statistics.median(times) for name, (times, _) in seconds.items()}
     rows = []

@@ -18,8 +18,7 @@ on a GPU; on a CPU it is not counted.
     python -m benchmarks.ladder --model tiny      # on a CPU, in seconds: that it runs, no figures
 
 The 8B shape has as many of its 32 layers as fit at 16 bytes a parameter with the eager rung's
-activations beside them. A rung whose option this version does not have is skipped by name, and one
-that fails says of what.
+activations beside them. A rung that fails says of what.
 
 Machines with a GPU may be lent for minutes. The table is written again after every rung, no rung
 begins that would probably end after ``--seconds``, and the next call with the same folder goes on
@@ -36,10 +35,10 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -48,11 +47,11 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from benchmarks.harness import WARMUP, Tokens, parser, write
-from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy
+from lightning_megatron import CompileConfig, Fp8Precision, LanguageModel, MegatronStrategy
 from lightning_megatron.hardware import peak_flops
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import count_parameters, training_flops_per_token
-from lightning_megatron.parallel.activations.config import MemoryConfig, Mode
+from lightning_megatron.parallel.activations.config import ActivationConfig, Mode
 
 BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in float32."""
@@ -77,40 +76,27 @@ class Rung:
     """Options of one run, added to those of the rungs before."""
 
     name: str
-    memory: Mapping[str, Any]
+    recompute: Mode = "none"
+    compile: CompileConfig = CompileConfig()
     chunked_loss: bool = False
     fp8: int | None = None
     """Blocks at either end of the stack that are left in bfloat16; None: all of them."""
 
-    def lacks(self) -> str | None:
-        """The option that this version does not have."""
-        known = {field.name for field in fields(MemoryConfig)}
-        for name, value in self.memory.items():
-            modes = get_args(Mode) if name == "recompute" else (value,)
-            if name not in known or value not in modes:
-                return f"{name}={value}"
-        return None
-
 
 def rungs(tiny: bool) -> list[Rung]:
     """The ladder; a tiny one compiles without generating code, which takes longer than to train."""
-    compiled = {"compile": "block"} | ({"compile_backend": "eager"} if tiny else {})
-    selective = {"recompute": "selective"}
-    steps: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("eager", {}, {}),
-        ("+ selective recompute", selective, {}),
-        ("+ compile, no recompute", compiled, {}),
-        ("+ chunked loss", {}, {"chunked_loss": True}),
-        ("+ FP8", {}, {"fp8": 1}),
-        ("+ FP8 in the first and last block", {}, {"fp8": 0}),
+    compiled = CompileConfig(scope="block", backend="eager" if tiny else "inductor")
+    steps: list[tuple[str, dict[str, Any]]] = [
+        ("+ compile, no recompute", {"compile": compiled}),
+        ("+ chunked loss", {"chunked_loss": True}),
+        ("+ FP8", {"fp8": 1}),
+        ("+ FP8 in the first and last block", {"fp8": 0}),
     ]
-    memory: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    found = []
-    for name, more_memory, more in steps:
-        others = others | more
-        memory = more_memory or memory
-        found.append(Rung(name=name, memory=memory, **others))
+    options: dict[str, Any] = {}
+    found = [Rung(name="eager"), Rung(name="+ selective recompute", recompute="selective")]
+    for name, more in steps:
+        options = options | more
+        found.append(Rung(name=name, **options))
     return found
 
 
@@ -191,7 +177,8 @@ def climb(load: Workload, rung: Rung | None, steps: int) -> tuple[float, int, fl
 
 
 def _options(rung: Rung) -> dict[str, Any]:
-    strategy = MegatronStrategy(memory=MemoryConfig(**rung.memory))
+    activations = ActivationConfig(recompute=rung.recompute)
+    strategy = MegatronStrategy(activations=activations, compile=rung.compile)
     if rung.fp8 is not None:
         plugin = Fp8Precision(keep_first=rung.fp8, keep_last=rung.fp8)
         return {"plugins": [plugin], "strategy": strategy}
@@ -207,7 +194,7 @@ def fp8_share(load: Workload, rung: Rung | None) -> float:
     """Part of the FLOPs of a step that are products in FP8.
 
     >>> deep = workload("1b", 0)
-    >>> round(fp8_share(deep, Rung(name="", memory={}, fp8=1)), 2)
+    >>> round(fp8_share(deep, Rung(name="", fp8=1)), 2)
     0.57
     """
     if rung is None or rung.fp8 is None:
@@ -288,9 +275,6 @@ def measure(
 
 def outcome(load: Workload, rung: Rung | None, steps: int) -> Any:
     """What `climb` returns, or why there is nothing; the other rungs are measured all the same."""
-    lack = None if rung is None else rung.lacks()
-    if lack is not None:
-        return f"skipped: {lack} is not there"
     try:
         return climb(load, rung, steps)
     except torch.cuda.OutOfMemoryError:

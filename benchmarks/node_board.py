@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from benchmarks.harness import parser, report
-from lightning_megatron.fault_tolerance.hangs.diagnosis import View, suspect
+from lightning_megatron.fault_tolerance.hangs.diagnosis import RankView, suspect
 from lightning_megatron.fault_tolerance.hangs.heartbeat import Beat, Member
 from lightning_megatron.fault_tolerance.hangs.json_lines import PERIOD_S
 from lightning_megatron.fault_tolerance.hangs.node_board import BoardHolder, Node, pack
@@ -26,12 +26,12 @@ from lightning_megatron.launch import interfaces
 RANKS, LOOK_S, WATCHED_S, TOKEN = 8, 0.5, 10.0, "word"
 
 
-def views(node: int) -> list[View]:
+def views(node: int) -> list[RankView]:
     """Eight ranks that wait in their backward."""
     beat = Beat(3, 3, 0.0, "backward", 1, 0.0, False, {})
     state = ProcessState("S", started=1)
     return [
-        View(Member(node * RANKS + i, 100 + i, 1, "host", 1), beat, state, 9.0, 60.0, 0.1)
+        RankView(Member(node * RANKS + i, 100 + i, 1, "host", 1), beat, state, 9.0, 60.0, 0.1)
         for i in range(RANKS)
     ]
 

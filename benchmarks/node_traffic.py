@@ -69,17 +69,17 @@ VARIANTS = {
         lambda w: 2 * w,
     ),
     "zero 1, HSDP": Variant(
-        {"zero": 1, "sharding": ShardingConfig(dp_replicate=2)},
+        {"zero": ShardingConfig(stage=1, dp_replicate=2)},
         "all-reduce of W/2 by each rank, W",
         lambda w: w,
     ),
     "zero 3, HSDP": Variant(
-        {"zero": 3, "sharding": ShardingConfig(dp_replicate=2)},
+        {"zero": ShardingConfig(stage=3, dp_replicate=2)},
         "all-reduce of W/2 by each rank, W",
         lambda w: w,
     ),
     "pp 2 across, tp 2 inside, whole": Variant(
-        {"pp": 2, "tp": 2, "pipeline": PipelineConfig(scatter_gather=False)},
+        {"pp": PipelineConfig(degree=2, scatter_gather=False), "tp": 2},
         "activations, by each tp rank, 2 A",
         lambda _: 2 * ACTIVATIONS,
         dp=1,

@@ -75,8 +75,8 @@ class _Sleep(torch.autograd.Function):
             time.sleep(layer.seconds)
             return [torch.zeros_like(scale)]
 
-        if layer.deferral is not None and layer.deferral.collecting:
-            layer.deferral.add([scale], weights)
+        if layer.wgrad_queue is not None and layer.wgrad_queue.collecting:
+            layer.wgrad_queue.add([scale], weights)
             return gradient, None, None
         return gradient, weights()[0], None
 

@@ -40,7 +40,7 @@ from benchmarks.harness import (
     report,
     take_turns,
 )
-from lightning_megatron import MegatronStrategy, MemoryConfig
+from lightning_megatron import ActivationConfig, MegatronStrategy
 from lightning_megatron._torch import TorchDispatchMode, tree_flatten
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
@@ -62,16 +62,16 @@ DROPOUT = TransformerConfig(
 )
 FUSED = replace(DROPOUT, dropout=0.0, attention_dropout=0.0)
 CONFIGS = {"with dropout, s x s weights": DROPOUT, "fused": FUSED}
-MODES: dict[str, MemoryConfig] = {
-    "none": MemoryConfig(),
-    "selective": MemoryConfig(recompute="selective"),
-    "selective, keep matmul": MemoryConfig(recompute="selective", keep=["matmul"]),
-    "selective, attention only": MemoryConfig(recompute="full", blocks=["*.attention"]),
-    "full, every 2nd": MemoryConfig(recompute="full", every=2),
-    "full": MemoryConfig(recompute="full"),
-    "full, groups of 2": MemoryConfig(recompute="full", group=2),
-    "none, offloaded": MemoryConfig(offload_activations=True),
-    "full, offloaded": MemoryConfig(recompute="full", offload_activations=True),
+MODES: dict[str, ActivationConfig] = {
+    "none": ActivationConfig(),
+    "selective": ActivationConfig(recompute="selective"),
+    "selective, keep matmul": ActivationConfig(recompute="selective", keep=["matmul"]),
+    "selective, attention only": ActivationConfig(recompute="full", blocks=["*.attention"]),
+    "full, every 2nd": ActivationConfig(recompute="full", every=2),
+    "full": ActivationConfig(recompute="full"),
+    "full, groups of 2": ActivationConfig(recompute="full", group=2),
+    "none, offloaded": ActivationConfig(offload=True),
+    "full, offloaded": ActivationConfig(recompute="full", offload=True),
 }
 
 
@@ -175,11 +175,11 @@ def count(
 
 
 def stepper(
-    config: TransformerConfig, memory: MemoryConfig, length: int, accelerator: str = "cpu"
+    config: TransformerConfig, memory: ActivationConfig, length: int, accelerator: str = "cpu"
 ) -> Callable[[], None]:
     """Forward and backward of a model whose blocks recompute, as often as called."""
     module = Model(config)
-    fit(module, MegatronStrategy(memory=memory), 1, 1, length, accelerator=accelerator)
+    fit(module, MegatronStrategy(activations=memory), 1, 1, length, accelerator=accelerator)
     device = torch.device("cuda" if accelerator == "gpu" else "cpu")
     # After a run blocks are as they were before it.
     transform_blocks(module, blocks_to_recompute(module, memory), memory, device)
@@ -222,11 +222,11 @@ def table(kind: str, rounds: int, run: Callable[..., Any], accelerator: str) -> 
         accelerator: as the Trainer names it.
     """
     config = CONFIGS[kind]
-    alone = {m: run(1, count, config, {"memory": c}, accelerator) for m, c in MODES.items()}
+    alone = {m: run(1, count, config, {"activations": c}, accelerator) for m, c in MODES.items()}
     split = {}
     if accelerator == "cpu":
         layout = {"tp": 2, "sequence_parallel": True}
-        split = {m: run(2, count, config, {"memory": c, **layout}) for m, c in MODES.items()}
+        split = {m: run(2, count, config, {"activations": c, **layout}) for m, c in MODES.items()}
     seconds = run(1, times, config, rounds, accelerator) if rounds else {}
     rows = []
     for mode, (kept, most) in alone.items():

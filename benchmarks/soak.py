@@ -36,9 +36,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
-from lightning_megatron.testing.chaos.faults import Fault
-from lightning_megatron.testing.chaos.runner import Rehearsal, read_rehearsal, run_command, table
-from lightning_megatron.testing.chaos.timetable import random_faults
+from lightning_megatron.testing.chaos.faults import Fault, random_faults
+from lightning_megatron.testing.chaos.runner import ChaosResult, read_result, run_command, table
 
 RANKS = 4
 KINDS = (
@@ -249,7 +248,7 @@ def launch(
         return run_command(
             command,
             faults,
-            directory / "rehearsal",
+            directory / "result",
             limit_s=limit_s,
             output=output,
             on_start=started,
@@ -283,8 +282,8 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
     pause = f"--pause={options.pause}"
     code = launch(faulty, faults, watch, seconds + 150, stop, pause)
     watch.over.set()
-    rehearsal = read_rehearsal(faulty / "rehearsal")
-    print(f"\n{table(rehearsal)}\nexit code {code}", flush=True)
+    result = read_result(faulty / "result")
+    print(f"\n{table(result)}\nexit code {code}", flush=True)
     growth = watch.growth()
     compared = {"steps": 0, "losses that differ": -1, "weights that differ": -1}
     if code == 0 and ends(faulty):
@@ -293,10 +292,10 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
         print(f"undisturbed run of {steps} steps: exit code {again}", flush=True)
         if again == 0:
             compared = compare(faulty, clean)
-    results(options, rehearsal, compared, growth, code)
+    results(options, result, compared, growth, code)
     worst = max((v for one in growth.values() for v in one.values()), default=1.0)
     same = compared["losses that differ"] == compared["weights that differ"] == 0
-    return 0 if same and rehearsal.goodput >= 0.6 and worst <= 0.05 else 1
+    return 0 if same and result.goodput >= 0.6 and worst <= 0.05 else 1
 
 
 def compare(faulty: Path, clean: Path) -> dict[str, int]:
@@ -312,14 +311,14 @@ def compare(faulty: Path, clean: Path) -> dict[str, int]:
 
 def results(
     options: argparse.Namespace,
-    rehearsal: Rehearsal,
+    result: ChaosResult,
     compared: dict[str, int],
     growth: dict[str, dict[str, float]],
     code: int | None,
 ) -> None:
-    outcomes, ledger = rehearsal.outcomes, rehearsal.ledger
+    outcomes, ledger = result.outcomes, result.ledger
     recovered = [o.recovered_s for o in outcomes if o.recovered_s is not None]
-    kinds = Counter(outcome.deed["what"] for outcome in outcomes)
+    kinds = Counter(outcome.fault["what"] for outcome in outcomes)
     facts: dict[str, Any] = {
         "seed": options.seed,
         "minutes": options.minutes,
@@ -334,7 +333,7 @@ def results(
         ),
         "restarts": ledger.restarts,
         "steps lost": ledger.steps_lost,
-        "goodput (target 60 %)": f"{rehearsal.goodput:.1%} of {rehearsal.wall_s:.0f} s",
+        "goodput (target 60 %)": f"{result.goodput:.1%} of {result.wall_s:.0f} s",
         "steps compared": compared["steps"],
         "losses that differ from the undisturbed run (target 0)": compared["losses that differ"],
         "ranks whose final weights differ (target 0)": compared["weights that differ"],
@@ -344,7 +343,7 @@ def results(
         facts[f"growth of {name} (target 5 %)"] = text
     rows = [{"what": key, "figure": value} for key, value in facts.items()]
     report("soak", "A run under random faults (`python -m benchmarks.soak`)", rows, options.output)
-    (options.output / "soak_ledger.txt").write_text(table(rehearsal) + "\n")
+    (options.output / "soak_ledger.txt").write_text(table(result) + "\n")
 
 
 def main() -> None:

@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.profiler_window import ProfilerWindow
     from lightning_megatron.monitoring.prometheus import PrometheusEndpoint
     from lightning_megatron.monitoring.throughput import ThroughputMonitor
-    from lightning_megatron.parallel.activations.config import MemoryConfig
+    from lightning_megatron.parallel.activations.config import ActivationConfig
+    from lightning_megatron.parallel.compile import CompileConfig
     from lightning_megatron.parallel.plan import PipelineConfig
     from lightning_megatron.parallel.zero import ShardingConfig
     from lightning_megatron.precision.bf16 import Bf16MixedPrecision, Bf16TruePrecision
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ActivationConfig": "parallel.activations.config",
     "Alerts": "monitoring.alerts",
     "Bf16MixedPrecision": "precision.bf16",
     "Bf16TruePrecision": "precision.bf16",
@@ -80,6 +82,7 @@ _HOMES = {
     "CheckpointConfig": "checkpoint.config",
     "CheckpointMonitor": "monitoring.checkpoint_monitor",
     "CommunicationMonitor": "monitoring.communication",
+    "CompileConfig": "parallel.compile",
     "ConfigError": "errors",
     "ConnectionConfig": "strategy.processes.connection",
     "ConsoleLine": "monitoring.console",
@@ -96,7 +99,6 @@ _HOMES = {
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
     "MegatronStrategy": "strategy.megatron",
-    "MemoryConfig": "parallel.activations.config",
     "LossMonitor": "monitoring.loss_monitor",
     "MemoryMonitor": "monitoring.memory",
     "Monitor": "monitoring.monitor",
@@ -130,6 +132,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "ActivationConfig",
     "Alerts",
     "Bf16MixedPrecision",
     "Bf16TruePrecision",
@@ -138,6 +141,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointMonitor",
     "CommunicationMonitor",
+    "CompileConfig",
     "ConfigError",
     "ConnectionConfig",
     "ConsoleLine",
@@ -154,7 +158,6 @@ __all__ = [
     "LocalCheckpointConfig",
     "LoggerGuard",
     "MegatronStrategy",
-    "MemoryConfig",
     "LossMonitor",
     "MemoryMonitor",
     "Monitor",

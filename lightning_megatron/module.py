@@ -19,7 +19,14 @@ from lightning_megatron._lightning import trainer_of
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.offline.export import load_from_checkpoint
 from lightning_megatron.checkpoint.offline.huggingface.transformer import stored_config
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.errors import (
+    ConfigError,
+    at_least,
+    holds,
+    raise_if_any,
+    switches,
+    whole_numbers,
+)
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.layers.sequential import PipelineSequential
@@ -29,11 +36,10 @@ from lightning_megatron.models.transformer import build_trunk
 from lightning_megatron.optim.build import (
     OptimizerName,
     ScheduleName,
-    choice_problems,
     make_lr_schedule,
     make_optimizer,
+    name_problems,
 )
-from lightning_megatron.problems import at_least, holds, switches, whole_numbers
 
 
 class LanguageModel(pl.LightningModule):
@@ -86,7 +92,7 @@ class LanguageModel(pl.LightningModule):
         super().__init__()
         raise_if_any(
             _option_problems(lr, warmup_steps, min_lr_ratio, weight_decay)
-            + choice_problems(optimizer, schedule)
+            + name_problems(optimizer, schedule)
             + switches(chunked_loss=chunked_loss)
         )
         self.config = _as_config(config)

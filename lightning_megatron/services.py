@@ -21,7 +21,6 @@ from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.sections import SectionClock
-from lightning_megatron.parallel.activations.config import MemoryConfig
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.pipeline.runner import Pipeline
@@ -146,11 +145,6 @@ class MegatronServices(Protocol):
     @property
     def precision(self) -> ShardedPrecision:
         """The precision plugin, which knows the shards."""
-        ...
-
-    @property
-    def memory(self) -> MemoryConfig:
-        """Which activations are recomputed or offloaded."""
         ...
 
     @property

@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LAYERS = {
     # 0: facts of the outside world
     "errors": 0,
-    "problems": 0,
     "hardware": 0,
     "lazy_names": 0,
     "_torch": 0,
@@ -75,7 +74,6 @@ LAYERS = {
     "monitoring": 9,
     "fault_tolerance/hangs/detector": 9,
     "fault_tolerance/numbers/guard": 9,
-    "fault_tolerance/numbers/reports": 9,
     "fault_tolerance/preemption/callback": 9,
     "fault_tolerance/replicas/check": 9,
     "fault_tolerance/restarts/policy": 9,
@@ -107,7 +105,6 @@ PURE = (
     "fault_tolerance/hangs/stack_dump",
     "fault_tolerance/hangs/diagnosis",
     "errors",
-    "problems",
     "topology/degrees",
     "topology/coordinates",
     "schedules/actions",

@@ -17,7 +17,8 @@ Trainer of a run:
 * ``_summary`` and ``summarize`` of ModelSummary callbacks, where a rank holds a part of the module;
 * ``_on_before_fetch`` of the ``epoch_loop``, with the callback ChaosMonkey only.
 
-Values are set that have no public setter: ``_device_mesh`` of the module;
+Values are set that have no public setter: ``_device_mesh`` of the module; ``inference_mode`` of
+the loops that evaluate;
 ``use_distributed_sampler``, which the strategy takes upon itself; the path of the checkpoint that
 is shown; ``_restarting`` and the progress of the loops in a run that is resumed; the sums of
 ``self.log`` where a batch is left out. The launcher's ``procs`` are emptied when a run ends early.
@@ -57,6 +58,7 @@ from lightning_megatron._lightning.loaders import training_fetcher as training_f
 from lightning_megatron._lightning.loaders import training_loader as training_loader
 from lightning_megatron._lightning.loaders import training_source as training_source
 from lightning_megatron._lightning.loaders import with_sampler as with_sampler
+from lightning_megatron._lightning.loops import avoid_inference_mode as avoid_inference_mode
 from lightning_megatron._lightning.loops import batch_progress as batch_progress
 from lightning_megatron._lightning.loops import begin_next_epoch as begin_next_epoch
 from lightning_megatron._lightning.loops import broadcast_no_signals as broadcast_no_signals
@@ -98,3 +100,5 @@ from lightning_megatron._lightning.summary import replace_printing as replace_pr
 from lightning_megatron._lightning.summary import replace_summary as replace_summary
 from lightning_megatron._lightning.summary import restore_summary as restore_summary
 from lightning_megatron._lightning.summary import summary_depth as summary_depth
+from lightning_megatron._lightning.warnings import hide_pytree_warning as hide_pytree_warning
+from lightning_megatron._lightning.warnings import hide_resuming_warning as hide_resuming_warning

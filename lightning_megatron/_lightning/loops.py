@@ -94,6 +94,23 @@ def evaluation_loop(trainer: Trainer) -> _EvaluationLoop:
     return trainer._evaluation_loop
 
 
+def avoid_inference_mode(trainer: Trainer, *, outside_training: bool) -> None:
+    """Have batches be evaluated under ``torch.no_grad``.
+
+    Changed: ``inference_mode`` of `_EvaluationLoop` and `_PredictionLoop`, which the Trainer sets
+    from its argument, and for the validation within a fit by backend and strategy.
+
+    Args:
+        trainer: whose loops are changed.
+        outside_training: also in ``validate``, ``test`` and ``predict``.
+    """
+    loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop]
+    if outside_training:
+        loops += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    for loop in loops:
+        loop.inference_mode = False
+
+
 # Progress
 
 

@@ -1,7 +1,7 @@
 """Several callbacks as one.
 
-`CallbackGroup` passes every hook on to its members, in their order, and keeps the state of each
-under its own key. What a member does it does as if it stood in the Trainer's list by itself.
+`CallbackGroup` passes every hook to its members, in their order, and keeps the state of each under
+its own key, as if each were in the Trainer's list by itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from lightning_megatron.errors import ConfigError
 
 
 class CallbackGroup(pl.Callback):
-    """Calls its members one after the other.
+    """Callback that passes every hook to its members.
 
     Args:
         members: callbacks of different classes or state keys.
@@ -27,12 +27,15 @@ class CallbackGroup(pl.Callback):
         keys = [member.state_key for member in members]
         for key in keys:
             if keys.count(key) > 1:
-                raise ConfigError(f"{key} is there {keys.count(key)} times; nearest valid: once")
+                raise ConfigError(
+                    f"members: {key} occurs {keys.count(key)} times; must occur once; nearest "
+                    "valid: one of them"
+                )
         self.members = tuple(members)
         self._of_hook = {name: _overriding(name, self.members) for name in HOOKS}
 
     def member(self, kind: type[pl.Callback]) -> Any:
-        """The member of this class; None without one."""
+        """Member of this class; None without one."""
         return next((m for m in self.members if isinstance(m, kind)), None)
 
     @override
@@ -48,14 +51,14 @@ class CallbackGroup(pl.Callback):
 
 
 def members_of(trainer: pl.Trainer) -> Iterator[pl.Callback]:
-    """The callbacks of a Trainer, those in groups one by one."""
+    """Callbacks of a Trainer, with the members of groups one by one."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     for callback in callbacks:
         yield from getattr(callback, "members", (callback,))
 
 
 def _overriding(name: str, members: Sequence[pl.Callback]) -> list[pl.Callback]:
-    """The members that do something in this hook."""
+    """Members that override this hook."""
     inherited = getattr(pl.Callback, name)
     return [member for member in members if getattr(type(member), name) is not inherited]
 
@@ -66,13 +69,13 @@ def _forward(name: str) -> Any:
             getattr(member, name)(*args, **kwargs)
 
     hook.__name__ = name
-    hook.__doc__ = f"Pass ``{name}`` on to the members."
+    hook.__doc__ = f"Pass ``{name}`` to the members."
     return hook
 
 
 HOOKS = tuple(
     name for name in vars(pl.Callback) if name.startswith("on_") or name in ("setup", "teardown")
 )
-"""What Lightning calls, in all stages."""
+"""Names of all hooks of Lightning."""
 for _name in HOOKS:
     setattr(CallbackGroup, _name, _forward(_name))

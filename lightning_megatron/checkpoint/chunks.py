@@ -1,14 +1,14 @@
-"""Where the tensors of this process lie in the tensors of the whole model.
+"""Chunks: the place of this rank's tensors in the tensors of the whole model.
 
-A parameter is cut twice: tensor parallelism keeps a slice along one dimension, described by the
-layer's `TensorShard`; ZeRO then splits that slice along dimension 0 over the data-parallel ranks,
-below stage 3 into the rows that each owns of a plain tensor (`parallel.owned_rows`), in stage 3 as
-a DTensor whose "global" shape is the slice. Both cuts are rectangles, and so is their
-product: with tp offset ``a`` along dimension ``k`` and FSDP offset ``b`` along dimension 0, this
-process holds the `Chunk` at offset ``a * e_k + b * e_0`` of the full parameter. Checkpoints are
-written and read in chunks, which is why they do not depend on the layout.
+A parameter is sharded twice. Tensor parallelism keeps a slice along one dimension, which the
+layer's `TensorShard` describes. ZeRO then splits that slice along dimension 0 over the
+data-parallel ranks: below stage 3 into the rows of a plain tensor that each owns
+(`parallel.owned_rows`), in stage 3 as a DTensor whose "global" shape is the slice. Both shards are
+rectangles, and so is their product: with tp offset ``a`` along dimension ``k`` and FSDP offset
+``b`` along dimension 0, this rank holds the `Chunk` at offset ``a * e_k + b * e_0`` of the full
+parameter. Checkpoints are written and read in chunks, so they do not depend on the layout.
 
-Names are those of the unpartitioned module: pipeline items keep their names on every rank, the
+Names are those of the unpartitioned module. Pipeline items keep their names on every rank, the
 prefixes of ``torch.compile`` and activation checkpointing are removed, and a shared parameter has
 one canonical name (the first) with the others as aliases.
 """
@@ -34,30 +34,30 @@ class Chunk:
     """A rectangle of a tensor of the whole model, held by this process."""
 
     tensor: Tensor
-    """The values: a plain local tensor, shares memory with what it describes."""
+    """Values of the rectangle: a plain local tensor, which shares the memory of the original."""
     full_shape: tuple[int, ...]
     """Shape of the whole tensor."""
     offsets: tuple[int, ...]
-    """Index of the first element, per dimension."""
+    """Index of the first element in the whole tensor, per dimension."""
     identical: bool = True
-    """Whether all holders of this rectangle have the same bits, so that any of them may write it.
-    Where they may differ (batch norm statistics), the lowest rank's value is kept."""
+    """Whether all ranks with this rectangle have the same bits, so that any of them may write it.
+    Where they may differ (batch norm statistics), the lowest rank writes."""
     aliases: tuple[str, ...] = ()
     """Further names of the tensor."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Extent of the rectangle."""
+        """Shape of the rectangle."""
         return tuple(self.tensor.shape)
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole tensor."""
+        """Whether the rectangle is the whole tensor."""
         return self.sizes == self.full_shape
 
 
 def whole(tensor: Tensor, *, identical: bool = True) -> Chunk:
-    """Describe a tensor that this process holds in full."""
+    """Return the chunk of a tensor that this process holds in full."""
     shape = tuple(tensor.shape)
     return Chunk(
         tensor=tensor.detach(), full_shape=shape, offsets=(0,) * len(shape), identical=identical
@@ -81,8 +81,8 @@ def parameter_names(
     """Return the canonical name of every parameter of ``module``.
 
     Args:
-        module: its parameters may be sharded by FSDP2 (and must not be gathered at the moment).
-        canonical: for names that are aliases of a parameter of another stage, its name.
+        module: the module; parameters that FSDP2 shards must be in their shards.
+        canonical: for aliases of a parameter of another stage, its name.
     """
     given = canonical or {}
     names = ((p, clean_name(name)) for name, p in module.named_parameters())
@@ -94,21 +94,21 @@ def model_chunks(
     canonical: Mapping[str, str] | None = None,
     rows: Mapping[nn.Parameter, OwnedRows] | None = None,
 ) -> dict[str, Any]:
-    """Describe the state of a module, by canonical name.
+    """Return the state of a module, with chunks in place of tensors.
 
     Parameters that FSDP2 has gathered are returned to their shards first.
 
     Args:
         module: the module as this rank holds it.
-        canonical: for names that are aliases of a parameter of another stage, its name.
-        rows: what this rank owns of whole parameters, and answers for.
+        canonical: for aliases of a parameter of another stage, its name.
+        rows: the rows of whole parameters that this rank owns.
 
     Returns:
-        A `Chunk` for every parameter and persistent buffer; whatever else ``state_dict`` holds
-        (``get_extra_state``, persistent metric states) as it is.
+        By canonical name, a `Chunk` for every parameter and persistent buffer; all other entries
+        of ``state_dict`` (``get_extra_state``, persistent metric states) unchanged.
 
     Raises:
-        ConfigError: a parameter is cut in a way that is not one rectangle.
+        ConfigError: the shard of a parameter is not one rectangle.
     """
     state = {clean_name(name): value for name, value in module.state_dict().items()}
     described = own_chunks(module, canonical, rows)
@@ -124,7 +124,7 @@ def own_chunks(
     canonical: Mapping[str, str] | None = None,
     rows: Mapping[nn.Parameter, OwnedRows] | None = None,
 ) -> dict[str, Chunk]:
-    """Return the chunks of `model_chunks` without a call of ``state_dict`` or of its hooks."""
+    """Return the chunks of a module without a call of ``state_dict`` or of its hooks."""
     first_names = parameter_names(module, canonical)
     shards = _tensor_shards(module)
     result: dict[str, Chunk] = {}
@@ -140,14 +140,14 @@ def own_chunks(
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers under all of their names, in the order of state_dict."""
+    """Yield parameters and persistent buffers under all names, in the order of state_dict."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, value in tensors_of(child).items():
             yield clean_name(f"{prefix}.{name}" if prefix else name), value
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that a module itself has, by local name."""
+    """Return the parameters and persistent buffers of a module without its children, by name."""
     buffers = {
         name: value
         for name, value in module._buffers.items()
@@ -158,12 +158,12 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 class StateMapping(dict[str, Any]):
-    """The state of a module by name.
+    """State of a module by name, with the versions of its modules.
 
     Args:
         state: the values.
-        versions: the ``_version`` of its modules by name, where it is not 1, torch's default;
-            ``_load_from_state_dict`` of a later version goes by it.
+        versions: the ``_version`` of the modules by name, where it is not 1, torch's default; it
+            is passed to ``_load_from_state_dict`` on loading.
     """
 
     def __init__(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
@@ -172,7 +172,7 @@ class StateMapping(dict[str, Any]):
 
 
 def versions_of(module: nn.Module) -> dict[str, int]:
-    """Return the versions of a module's children that are not torch's default, by name."""
+    """Return the versions of a module and its children, by name, where they are not 1."""
     return {
         clean_name(f"{name}.").removesuffix("."): child._version
         for name, child in module.named_modules(remove_duplicate=False)
@@ -181,12 +181,12 @@ def versions_of(module: nn.Module) -> dict[str, int]:
 
 
 def chunks_of(state: Mapping[str, Any]) -> dict[str, Chunk]:
-    """Return the part of `model_chunks` that consists of chunks."""
+    """Return the entries of a state that are chunks."""
     return {name: value for name, value in state.items() if isinstance(value, Chunk)}
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this process' part of a tensor, detached, sharing its memory."""
+    """Return this rank's shard of a tensor, detached, which shares its memory."""
     with torch.no_grad():  # then it is the tensor itself, and not a DTensor that is detached
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     assert isinstance(local, Tensor)
@@ -198,7 +198,7 @@ ChunkForm = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype
 
 
 def describe(chunk: Chunk) -> tuple[ChunkForm, tuple[str, ...]]:
-    """Return what other ranks have to know of a chunk: its form and its aliases."""
+    """Return the form of a chunk and its aliases, for other ranks."""
     return (chunk.full_shape, chunk.offsets, chunk.sizes, chunk.tensor.dtype), chunk.aliases
 
 
@@ -214,7 +214,7 @@ def assemble(
 
     Args:
         name: name of the tensor.
-        chunk: this rank's part of it; None if it has none.
+        chunk: the chunk of this rank; None if it has none.
         everyone: for each rank, its chunks by name (`describe`).
         device: device of the result, and of the messages.
         keep: whether this rank returns the whole tensor; otherwise None.
@@ -259,7 +259,7 @@ def _tensor_shards(module: nn.Module) -> dict[str, TensorShard]:
 def _parameter_chunk(
     name: str, value: Tensor, shards: Mapping[str, TensorShard], rows: OwnedRows | None
 ) -> Chunk:
-    """Combine the offsets of tensor parallelism and of ZeRO."""
+    """Return the chunk of a parameter, with the offsets of tensor parallelism and of ZeRO."""
     slice_shape = tuple(value.shape)
     shard = shards.get(name, TensorShard(full_shape=slice_shape))
     offsets = list(_fsdp_offsets(name, value))
@@ -272,7 +272,7 @@ def _parameter_chunk(
 
 
 def _fsdp_offsets(name: str, value: Tensor) -> tuple[int, ...]:
-    """Return where the local part of a DTensor begins; zeros for a plain tensor."""
+    """Return the offsets of the local shard of a DTensor; zeros for a plain tensor."""
     if not isinstance(value, DTensor):
         return (0,) * value.dim()
     pieces: list[ChunkStorageMetadata] = value.__create_chunk_list__()  # type: ignore[no-untyped-call]

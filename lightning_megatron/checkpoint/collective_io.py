@@ -1,8 +1,7 @@
-"""Saving and loading a checkpoint directory, on all ranks together or in one process alone.
+"""`save_directory` and `load_directory`: on all ranks together, or in one process.
 
-Saving is described in save_plan.py. Loading goes the other way: manifest, sizes, index and coverage
-are checked, then names and shapes against the module and its optimizers, and only then values are
-read.
+Saving is described in save_plan.py. Loading checks manifest, sizes, hashes and index first, then
+names and shapes against the module and its optimizers, and reads values only then.
 """
 
 import logging
@@ -51,23 +50,23 @@ def save_directory(
     """Write a checkpoint; collective.
 
     Args:
-        path: the directory to make; whatever stands there is replaced once the new one is complete.
-            The first rank's value counts.
-        model: what `model_chunks` returned, possibly edited. Values that are not chunks are stored
-            whole, as the lowest rank that has them sees them.
+        path: the directory to make; one that is there is replaced once the new one is complete.
+            The first rank's value is used.
+        model: the result of `model_chunks`, possibly edited. Other values than chunks are stored
+            whole; those of the lowest rank that has them are used.
         state: Lightning's checkpoint dictionary without model and optimizers; the first rank's
-            value counts.
-        optimizers: what `capture_optimizer` returned for each optimizer.
-        layout: degrees of parallelism, noted in the manifest.
+            value is used.
+        optimizers: the result of `capture_optimizer` for each optimizer.
+        layout: degrees of parallelism, for the manifest.
         group: the ranks that save; all when None; without process groups, this process.
 
     Returns:
         The manifest, on every rank.
 
     Raises:
-        ConfigError: a value of ``state`` (but for hyper-parameters, which are left out with a
-            warning) has no plain form; nothing was written.
-        CheckpointError: anything else failed on any rank; the target is what it was before.
+        ConfigError: a value of ``state`` cannot be stored (hyper-parameters are left out with a
+            warning instead); nothing was written.
+        CheckpointError: anything else failed on any rank; the target is unchanged.
     """
     peers = Peers(group)
     planned = SavePlanning(peers).plan(path, model, state, optimizers, layout)
@@ -79,13 +78,13 @@ def save_directory(
 def stored_state(
     reader: CheckpointReader, device: torch.device | str = "cpu"
 ) -> OrderedDict[str, Any]:
-    """Return the state_dict of a checkpoint, with tensors that are read when they are looked at.
+    """Return the state_dict of a checkpoint, with lazy tensors.
 
     Args:
         reader: the open checkpoint.
-        device: of the tensors.
+        device: device of the tensors.
     """
-    shelf = LazyCache()
+    cache = LazyCache()
 
     def lazy(name: str) -> LazyTensor:
         entry = reader.entry(f"{MODEL_PREFIX}.{name}")
@@ -97,7 +96,7 @@ def stored_state(
             reader.read({f"{MODEL_PREFIX}.{name}": whole(tensor)})
             return tensor
 
-        return LazyTensor(name, shape, dtype, torch.device(device), fetch, shelf)
+        return LazyTensor(name, shape, dtype, torch.device(device), fetch, cache)
 
     tensors = {name: lazy(name) for name in reader.model_names()}
     aliases = {a: tensors[n] for a, n in reader.manifest.aliases.items() if n in tensors}
@@ -106,15 +105,14 @@ def stored_state(
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a module that is to be loaded lies on this rank."""
+    """Placement of a module on this rank, for loading."""
 
     canonical: Mapping[str, str] | None = None
-    """For names that are aliases of a parameter of another stage, its name."""
+    """Names by alias, for aliases of a parameter of another stage."""
     names: Mapping[Tensor, str] | None = None
-    """Canonical name of every tensor that the optimizers update; the module's parameters when
-    None."""
+    """Canonical names of the tensors that the optimizers update; None for the parameters."""
     rows: Mapping[nn.Parameter, OwnedRows] | None = None
-    """Rows of whole parameters that this rank owns, and which alone it reads."""
+    """Rows of whole parameters that this rank owns; it reads only these."""
     bring_together: Callable[[], None] = lambda: None
     """Function that brings the rows that were read to the other ranks; collective."""
 
@@ -130,21 +128,22 @@ def load_directory(
     exclude: Sequence[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Bring a module and its optimizers to the state of a checkpoint of any layout; collective.
+    """Load a checkpoint of any layout into a module and its optimizers; collective.
 
-    Hooks of modules that change what is loaded run as in ``Module.load_state_dict``, with whole
-    tensors (module_state.py), and so does a ``load_state_dict`` that the module overrides.
+    Hooks that change the loaded state_dict run as in ``Module.load_state_dict``, with whole tensors
+    (module_state.py), and so does a ``load_state_dict`` that the module overrides.
 
     Args:
-        path: the directory; the first rank's value counts. Or a checkpoint that the ranks of
+        path: the directory (the first rank's value is used), or a checkpoint that the ranks of
             ``group`` have opened.
-        module: as this rank holds it, with memory (not on the meta device).
-        optimizers: none, or as many as were saved. The state of a parameter follows the entry that
-            the parameter is loaded from; a parameter without one begins anew.
-        state: what `stored_state` returned, possibly edited, the same on all ranks; that of the
+        module: the module as this rank holds it, with memory (not on the meta device).
+        optimizers: none, or as many as were saved. A parameter gets the optimizer state of the
+            entry that it is loaded from; without an entry its state begins anew.
+        state: the result of `stored_state`, possibly edited, the same on all ranks; that of the
             checkpoint when None.
-        layout: how the module lies on this rank.
-        strict: whether names that only one side has are an error; else they are logged.
+        layout: placement of the module on this rank.
+        strict: whether names that only the module or only the checkpoint has are an error;
+            otherwise they are logged.
         exclude: patterns of names that ``state`` lacks on purpose.
         group: the ranks that load; all when None; without process groups, this process.
 
@@ -177,26 +176,26 @@ def load_directory(
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """Findings of one rank that has compared its module with the checkpoint."""
+    """Comparison of one rank's module with the checkpoint."""
 
     problems: list[str]
     misfits: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     missing: list[str]
     unplaced: list[str]
     anew: list[str]
-    """Parameters whose optimizer state is not in the checkpoint."""
+    """Parameters without optimizer state in the checkpoint."""
     used: frozenset[str]
-    """Names in the files that the module took."""
+    """Names in the files that the module takes."""
     given: Mapping[str, str]
-    """For names of the state that come from the files, the name there."""
+    """Names in the files, by name in the state."""
     names: Sequence[str]
     """All names of the state."""
     settled: bool
-    """Whether nobody may yet say that a missing name does not matter."""
+    """Whether no hook or override runs later that may accept missing names."""
 
 
 class _Loading:
-    """One rank's part of `load_directory`."""
+    """The work of one rank in `load_directory`."""
 
     def __init__(
         self,
@@ -243,7 +242,7 @@ class _Loading:
         )
 
     def plan_model(self, strict: bool) -> None:
-        """Find out what every tensor of the module gets."""
+        """Find the entry of every tensor of the module."""
         if self._overrides:
             self._load_by_override(strict)
             return
@@ -268,7 +267,7 @@ class _Loading:
             self._values.append((chunk, cut(value, chunk)))
 
     def _load_by_override(self, strict: bool) -> None:
-        """Let the module's own load_state_dict decide, which sees the values as soon as torch's."""
+        """Run the module's own load_state_dict, which reads values as it goes."""
         chunks = own_chunks(self._module, self._layout.canonical)
 
         def take(module: nn.Module, state: dict[str, Any], prefix: str) -> Any:
@@ -317,7 +316,7 @@ class _Loading:
             self.stored |= {name: name for name in restore.chunks}
 
     def _stored_names(self) -> dict[str, str]:
-        """Names in the files of the parameters whose optimizer state is to be theirs."""
+        """Return the names in the files from which parameters get their optimizer state."""
         taken = self._found.taken.items()
         nowhere = {name: "" for name in self._chunks if self._leaves(name)}
         return nowhere | {owner: v.source for owner, v in taken if isinstance(v, LazyTensor)}
@@ -338,13 +337,13 @@ class _Loading:
             chunk.tensor.copy_(value)
 
     def apply(self) -> None:
-        """Hand over what was not read in place."""
+        """Copy the values that were not read in place, and restore the optimizers."""
         self._copy()
         for restore in self._restores:
             restore.apply()
 
     def finish(self) -> _Report:
-        """Run what modules want to do once they are loaded."""
+        """Run the post-hooks of the modules."""
         if not self._overrides:
             self._found.finish()
         return self.report
@@ -353,7 +352,7 @@ class _Loading:
 def _judge(
     reports: Sequence[_Report], reader: CheckpointReader, module: nn.Module, strict: bool
 ) -> None:
-    """Decide on the first rank whether the checkpoint fits all ranks' modules."""
+    """Raise an error on the first rank if the checkpoint does not fit all ranks' modules."""
     problems = list(dict.fromkeys(p for report in reports for p in report.problems))
     misfits = {name: shapes for report in reports for name, shapes in report.misfits.items()}
     names = _differences(reports) if strict and all(r.settled for r in reports) else []
@@ -372,11 +371,11 @@ def _judge(
 def misfit_problems(
     misfits: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], hint: str
 ) -> list[str]:
-    """Say which parameters have other shapes; one sentence for many.
+    """Return the faults of parameters with other shapes; one sentence for many.
 
     Args:
         misfits: shapes in the checkpoint and in the module, by name.
-        hint: which hyper-parameters differ.
+        hint: hyper-parameters that differ, as text.
     """
     texts = [
         f"parameter {name!r}: the checkpoint has shape {stored}, the module {ours}"
@@ -389,7 +388,7 @@ def misfit_problems(
 
 
 def _hyper_parameters(reader: CheckpointReader, module: nn.Module) -> str:
-    """Name the hyper-parameters that differ, with both values."""
+    """Return the hyper-parameters that differ, with both values, as text."""
     stored = _flat(reader.state.get("hyper_parameters", {}))
     ours = _flat(dict(getattr(module, "hparams", {})))
     differing = [
@@ -412,7 +411,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _judge_names(reports: Sequence[_Report], reader: CheckpointReader, strict: bool) -> None:
-    """Decide about missing names, once hooks that may overlook some have run."""
+    """Raise an error for missing names after hooks that may accept some have run."""
     if not (differences := _differences(reports)):
         return
     if strict and not all(report.settled for report in reports):
@@ -444,7 +443,7 @@ def _differences(reports: Sequence[_Report]) -> list[str]:
 def _layer_counts(
     missing: Sequence[str], unexpected: Sequence[str], stored: Sequence[str]
 ) -> list[str]:
-    """Say that a list of layers is longer on one side, where nothing else differs."""
+    """Return a fault about the number of layers, if nothing else differs."""
     lacking, differing = _numbered(missing), [*missing, *unexpected]
     if len(_numbered(differing)) != 1 or not all(_NUMBERED.match(name) for name in differing):
         return []
@@ -469,7 +468,7 @@ _NUMBERED = re.compile(r"(.+?)\.(\d+)\.")
 
 
 def _numbered(names: Sequence[str]) -> dict[str, frozenset[int]]:
-    """Numbers of the layers in lists, by the name of the list."""
+    """Return the numbers of the layers in lists, by the name of the list."""
     found: dict[str, frozenset[int]] = {}
     for name in names:
         if (match := _NUMBERED.match(name)) is not None:

@@ -6,29 +6,29 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from lightning_megatron.problems import at_least, lists_of_names, switches, whole_numbers
+from lightning_megatron.errors import at_least, lists_of_names, switches, whole_numbers
 
 PARTS = ("optimizer", "lr_schedulers", "loops", "callbacks")
-"""Parts of a checkpoint that `CheckpointConfig.exclude` may name, beside weights."""
+"""Parts of a checkpoint, other than weights, that `CheckpointConfig.exclude` may name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCheckpointConfig:
-    """How often checkpoints are made on the machines themselves, and where they are kept."""
+    """Options of local checkpoints, which are on the machines' own memory or disks."""
 
     every_n_steps: int | None = None
-    """Optimizer steps between two local checkpoints; None: as often as keeps training waiting for
-    at most a hundredth of the time, and the machines writing for at most a third of it. One that
-    comes due while the one before is still being written is made as soon as that stands."""
+    """Optimizer steps between two local checkpoints. None chooses the interval so that training
+    waits at most 1 % of the time and the machines write at most a third of it. A checkpoint that
+    is due while the one before is still being written follows as soon as that is complete."""
     directory: str | None = None
-    """Directory of each machine, in memory or on a disk of its own; ``$VARIABLES`` of the
-    environment are expanded on each machine. None: ``/dev/shm`` where there is room for it, else
-    the system's directory for temporary files."""
+    """Directory of each machine, in memory or on a disk of its own; environment variables like
+    ``$SCRATCH`` are expanded on each machine. None takes ``/dev/shm`` if it has room, else the
+    system's directory for temporary files."""
     replicas: int = 1
-    """Other nodes that keep a copy of each node's files; so many nodes may be lost at once. 0 for
-    none: then what a node has is lost with it, and only killed processes are survived."""
+    """Number of other nodes that keep a copy of each node's files; so many nodes may be lost at
+    once. With 0 the files of a node are lost with it, and only killed processes are survived."""
     keep: int = 2
-    """Complete local checkpoints that are kept. While the next one is written there is one more."""
+    """Number of complete local checkpoints that are kept; a new one is written before one goes."""
 
     def problems(self) -> list[str]:
         """Faults of the options."""
@@ -43,49 +43,50 @@ class LocalCheckpointConfig:
                 )
             elif "://" in self.directory:
                 faults.append(
-                    f"directory={self.directory!r}: is no directory of the machine; nearest valid: "
-                    "directory=None, or a path without a scheme"
+                    f"directory={self.directory!r}: must be a directory of the machine, not a URL; "
+                    "nearest valid: directory=None, or a path without a scheme"
                 )
         return [f"checkpoint.local.{fault}" for fault in faults]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How checkpoints are saved during training, and what of them is loaded."""
+    """Options of saving checkpoints during training, and of loading them."""
 
     mode: Literal["async", "sync"] = "sync"
-    """``"async"`` copies the state and writes while training goes on; whoever reads a checkpoint
-    during training (a logger that uploads it) then finds it later than the call that saved it."""
+    """``"sync"`` writes while training waits. ``"async"`` copies the state to host memory and
+    writes it while training goes on; a reader during training (a logger that uploads checkpoints)
+    then finds a checkpoint later than the call that saved it."""
     on_error: Literal["continue", "raise"] = "continue"
-    """Whether training goes on, with one warning, after a save that failed."""
+    """Reaction to a save that failed: go on training with one warning, or raise the error."""
     max_failed_saves: int | None = None
-    """Failed saves in a row after which training ends all the same; None for any number: a night's
-    training is worth more than the checkpoints that a full disk costs."""
+    """Number of failed saves in a row after which training ends despite ``on_error="continue"``;
+    None for no limit, as a night of training is worth more than some checkpoints."""
     when_busy: Literal["wait", "supersede"] = "wait"
-    """What a save does that finds another in flight: wait for it, or give it up to take its place
-    (every other time at most, so that some checkpoint is always finished)."""
+    """Behaviour of a save while another is in flight: ``"wait"`` for it, or ``"supersede"`` it by
+    giving it up (at most every other time, so that some checkpoint is always finished)."""
     incremental: bool = False
-    """Share files of unchanged tensors (a frozen trunk) with the checkpoint before, by hard links.
-    Off by default, as a bit that flips on the disk is then in every checkpoint that has the file.
-    Where links are impossible checkpoints are written in full, which is said once."""
+    """Whether files of unchanged tensors (a frozen trunk) are hard links to those of the checkpoint
+    before. Off by default, as a bit that flips on the disk is then in every checkpoint that shares
+    the file. Where links are impossible, checkpoints are written in full, with one warning."""
     local: bool | LocalCheckpointConfig = False
-    """Between shared checkpoints make some on the machines themselves, in memory or on a disk of
-    their own, each with a copy on another machine. ``ckpt_path="auto"`` goes on from the newest of
-    both kinds. True takes the defaults of `LocalCheckpointConfig`."""
+    """Local checkpoints between the shared ones: in the memory or on a disk of each machine, each
+    with a copy on another machine. ``ckpt_path="auto"`` goes on from the newest of both kinds. True
+    takes the defaults of `LocalCheckpointConfig`."""
     keep: int | None = None
-    """Keep this many of the checkpoints that each ModelCheckpoint makes in turn, the newest, and
-    what a ModelCheckpoint holds as best or last; None leaves deleting to the callbacks. For one
-    with ``save_top_k=-1``: what is beyond ``keep`` goes when a newer one stands and is verified."""
+    """Number of the newest checkpoints of each ModelCheckpoint that are kept, beside those that a
+    ModelCheckpoint holds as best or last; None leaves deleting to the callbacks. It is meant for
+    ``save_top_k=-1``. An older one is deleted when a newer one is complete and verified."""
     exclude: Sequence[str] = ()
-    """Parts of a checkpoint that ``ckpt_path`` leaves out: patterns of names of weights, like
-    ``head.*``, and ``optimizer``, ``lr_schedulers``, ``loops`` (progress) and ``callbacks``.
-    Weights that are left out stay what the module has; their optimizer state begins anew."""
+    """Parts of a checkpoint that ``ckpt_path`` does not load: patterns of names of weights, like
+    ``head.*``, and ``optimizer``, ``lr_schedulers``, ``loops`` (progress) and ``callbacks``. The
+    module keeps its own values for these weights; their optimizer state begins anew."""
     drain_timeout_s: float = 600.0
-    """Seconds that a run which ends with an exception waits for the save in flight."""
+    """Seconds that a run that ends with an exception waits for the save in flight."""
 
     @property
     def local_options(self) -> LocalCheckpointConfig | None:
-        """Options of local checkpoints; None where there are to be none."""
+        """Options of local checkpoints; None if there are none."""
         if isinstance(self.local, LocalCheckpointConfig):
             return self.local
         return LocalCheckpointConfig() if self.local else None
@@ -119,14 +120,14 @@ class CheckpointConfig:
             )
         if self.keep is not None and whole_numbers(2, keep=self.keep):
             problems.append(
-                f"checkpoint.keep={self.keep!r}: must be at least 2, as the newest may turn out "
-                "to be damaged; nearest valid: keep=2"
+                f"checkpoint.keep={self.keep!r}: must be an integer of at least 2, as the newest "
+                "may turn out to be damaged; nearest valid: keep=2"
             )
         return problems
 
 
 def exclusion_problems(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Faults of what `CheckpointConfig.exclude` names, given the names of a checkpoint.
+    """Faults of `CheckpointConfig.exclude`, given the names in a checkpoint.
 
     >>> exclusion_problems(["haed.*"], ["head.weight", "net.bias"])  # doctest: +ELLIPSIS
     ["checkpoint.exclude=['haed.*']: nothing of the checkpoint ...; nearest valid: 'head.*'"]

@@ -1,4 +1,4 @@
-"""The whole weights of a module that is spread over processes."""
+"""`gather`: the whole weights of a module that is sharded over processes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,22 +22,22 @@ from lightning_megatron.parallel.apply import layout_of
 def gather(
     module: nn.Module, rank: int | None = None, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """The state of a module with whole, plain tensors, whatever layout it is on; collective.
+    """Return the state_dict of a module with whole, plain tensors, under any layout; collective.
 
-    Every process of the run calls it, in a hook or after ``fit``. What it returns fits
-    ``load_state_dict`` of a new module of the same kind, in any process::
+    Every process of the run calls it, in a hook or after ``fit``. The result fits
+    ``load_state_dict`` of a new module of the same class, in any process::
 
         plain = MyModule()
         plain.load_state_dict(lightning_megatron.gather(module))
 
     Args:
         module: the LightningModule.
-        rank: the one process that is to have the result; all of them if None.
-        device: where the result goes, one tensor after the other; None for the module's own.
+        rank: rank of the only process that returns the result; all of them if None.
+        device: device of the result, to which it moves tensor by tensor; None for the module's.
 
     Returns:
-        What ``state_dict`` of the module would be in one process, with copies of the tensors; an
-        empty dictionary on processes that are not to have it.
+        The ``state_dict`` that the module would have in one process, with copies of the tensors;
+        an empty dictionary on the other ranks if ``rank`` is given.
     """
     parallel = layout_of(module)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -84,6 +84,6 @@ def _copy(value: Any, device: torch.device | None) -> Any:
 
 
 def _named(found: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """``found`` with further names of shared tensors."""
+    """Return ``found`` with the aliases of shared tensors added."""
     aliases = {alias: found[name] for name, chunk in _chunks(state) for alias in chunk.aliases}
     return found | aliases

@@ -1,12 +1,12 @@
 """The state of an optimizer, by parameter name.
 
-``Optimizer.state_dict`` numbers the parameters of this process, which means nothing in another
-layout. Here every state tensor belongs to a named parameter: one of the parameter's shape (like
-momentum) is cut as the parameter is, a small one (``step``) is stored whole. Options (learning
-rate, betas, ...) are stored with the names of the parameters they apply to, gathered from all
-pipeline stages, and found again by those names, however the groups are then spread over ranks.
+``Optimizer.state_dict`` numbers the parameters of this process, and these numbers mean nothing in
+another layout. Here every state tensor belongs to a named parameter. A tensor of the parameter's
+shape (like momentum) is sharded as the parameter is; a small one (``step``) is stored whole.
+Options (learning rate, betas, ...) are stored with the names of their parameters, united over all
+pipeline stages, and found again by those names under any layout.
 
-Restoring creates the state of this process' parameters from the checkpoint alone, as optimizers
+Restoring creates the state of this rank's parameters from the checkpoint alone, as optimizers
 create theirs only in the first step.
 """
 
@@ -22,24 +22,24 @@ from torch.optim import Optimizer
 from lightning_megatron.checkpoint.chunks import Chunk, local_tensor, whole
 from lightning_megatron.checkpoint.directory.index import StoredTensor, summary
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.optim.quantized_averages import NarrowState
+from lightning_megatron.optim.quantized_state import QuantizedStateOptimizer
 from lightning_megatron.optim.sharded_step import steps_on_shards
 
-# How a step is computed, not what: the current run's choice (which may be on another device).
+# Implementation of a step: chosen by the current run, which may be on another device.
 _OWN_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _BOOKKEEPING = frozenset({"params", "param_names"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """Options that a set of parameters shares."""
+    """Options of a set of parameters."""
 
     index: int
     """Position of the parameter group in its optimizer."""
     options: Mapping[str, Any]
-    """Learning rate and so on."""
+    """Learning rate and so on, by name."""
     parameters: tuple[str, ...]
-    """Canonical names."""
+    """Canonical names of the parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +47,20 @@ class OptimizerSnapshot:
     """The state of one optimizer on this process."""
 
     tensors: Mapping[str, Chunk]
-    """By ``<parameter>.<key>``."""
+    """State tensors by ``<parameter>.<key>``."""
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """State that is not a tensor, by parameter and key."""
+    """State other than tensors, by parameter and key."""
     groups: Sequence[GroupOptions] = ()
     """Options of the local parameters."""
     kind: str | None = None
     """Class of the optimizer."""
 
     def without_tensors(self) -> "OptimizerSnapshot":
-        """Return the part that is small."""
+        """Return the snapshot without its tensors."""
         return replace(self, tensors={})
 
     def renamed(self, names: Mapping[str, str]) -> "OptimizerSnapshot":
-        """Return the same state of parameters that have other names."""
+        """Return the snapshot with other names of parameters."""
 
         def new(name: str) -> str:
             parameter, _, key = name.rpartition(".")
@@ -80,23 +80,23 @@ class OptimizerSnapshot:
 def capture_optimizer(
     optimizer: Optimizer, names: Mapping[Tensor, str], chunks: Mapping[str, Any]
 ) -> OptimizerSnapshot:
-    """Describe the state of an optimizer, sharing its memory.
+    """Return the state of an optimizer; its tensors share the optimizer's memory.
 
     Args:
-        optimizer: of torch, or with the same layout of ``state`` and ``param_groups``.
+        optimizer: one of torch, or one with the same form of ``state`` and ``param_groups``.
         names: canonical name of every tensor that the optimizer updates.
         chunks: the chunk of every parameter, as `model_chunks` returns it.
 
     Raises:
-        ConfigError: a state tensor has a shape that cannot be stored independently of the layout.
+        ConfigError: the shape of a state tensor depends on the layout.
     """
     tensors: dict[str, Chunk] = {}
     values: dict[str, dict[str, Any]] = {}
     problems = []
     for parameter, state in optimizer.state.items():
         name = _name_of(parameter, names, optimizer)
-        if isinstance(optimizer, NarrowState):
-            state = optimizer.wide_state(state)
+        if isinstance(optimizer, QuantizedStateOptimizer):
+            state = optimizer.dequantized_state(state)
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 values.setdefault(name, {})[key] = value
@@ -126,7 +126,7 @@ def capture_optimizer(
 
 
 def merge_snapshots(snapshots: Iterable[OptimizerSnapshot]) -> dict[str, Any]:
-    """Unite what the ranks hold of one optimizer, without tensors, to plain data."""
+    """Unite the ranks' snapshots of one optimizer, without tensors, to plain data."""
     values: dict[str, Mapping[str, Any]] = {}
     groups: dict[tuple[int, str], tuple[GroupOptions, dict[str, None]]] = {}
     kind = None
@@ -150,33 +150,33 @@ def merge_snapshots(snapshots: Iterable[OptimizerSnapshot]) -> dict[str, Any]:
 def _saved(
     group: Mapping[str, Any], names: Mapping[Tensor, str], chunks: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Parameters of a group but for the placeholder of an empty stage, which nothing saves."""
+    """Return the parameters of a group without the placeholder of an empty stage."""
     return [p for p in group["params"] if names.get(p) is None or names[p] in chunks]
 
 
 class OptimizerRestore:
-    """Brings an optimizer to a stored state, in two steps.
+    """Restoration of an optimizer, in two steps.
 
-    The constructor checks and allocates; nothing changes before `apply`, which is called once
+    The constructor checks and allocates. Nothing changes before `apply`, which is called after
     ``chunks`` were read.
 
     Args:
-        optimizer: its state is replaced.
+        optimizer: the optimizer to restore.
         names: canonical name of every tensor that the optimizer updates.
         chunks: the chunk of every parameter.
-        stored_names: for canonical names, the name in the checkpoint; their own where none is.
-        prefix: of this optimizer's tensors in the checkpoint, like ``optimizer.0``.
-        tensors: all that the checkpoint has, by name.
+        stored_names: for canonical names, the name in the checkpoint where it is another.
+        prefix: prefix of this optimizer's tensors in the checkpoint, like ``optimizer.0``.
+        tensors: all tensors of the checkpoint, by name.
         saved: the result of `merge_snapshots`, decoded.
 
     Attributes:
-        chunks: what to read, by stored name.
-        anew: parameters of which the checkpoint has no state, or one of another shape, which begin
-            anew.
+        chunks: chunks to read, by stored name.
+        anew: parameters whose state begins anew, as the checkpoint has none, or one of another
+            shape.
 
     Raises:
-        ConfigError: an optimizer of another kind wrote it; parameters of one group have different
-            stored options, or none.
+        ConfigError: an optimizer of another class wrote the state; or parameters of one group have
+            different stored options, or none.
     """
 
     def __init__(
@@ -234,11 +234,11 @@ class OptimizerRestore:
         """Put the state and the options into the optimizer."""
         self._optimizer.state.clear()
         for parameter, state in self._state.items():
-            if isinstance(self._optimizer, NarrowState):
+            if isinstance(self._optimizer, QuantizedStateOptimizer):
                 local = {
                     key: local_tensor(v) if isinstance(v, Tensor) else v for key, v in state.items()
                 }
-                state = self._optimizer.narrow_state(local, self._held_in[parameter])
+                state = self._optimizer.requantized_state(local, self._held_in[parameter])
             self._optimizer.state[parameter] = state
         for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
             for key, value in options.items():
@@ -254,8 +254,8 @@ def _refuse_other_kind(ours: str, stored: str | None) -> None:
     alike = stored is None or ours == stored or {ours, stored} == {"Adam", "AdamW"}
     if not alike:
         raise ConfigError(
-            f"the checkpoint has the state of {stored}, the module's optimizer is {ours}, to which "
-            f"it means nothing; nearest valid: {stored}, or "
+            f"the checkpoint has the state of {stored}, which the module's optimizer, {ours}, "
+            f"cannot use; nearest valid: {stored}, or "
             "checkpoint=CheckpointConfig(exclude=['optimizer', 'lr_schedulers']) to begin anew"
         )
 
@@ -264,13 +264,14 @@ def _name_of(parameter: Tensor, names: Mapping[Tensor, str], optimizer: Optimize
     if parameter not in names:
         raise ConfigError(
             f"{type(optimizer).__name__} updates a tensor of shape {tuple(parameter.shape)} that "
-            "is no parameter of the module: its state cannot be stored by name"
+            "is no parameter of the module, so its state cannot be stored by name; nearest valid: "
+            "only parameters of the module in the optimizer"
         )
     return names[parameter]
 
 
 def _state_chunk(key: str, value: Tensor, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
-    """Describe one state tensor; None when its shape has no meaning in another layout."""
+    """Return the chunk of one state tensor; None if its shape depends on the layout."""
     local = local_tensor(value)
     if (reduced := _without(key, parameter, optimizer)) is not None:
         return replace(reduced, tensor=local) if tuple(local.shape) == reduced.sizes else None
@@ -291,7 +292,7 @@ def _state_chunk(key: str, value: Tensor, parameter: Chunk, optimizer: Optimizer
 
 
 def _without(key: str, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
-    """The chunk of a state that lacks one dimension of the parameter; None for any other."""
+    """Return the chunk of a state without one dimension of the parameter; None for others."""
     missing = getattr(optimizer, "reduced_state", {}).get(key)
     if missing is None or len(parameter.full_shape) < -missing:
         return None
@@ -328,7 +329,7 @@ def _entries_by_parameter(
 def _is_of_other_shape(
     parameter: Chunk, stored: StoredTensor | None, state: Mapping[str, StoredTensor] | None
 ) -> bool:
-    """Whether the state of a parameter is of another shape than the parameter."""
+    """Return whether the stored state of a parameter has another shape than the parameter."""
     if stored is not None:
         return stored.shape != parameter.full_shape
     sizes = [entry.shape for entry in (state or {}).values()]
@@ -339,7 +340,7 @@ def _is_of_other_shape(
 def _find_options(
     index: int, names: Sequence[str], groups: Sequence[GroupOptions], optimizer: str
 ) -> Mapping[str, Any]:
-    """Return the stored options that apply to all of ``names``."""
+    """Return the stored options that all of ``names`` share."""
     if not names:  # a stage without parameters of this group: its position has to do
         same = [g for g in groups if g.index == index]
         return same[0].options if len(same) == 1 else {}
@@ -379,7 +380,7 @@ def _allocate(
     model_entry: StoredTensor | None,
     optimizer: Optimizer,
 ) -> tuple[Tensor, Chunk]:
-    """Make one state tensor of this process, and the chunk to read it into."""
+    """Allocate one state tensor of this rank; return it with the chunk to read into."""
     dtype = entry.dtype
     device = chunk.tensor.device
     reduced = _without(key, chunk, optimizer)
@@ -393,7 +394,7 @@ def _allocate(
         like = parameter.detach() if isinstance(parameter, DTensor) else chunk.tensor
         value = torch.zeros_like(like, dtype=dtype)
         return value, replace(chunk, tensor=local_tensor(value), aliases=())
-    # Optimizers keep the step count on the host, unless the whole step runs on the device.
+    # Optimizers keep the step count on the host unless the whole step runs on the device.
     on_device = key != "step" or group.get("capturable") or group.get("fused")
     value = torch.zeros(entry.shape, dtype=dtype, device=device if on_device else "cpu")
     return value, whole(value)

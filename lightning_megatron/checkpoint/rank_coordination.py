@@ -1,14 +1,13 @@
-"""Ranks that do one thing together and agree on whether it worked.
+"""`Peers`: ranks that do one thing together and agree on whether it worked.
 
-Every step of saving and loading may fail on one rank only: a full disk, a parameter that one stage
-holds. If that rank alone raised, its peers would wait for it in the next collective until the
-timeout. `Peers.run` is the one primitive that everything here is built from: each rank does its
-part, the first rank sees all outcomes and draws the conclusion, and every rank then returns the
-same result or raises the same error. Cost: one gather and one broadcast of small objects.
+Every step of saving and loading may fail on one rank only: a full disk, a parameter that only one
+stage holds. If that rank alone raised, its peers would wait for it in the next collective until the
+timeout. `Peers.run` prevents that: each rank does its part, the first rank sees all outcomes and
+makes the result, and every rank then returns the same result or raises the same error. It costs one
+gather and one broadcast of small objects.
 
-Data-parallel ranks mostly have the same to say, and a thousand copies of a list of all parameters
-would not be small. So in larger groups the hashes are gathered first, and what several ranks have
-in common travels once.
+Data-parallel ranks mostly have equal values, and a thousand copies of a list of all parameters
+would not be small. So in larger groups hashes are gathered first, and equal values travel once.
 """
 
 import hashlib
@@ -24,9 +23,9 @@ from torch import Tensor
 from lightning_megatron.errors import CheckpointError, ConfigError
 
 _FEW_RANKS = 16
-"""Ranks whose values are gathered without asking whether they are equal."""
+"""Size of groups up to which values are gathered without comparing hashes first."""
 _MOST_SPEAKERS = 64
-"""Ranks that the first one connects to, to hear what several have in common."""
+"""Largest number of ranks with different values that send theirs to the first one by one."""
 _LENGTH_BYTES = 8
 
 T = TypeVar("T")
@@ -37,7 +36,7 @@ R = TypeVar("R")
 class _Failure:
     text: str
     problems: tuple[str, ...] | None = None
-    """The faults of a `ConfigError`; None for any other error."""
+    """Faults of a `ConfigError`; None for any other error."""
     kind: type[CheckpointError] = CheckpointError
     """Class of the error to raise."""
 
@@ -52,9 +51,9 @@ class Peers:
     """The ranks that save or load one checkpoint.
 
     Args:
-        group: the ranks, over gloo; all of them when None. A group of its own keeps these messages
-            apart from training.
-        alone: take this process by itself, whatever process groups there are.
+        group: a gloo group of the ranks; all ranks when None. A group of its own keeps these
+            messages apart from training.
+        alone: whether this process acts by itself, even if there are process groups.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
@@ -65,24 +64,24 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank concludes and commits."""
+        """Whether this is the first rank, which makes results and commits."""
         return self.rank == 0
 
     def run(self, what: str, each: Callable[[], T], first: Callable[[list[T]], R]) -> R:
         """Run ``each`` on every rank, then ``first`` on the values, on the first rank.
 
         Args:
-            what: what is being done; begins the message of an error.
+            what: beginning of error messages, like ``saving PATH``.
             each: this rank's part; its value must be picklable.
-            first: receives the values by rank; its result must be picklable.
+            first: function of the values of all ranks; its result must be picklable.
 
         Returns:
-            What ``first`` returned, on every rank.
+            The result of ``first``, on every rank.
 
         Raises:
-            ConfigError: with the faults of all ranks, if nothing worse happened.
-            CheckpointError: any other error, with the ranks where it arose; a
-                `DamagedCheckpointError` if that is what all of them raised.
+            ConfigError: all failing ranks raised it; it has the faults of all.
+            CheckpointError: any other error, with the ranks that raised it; a
+                `DamagedCheckpointError` if all of them raised that.
         """
         outcome, error = _attempt(each)
         outcomes = self._gather(outcome)
@@ -117,13 +116,13 @@ class Peers:
         return values
 
     def deliver(self, texts: Sequence[bytes]) -> list[bytes]:
-        """Give each of the first ranks a text, and return those that all ranks gave this one.
+        """Send a text to each of the first ranks; return the texts that came to this rank.
 
         Args:
-            texts: as many as there are ranks that are given something; what this one has for each.
+            texts: text for each receiving rank; all ranks give as many.
 
         Returns:
-            By rank; empty on ranks that are given nothing.
+            Texts by sender; empty on ranks that receive nothing.
         """
         if self.size == 1:
             return list(texts)
@@ -137,14 +136,14 @@ class Peers:
         return found
 
     def hand_out(self, texts: Sequence[bytes], givers: int) -> list[bytes]:
-        """Give every rank a text, and return those that the first ranks gave this one.
+        """Send a text from each of the first ranks to every rank; return those for this rank.
 
         Args:
-            texts: by rank; what this one has for it, if it is one of the givers.
-            givers: number of ranks that give.
+            texts: text for each rank, if this rank sends.
+            givers: number of ranks that send.
 
         Returns:
-            By giver.
+            Texts by sender.
         """
         if self.size == 1:
             return list(texts)
@@ -160,7 +159,7 @@ class Peers:
         return found
 
     def _largest(self, numbers: Sequence[int]) -> list[int]:
-        """Return the largest of the numbers that the ranks have, one for each place."""
+        """Return the element-wise maximum of the ranks' numbers."""
         found = torch.tensor(numbers)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         largest: list[int] = found.tolist()
@@ -178,7 +177,7 @@ class Peers:
         return gathered
 
     def _speakers(self, outcome: _Outcome) -> list[int]:
-        """Return for every rank the lowest one that has the same to say, on every rank."""
+        """Return, for every rank, the lowest rank with an equal outcome; on every rank."""
         digest = hashlib.sha256(pickle.dumps(outcome)).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         all_of_them = [torch.empty_like(mine) for _ in range(self.size)] if self.is_first else None
@@ -193,7 +192,7 @@ class Peers:
         return found
 
     def _gather_from(self, speakers: Sequence[int], outcome: _Outcome) -> list[_Outcome] | None:
-        """Bring the outcomes of some ranks to the first, where they stand for those of all."""
+        """Send the outcomes of some ranks to the first, where they stand for those of all."""
         if not self.is_first:
             if self.rank in speakers:
                 dist.send_object_list([outcome], dst=self._first_global_rank, group=self.group)
@@ -221,7 +220,7 @@ class Peers:
 
 
 def _padded(text: bytes, length: int) -> Tensor:
-    """Return a text with its own length before it, and with zeros up to some length."""
+    """Return a text with its length in front, padded with zeros."""
     content = len(text).to_bytes(_LENGTH_BYTES, "little") + text.ljust(length, b"\0")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 

@@ -1,15 +1,14 @@
-"""The state_dict of a module as one process would have it, for hooks that look at it.
+"""The whole state_dict of a sharded module, for hooks that look at it.
 
 ``on_save_checkpoint``, a ``state_dict`` that a module overrides, hooks on ``state_dict`` and a
 ``_save_to_state_dict`` of a layer may read, rename, drop, add and replace entries. Under a layout
-that cuts the module no rank has them. There every entry is a `LazyTensor`, under all names of all
-stages; whoever looks at its values has its parts sent together from all ranks.
+that shards the module no rank has the whole entries. So every entry is a `LazyTensor`, under all
+names of all stages; a use of its values gathers its parts from all ranks.
 
-That takes all ranks, but not all of them need to look: a rank that is through with its hooks goes
-on to `WholeState.conclude`, where it takes part in what others still want to see until all have
-arrived. So no rank waits for one that does not look, as long as nothing else that takes all ranks
-stands between. What rank 0 leaves in the state_dict is what counts, as it is rank 0 that writes in
-plain Lightning.
+Gathering takes all ranks, but not all of them use the values. A rank whose hooks are done goes on
+to `WholeState.conclude`, where it serves the gathers of the others until all have arrived. So no
+rank waits for one that uses no values, as long as no other collective comes in between. The
+state_dict that rank 0 leaves is the one that is saved, as rank 0 writes in plain Lightning.
 """
 
 from collections import OrderedDict
@@ -55,12 +54,12 @@ class _Edited:
     """The state_dict of one rank as its hooks left it."""
 
     sources: Mapping[str, str | None]
-    """By name, the parameter or buffer that stands there; None for any other value."""
+    """Parameter or buffer of each entry, by name; None for any other value."""
     problems: tuple[str, ...]
 
 
 class WholeState:
-    """The state_dict that hooks see while a checkpoint is saved or loaded; collective.
+    """The whole state_dict that hooks see while a checkpoint is saved or loaded; collective.
 
     From `attach` to `detach` ``state_dict`` of the module, and of every module in it, has whole
     values under the names of all stages.
@@ -68,10 +67,10 @@ class WholeState:
     Args:
         parallel: the module on its layout, at rest.
         group: all ranks, for objects.
-        when: the hook in which values can be looked at.
+        when: name of the hook in which values can be used.
 
     Attributes:
-        is_cut: whether a rank lacks values.
+        is_cut: whether any rank lacks values.
         renamed: after `finish`, the new names of tensors that hooks have renamed.
     """
 
@@ -88,7 +87,7 @@ class WholeState:
         self._swapped: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
         self._remote: dict[str, dict[str, Any]] = {}
         self.renamed: dict[str, str] = {}
-        self._shelf = LazyCache()
+        self._cache = LazyCache()
         copies = any(rows.is_copy for rows in parallel.data.rows.values())
         self.is_cut = not is_whole(parallel) or (copies and self._peers.size > 1)
         self._everyone = self._exchange({n: describe(c) for n, c in self._chunks.items()})
@@ -113,19 +112,19 @@ class WholeState:
                     def fetch(name: str = name) -> Tensor:
                         return self._fetch(name)
 
-                    lazy = LazyTensor(name, shape, dtype, device, fetch, self._shelf)
+                    lazy = LazyTensor(name, shape, dtype, device, fetch, self._cache)
                 found |= {n: lazy for n in (name, *aliases) if n not in found}
         return found
 
     def state(self) -> dict[str, Any]:
-        """Return what ``state_dict`` of the module is, with what the module overrides."""
+        """Return ``state_dict`` of the module, with all overrides and hooks."""
         state = self._parallel.module.state_dict()
         return OrderedDict((clean_name(name), value) for name, value in state.items())
 
     def attach(self) -> None:
-        """Have ``state_dict`` see whole values from now on."""
+        """Have ``state_dict`` return whole values from now on."""
         for module in self._parallel.module.modules():
-            # In front of the hooks of others, which are to see what this one put there.
+            # In front of other hooks, which see the entries of this one.
             self._handles.append(first_state_hook(module, self._put))
             if self.is_cut and _saves_itself(module) and tensors_of(module):
                 handle = module.register_state_dict_pre_hook(self._make_whole)  # type: ignore[no-untyped-call]
@@ -135,7 +134,7 @@ class WholeState:
             self._remote = self._items_of_all_stages()
 
     def _items_of_all_stages(self) -> dict[str, dict[str, Any]]:
-        """The ``state_dict`` of every pipeline item of all stages, by path and name."""
+        """Return the ``state_dict`` of every pipeline item of all stages, by path and name."""
         mine = {
             path: item.state_dict(prefix=path)
             for module, above in self._paths.items()
@@ -169,15 +168,15 @@ class WholeState:
         return self._given[what[0]] if kind == "source" else what[0]
 
     def detach(self) -> None:
-        """Have ``state_dict`` see what this rank has again; nothing can be read from now on."""
+        """Have ``state_dict`` return this rank's values again; lazy tensors are closed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for module, parameters in self._swapped.items():  # if state_dict failed
             module._parameters.update(parameters)
         self._swapped.clear()
-        self._shelf.closed = (
-            f"values of the state_dict of a checkpoint can be looked at in {self._when} only; "
+        self._cache.closed = (
+            f"values of the state_dict of a checkpoint can be used in {self._when} only; "
             "nearest valid: a clone() of them there"
         )
 
@@ -208,7 +207,7 @@ class WholeState:
         return value
 
     def _serve(self, messages: list[Any], mine: str | None = None) -> Tensor | None:
-        """Send the values together for which ranks have asked; return those asked for here."""
+        """Gather the values that ranks have asked for; return the one asked for here."""
         result = None
         for name in sorted({text for kind, text in messages if kind == "read"}):
             chunk, wanted = self._chunks.get(name), name == mine
@@ -220,7 +219,7 @@ class WholeState:
         return result
 
     def conclude(self, mine: Any) -> list[Any]:
-        """Wait until all ranks are through with their hooks, and return what each has to say."""
+        """Wait until the hooks of all ranks are done; return the value of each rank."""
         while True:
             messages = self._exchange(("done", mine))
             if all(kind == "done" for kind, _ in messages):
@@ -228,7 +227,7 @@ class WholeState:
             self._serve(messages)
 
     def finish(self, state: Mapping[str, Any]) -> StateMapping:
-        """Return what is to be saved of this rank, after the hooks."""
+        """Return the state of this rank to save, after the hooks."""
         edited = _Edited(
             sources={name: self._source_of(value) for name, value in state.items()},
             problems=tuple(self._problems(state)) if self.is_cut else (),
@@ -255,11 +254,11 @@ class WholeState:
 
     def _source_of(self, value: Any) -> str | None:
         if isinstance(value, LazyTensor):
-            return value.source if value.shelf is self._shelf else None
+            return value.source if value.cache is self._cache else None
         return self._sources.get(id(value))
 
     def _problems(self, state: Mapping[str, Any]) -> list[str]:
-        """Say which values are parts, or were changed where nobody will see it."""
+        """Return faults: values that are shards, or were changed in place."""
         cut = [c.tensor for c in self._chunks.values() if not c.is_whole and c.tensor.numel()]
         parts = {_address(tensor) for tensor in cut}
         problems = []
@@ -268,31 +267,31 @@ class WholeState:
             if isinstance(value, LazyTensor):
                 if value.is_written:
                     problems.append(
-                        f"{self._when} changes {whole_value} in place, of which every rank holds a "
-                        f"part; nearest valid: {whole_value} = the changed tensor"
+                        f"{self._when} changes {whole_value} in place, and every rank holds a "
+                        f"shard of it; nearest valid: {whole_value} = the changed tensor"
                     )
             elif isinstance(value, DTensor) or (
                 isinstance(value, Tensor) and _address(value) in parts
             ):
                 problems.append(
-                    f"{self._when} sets {whole_value} to the part of a parameter that this rank "
-                    "holds; nearest valid: a value of checkpoint['state_dict'], which is whole"
+                    f"{self._when} sets {whole_value} to this rank's shard of a parameter; nearest "
+                    "valid: a value of checkpoint['state_dict'], which is whole"
                 )
         return problems
 
     def resolve(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint without lazy tensors but in its state_dict."""
+        """Return a checkpoint whose only lazy tensors are in its state_dict."""
         return {
             key: _with_values(value) if key != "state_dict" else value
             for key, value in values.items()
         }
 
     def share(self, state: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Return, on every rank, what rank 0's hooks left of a state_dict that is loaded.
+        """Return rank 0's state_dict, as its hooks left it, on every rank.
 
         Args:
-            state: what the hooks left.
-            stored: what they were given.
+            state: the state_dict after the hooks.
+            stored: the state_dict before the hooks.
         """
         names = {id(value): name for name, value in stored.items()}
         mine: dict[str, tuple[Any, ...]] = {}
@@ -337,7 +336,7 @@ class WholeState:
 
 
 def edits_state(module: nn.Module) -> bool:
-    """Whether a module, or one in it, changes what ``state_dict`` holds of its tensors."""
+    """Return whether a module, or one in it, changes the tensors in its ``state_dict``."""
     return any(
         _saves_itself(child)
         or type(child).state_dict is not nn.Module.state_dict
@@ -356,7 +355,7 @@ def _saves_itself(module: nn.Module) -> bool:
 
 
 def _keeps_state_beside(module: nn.Module) -> bool:
-    """Whether it is a metric, which adds its counts to state_dict."""
+    """Return whether a module is a metric, which adds its counts to state_dict."""
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
 
 

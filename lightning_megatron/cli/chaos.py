@@ -3,8 +3,8 @@
     lightning-megatron chaos --faults "kill:rank=1,step=20" -- torchrun ... train.py
     lightning-megatron chaos --mean 60 --duration 600 -- torchrun --max-restarts 100 ... train.py
 
-The script needs no change, and any strategy will do; what is to survive must be able to: restarts
-take ``torchrun --max-restarts`` and ``fit(ckpt_path="auto")``.
+The script needs no change and may use any strategy. A run that is to survive restarts needs
+``torchrun --max-restarts`` and ``fit(ckpt_path="auto")``.
 """
 
 import argparse
@@ -16,9 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.testing.chaos.faults import KINDS, Fault, parse_faults
-from lightning_megatron.testing.chaos.runner import read_rehearsal, run_command, table
-from lightning_megatron.testing.chaos.timetable import random_faults
+from lightning_megatron.testing.chaos.faults import KINDS, Fault, parse_faults, random_faults
+from lightning_megatron.testing.chaos.runner import read_result, run_command, table
 
 _KINDS = "kill segfault abort exception slow:steps=5"
 _DURATION_S = 600.0
@@ -31,8 +30,8 @@ def chaos(args: Sequence[str]) -> int:
         args: the command line after `chaos`.
 
     Returns:
-        The exit code: that of the command; 1 if it ended well, but some fault was never recovered
-        from; 2 for a mistake of the user.
+        The exit code of the command; 1 if it is 0 but the run did not recover from some fault; 2
+        for a mistake of the user.
     """
     parser = _parser()
     ours, command = _split(list(args))
@@ -42,14 +41,17 @@ def chaos(args: Sequence[str]) -> int:
         return 0
     try:
         if not command:
-            raise ConfigError("there is no command; nearest valid: chaos ... -- torchrun train.py")
+            raise ConfigError("no command is given; nearest valid: chaos ... -- torchrun train.py")
         faults = _faults(options)
     except ConfigError as error:
         print(f"lightning-megatron: {error}", file=sys.stderr)
         return 2
     directory = options.directory or Path(f"chaos-{time.strftime('%Y%m%d-%H%M%S')}")
     if (directory / "started").exists():
-        print(f"lightning-megatron: {directory} holds a rehearsal already", file=sys.stderr)
+        print(
+            f"lightning-megatron: {directory} is of another run; nearest valid: a new one",
+            file=sys.stderr,
+        )
         return 2
     listed = "\n".join(f"  {fault}" for fault in faults)
     print(f"CHAOS: {shlex.join(command)}\nseed {options.seed}, kept in {directory}\n{listed}")
@@ -59,11 +61,11 @@ def chaos(args: Sequence[str]) -> int:
     except OSError as error:
         print(f"lightning-megatron: {command[0]}: {error.strerror}", file=sys.stderr)
         return 2
-    rehearsal = read_rehearsal(directory)
-    print(f"\n{table(rehearsal)}\n{_ending(code)}; seed {options.seed}")
+    result = read_result(directory)
+    print(f"\n{table(result)}\n{_ending(code)}; seed {options.seed}")
     if code:
         return code if code > 0 else 128 - code
-    return 0 if rehearsal.recovered else 1
+    return 0 if result.recovered else 1
 
 
 def _ending(code: int | None) -> str:
@@ -88,20 +90,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-megatron chaos",
         usage="%(prog)s [options] -- COMMAND...",
-        description="Run a training command while faults are injected into it, and say what came "
-        "of each.",
+        description="Run a training command with injected faults, and print whether it detected "
+        "and survived each.",
     )
     add = parser.add_argument
     add(
         "--faults",
         help="such as 'kill:rank=1,step=5,section=backward; slow:rank=0,amount=50,steps=20'; with "
-        f"--mean, what to choose from ('{_KINDS}')",
+        f"--mean, the faults to choose from ('{_KINDS}')",
     )
-    add("--list", action="store_true", help="say which kinds of faults there are")
+    add("--list", action="store_true", help="list the kinds of faults")
     add(
         "--mean", type=float, metavar="S", help="inject at random times, every S seconds on average"
     )
-    add("--seed", type=int, default=0, help="of everything that is left to chance")
+    add("--seed", type=int, default=0, help="seed of the random choices")
     add("--duration", type=float, metavar="S", help="end the command after S seconds")
-    add("--directory", type=Path, help="keep the rehearsal there; chaos-DATE-TIME by default")
+    add("--directory", type=Path, help="directory of the records; default: chaos-DATE-TIME")
     return parser

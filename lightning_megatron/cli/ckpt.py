@@ -1,8 +1,8 @@
-"""`lightning-megatron ckpt`: what checkpoints there are, what is in one, and whether it is intact.
+"""`lightning-megatron ckpt`: list checkpoints, show one, verify one.
 
-`ls` and `show` read the root manifests only and answer at once. `verify` does all that loading does
-before it reads a tensor: it compares every file with its hash. `index` makes the index that
-torch.distributed.checkpoint needs, which is left out of large checkpoints. Nothing here unpickles.
+`ls` and `show` read the root manifests only and answer at once. `verify` makes all checks of
+loading: it compares every file with its hash. `index` writes the index for
+torch.distributed.checkpoint, which large checkpoints do not have. No command unpickles anything.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def ckpt(args: Sequence[str]) -> int:
         args: the command line after `ckpt`.
 
     Returns:
-        The exit code: 0; 1 if `verify` finds damage; 2 for what is no checkpoint or cannot be read.
+        The exit code: 0; 1 if `verify` finds damage; 2 if a path is no checkpoint, or unreadable.
     """
     options = _parser().parse_args(list(args))
     try:
@@ -53,16 +53,16 @@ def ckpt(args: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lightning-megatron ckpt", description="Look at checkpoints, without loading them."
+        prog="lightning-megatron ckpt", description="Inspect checkpoints without loading them."
     )
     commands = parser.add_subparsers(required=True, metavar="{ls,show,verify,index}")
     for name, run, summary, argument, several in (
-        ("ls", _ls, "list the checkpoints in a place and below, newest first", "DIR|URL", False),
-        ("show", _show, "print what checkpoints contain", "PATH|URL", False),
+        ("ls", _ls, "list the checkpoints below a directory, newest first", "DIR|URL", False),
+        ("show", _show, "print the contents of checkpoints", "PATH|URL", False),
         ("verify", _verify, "compare checkpoints with their hashes; exit code 0 if all are "
          "intact, 1 if one is damaged, 2 if one cannot be read", "PATH|URL", True),
-        ("index", _index, "make the .metadata of a checkpoint, which torch.distributed.checkpoint "
-         "reads: checkpoints of many chunks have none", "PATH", False),
+        ("index", _index, "write .metadata, the index for torch.distributed.checkpoint, into a "
+         "checkpoint that has none because of its many chunks", "PATH", False),
     ):  # fmt: skip
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("path", type=str, metavar=argument, nargs="+" if several else None)
@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 def _ls(options: argparse.Namespace) -> int:
     top = _place(options.path)
     if not top.is_dir():
-        raise ConfigError(f"DIR={top}: must be a directory that exists")
+        raise ConfigError(
+            f"DIR={top}: must be a directory that exists; nearest valid: one with checkpoints"
+        )
     places = Places(trees=(top.resolve(),))
     found = [top] if is_checkpoint(top) else [*candidates(places), *renamed(places)]
     entries = [_overview(path) for path in found]
@@ -120,7 +122,7 @@ def _overview(path: AnyPath) -> dict[str, Any]:
 
 
 def _checkpoints(path: AnyPath) -> list[AnyPath]:
-    """A checkpoint, or all those in a folder of runs; the path itself if there are none."""
+    """Return a checkpoint, or all in a folder of runs; the path itself if there are none."""
     if not path.is_dir() or is_candidate(path.absolute()):
         return [path]
     places = Places(trees=(path.resolve(),))
@@ -163,7 +165,7 @@ def _print_manifest(directory: AnyPath, manifest: Manifest) -> None:
         "layout": _layout(manifest.layout),
         "versions": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
         "size": _size(manifest.size),
-        "own": f"{_size(manifest.own_size)}; the rest was linked from an earlier checkpoint",
+        "own": f"{_size(manifest.own_size)}; the rest is linked from an earlier checkpoint",
         "optimizers": manifest.optimizers,
         "parameters": f"{_elements(manifest):,} in model.*",
     }
@@ -228,7 +230,7 @@ def _verdict(path: AnyPath) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
         if path.is_dir() and not is_candidate(path.absolute()):
-            raise CheckpointError(f"{path}: not a checkpoint of this library")
+            raise CheckpointError(f"{path}: not a checkpoint of lightning-megatron")
         reader = CheckpointReader(path, alone=True)
     except DamagedCheckpointError as error:
         return {**verdict, "exit": 1, "fault": str(error)}
@@ -306,7 +308,7 @@ def _layout(layout: Mapping[str, int] | None) -> str:
 
 
 def _place(text: str) -> AnyPath:
-    """Return what an argument means, as it was written if it is a path of this machine."""
+    """Return an argument as a path; a path of this machine stays as it was written."""
     return storage_path(text) if "://" in text else Path(text)
 
 

@@ -1,9 +1,9 @@
 """`lightning-megatron convert`: checkpoints to and from other forms, in one process.
 
-`convert CKPT FILE` writes one file from a checkpoint directory of any layout and gathers the whole
-model in memory. `--to hf` writes a Hugging Face model directory and `--from-hf` makes a checkpoint
-of one; `--from-lightning` makes one of what Lightning's other strategies saved. These hold a few
-tensors at a time. No process group is needed.
+`convert CKPT FILE` writes one file from a checkpoint directory of any layout and needs the memory
+of the whole model. `--to hf` writes a Hugging Face model directory, `--from-hf` makes a checkpoint
+of one, and `--from-lightning` makes one of a checkpoint of another Lightning strategy. These need
+the memory of a few tensors. No process group is needed.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def convert(args: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-megatron convert",
-        description="Take the weights of a checkpoint directory elsewhere, or bring them in.",
+        description="Convert the weights of a checkpoint directory to other formats, or from them.",
     )
     parser.add_argument(
         "source",
@@ -70,50 +70,55 @@ def _parser() -> argparse.ArgumentParser:
         dest="to",
         action="store_const",
         const="from-hf",
-        help="make a checkpoint of a Hugging Face model directory, for training to start from",
+        help="make a checkpoint from a Hugging Face model directory, to start training from",
     )
     way.add_argument(
         "--from-lightning",
         dest="to",
         action="store_const",
         const="from-lightning",
-        help="make a checkpoint of weights that another Lightning strategy saved",
+        help="make a checkpoint from weights that another Lightning strategy saved",
     )
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
-        help="with --from-lightning: run whatever code the source holds; only for files of people "
-        "you trust",
+        help="with --from-lightning: allow the source to run any code; only for files of authors "
+        "that you trust",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; not for a single file")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, help="dtype of the weights; not for a single file"
+    )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace what is there, if it is of the same kind; not for a single file",
+        help="replace an existing target of the same kind; not for a single file",
     )
     parser.add_argument(
         "--like",
         metavar="DIR",
-        help="with --to hf: take family, special tokens, tokenizer and generation options from "
+        help="with --to hf: copy family, special tokens, tokenizer and generation options from "
         "this Hugging Face model directory",
     )
     parser.add_argument(
-        "--model-type", help="with --to hf: llama, mistral, qwen2, qwen3 or gpt2, if several do"
+        "--model-type", help="with --to hf: llama, mistral, qwen2, qwen3 or gpt2, if several fit"
     )
     parser.add_argument(
-        "--max-shard-size", type=float, metavar="GB", help="with --to hf: size of a file (5)"
+        "--max-shard-size",
+        type=float,
+        metavar="GB",
+        help="with --to hf: largest size of a file (default: 5)",
     )
     parser.add_argument(
         "--pad-vocab-to-multiple",
         type=int,
         metavar="N",
-        help="with --from-hf: make the vocabulary divisible, so that tp can split it",
+        help="with --from-hf: pad the vocabulary to a multiple of N, so that tp can split it",
     )
     return parser
 
 
 def _refuse_idle_options(options: argparse.Namespace) -> None:
-    """Refuse what would be ignored."""
+    """Refuse options that would be ignored."""
     of_both = ("dtype", "overwrite")
     of_export = ("like", "model_type", "max_shard_size")
     of_import, of_lightning = ("pad_vocab_to_multiple",), ("trust_pickle",)
@@ -130,7 +135,7 @@ def _refuse_idle_options(options: argparse.Namespace) -> None:
     ]
     if idle:
         way = {None: "a single file", "hf": "--to hf"}.get(options.to, f"--{options.to}")
-        raise ConfigError(f"{', '.join(idle)}: has no meaning for {way}; nearest valid: without")
+        raise ConfigError(f"{', '.join(idle)}: not used for {way}; nearest valid: leave it out")
 
 
 def _to_file(options: argparse.Namespace) -> Path:
@@ -144,7 +149,7 @@ def _to_file(options: argparse.Namespace) -> Path:
     writers = {".safetensors": export_safetensors, ".ckpt": convert_to_lightning}
     if file.suffix not in writers:
         raise ConfigError(
-            f"target={file}: the ending says what is written; nearest valid: "
+            f"target={file}: must end in .safetensors or .ckpt; nearest valid: "
             f"{file.with_suffix('.safetensors')}, {file.with_suffix('.ckpt')}, or --to hf for a "
             "directory"
         )

@@ -218,7 +218,7 @@ def _outcome(trainer: pl.Trainer) -> Outcome:
         checkpoint=checkpoint,
         step=trainer.global_step,
         tp=layout.tp if layout else None,
-        pp=layout.pp if layout else None,
+        pp=layout.pp.degree if layout else None,
         max_pp=getattr(config, "num_layers", 1),
     )
 

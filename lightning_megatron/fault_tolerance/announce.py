@@ -1,9 +1,8 @@
-"""Telling a person about a fault: one block on stderr.
+"""Reports of faults on stderr, one block each.
 
-Ranks fail together, and their output shares one terminal or one file. A block therefore goes out by
-a single write, which the system does not interleave with those of other processes, and each of its
-lines names the rank. Nothing here waits for another rank: after a fault no collective can be
-relied on.
+Ranks fail together, and their output shares one terminal or one file. So a block is a single write,
+which the system does not interleave with those of other processes, and each of its lines names the
+rank. Nothing here waits for another rank, as collectives may hang after a fault.
 """
 
 import os
@@ -14,12 +13,12 @@ from typing import Any
 
 
 def announce(title: str, lines: Iterable[str] = (), *, rank: int | None = None) -> str:
-    """Write a block to stderr; never raises for want of a stderr.
+    """Write a block to stderr; a missing stderr raises no error.
 
     Args:
-        title: what has happened, in one line.
-        lines: the facts; lines within them are lines of the block.
-        rank: who says it; None for this process's rank, if it has one.
+        title: the event in one line.
+        lines: further facts; a newline begins a new line of the block.
+        rank: rank that reports; None for this process's rank, if it has one.
 
     Returns:
         The block.
@@ -36,7 +35,7 @@ def announce(title: str, lines: Iterable[str] = (), *, rank: int | None = None) 
 
 
 def _own_rank() -> int | None:
-    # Looked up, not imported: a process without torch has things to say, too.
+    # Looked up, not imported: processes without torch report, too.
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None

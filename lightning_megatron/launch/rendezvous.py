@@ -187,10 +187,10 @@ class _Presence:
         """Sentence on two processes that are the same rank; the same from both."""
         fields = json.loads(hello)
         both = sorted([(self.peer.host, self.peer.pid), (fields["host"], fields["pid"])])
-        return _two_came(self._rank, both)
+        return _duplicate_rank(self._rank, both)
 
 
-def _two_came(rank: int, both: Iterable[tuple[str, int]]) -> str:
+def _duplicate_rank(rank: int, both: Iterable[tuple[str, int]]) -> str:
     named = " and ".join(f"process {pid} on {host}" for host, pid in both)
     return (
         f"two processes have come as rank {rank}: {named}. Each node needs another NODE_RANK (for "
@@ -240,7 +240,7 @@ class _Host:
                 here = [(rank, self._peers[rank]) for rank in sorted(self._peers)]
                 present = [(rank, peer.host) for rank, peer in here if rank not in missing]
                 text = describe_missing(missing, self._world_size, timeout_s, present)
-                self._tell({"missing": missing, "text": text})
+                self._publish({"missing": missing, "text": text})
                 raise MissingRanksError(text, missing)
             time.sleep(_POLL_S)
         peers = tuple(self._peers[rank] for rank in range(self._world_size))
@@ -257,7 +257,7 @@ class _Host:
             reports += self._new_reports()
         self._invite_reporters(reports)
         here = {"host": self._presence.peer.host, "problems": problems}
-        self._tell({"problems": _placed(here)})
+        self._publish({"problems": _placed(here)})
 
     def _are_all_there(self) -> bool:
         """Whether all have accepted; invites who has come since."""
@@ -307,7 +307,7 @@ class _Host:
     def _look_for_faults(self) -> None:
         """Raise if the ranks cannot come together."""
         if self._presence.is_due():
-            contested = self._presence.renew() or self._is_left()
+            contested = self._presence.renew() or self._left_by_others()
             if contested is not None:
                 _report(self._store, 0, problems=[contested])
         reports = self._new_reports()
@@ -320,7 +320,7 @@ class _Host:
             reports += self._new_reports()
         problems = self._problems(reports)
         self._invite_reporters(reports)
-        self._tell({"problems": problems})
+        self._publish({"problems": problems})
         raise ConfigError(problems)
 
     def _invite_reporters(self, reports: Sequence[dict[str, Any]]) -> None:
@@ -329,14 +329,14 @@ class _Host:
             self._store.set(f"invitation/{token}", self._invitation)
             self._present.add(token)
 
-    def _is_left(self) -> str | None:
+    def _left_by_others(self) -> str | None:
         """What is wrong if the others have gone on with another rank 0."""
         latest = int(self._store.add("attempts", 0)) - 1
         if latest <= self._number or not self._store.check([f"go/{latest}"]):
             return None
         other = Attempt.from_json(self._store.get(f"go/{latest}")).peers[0]
         mine = self._presence.peer
-        return _two_came(0, sorted([(mine.host, mine.pid), (other.host, other.pid)]))
+        return _duplicate_rank(0, sorted([(mine.host, mine.pid), (other.host, other.pid)]))
 
     def _new_reports(self) -> list[dict[str, Any]]:
         found = []
@@ -359,7 +359,7 @@ class _Host:
             problems.append(describe_differing(json.loads(differing), there, here))
         return problems
 
-    def _tell(self, verdict: dict[str, Any]) -> None:
+    def _publish(self, verdict: dict[str, Any]) -> None:
         """Tell those who have come, and let them read it: the store may end with this process."""
         self._store.set(f"verdict/{self._number}", json.dumps(verdict))
         until = time.monotonic() + _FAREWELL_S
@@ -453,7 +453,7 @@ class _Guest:
         other, mine = attempt.peers[self._rank], self._presence.peer
         if other != mine:
             both = sorted([(mine.host, mine.pid), (other.host, other.pid)])
-            raise ConfigError(_two_came(self._rank, both))
+            raise ConfigError(_duplicate_rank(self._rank, both))
         return attempt
 
     def _end(self) -> None:

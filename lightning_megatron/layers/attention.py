@@ -10,8 +10,8 @@ every rank holds the whole projection and computes the one head that its query h
 ``t / n_kv`` neighbours compute the same one. Each of them sees part of its gradient, so the
 gradients of these weights are summed over tp (``TensorShard.sum_gradients``).
 
-With a norm of queries and keys (Qwen3) every head is divided by its root mean square before it is
-turned. With a sliding window (Mistral, arXiv 2310.06825) a position sees itself and the
+With a norm of queries and keys (Qwen3) every head is divided by its root mean square before the
+rotary embedding. With a sliding window (Mistral, arXiv 2310.06825) a position sees itself and the
 ``window - 1`` before it.
 
 The attention itself is computed by one of `layers.attention_backends`.
@@ -23,9 +23,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.attention_backends import Call, attend, missing
+from lightning_megatron.layers.attention_backends import AttentionCall, attend, missing
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.constraints import AttentionBackend, head_problems, tp_head_problems
 from lightning_megatron.layers.dropout import random_stream
 from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.linear import (
@@ -35,6 +34,7 @@ from lightning_megatron.layers.linear import (
 )
 from lightning_megatron.layers.norm import HeadNorm
 from lightning_megatron.layers.rotary import Rotary
+from lightning_megatron.layers.size_checks import AttentionBackend, head_problems, tp_head_problems
 from lightning_megatron.topology.degrees import Degrees
 
 
@@ -52,16 +52,16 @@ class CausalSelfAttention(ParallelLayer):
         head_dim: size of each head; ``hidden_size / num_heads`` when None.
         qkv_bias: whether queries, keys and values have a bias.
         out_bias: whether the output has a bias.
-        rotary: turns queries and keys by their position; None for absolute positions.
-        qk_norm_eps: ``eps`` of the norm of queries and keys; without that norm when None.
-        window: how many positions each one sees, itself included; all before it when None.
+        rotary: rotary embedding of queries and keys; None for absolute positions.
+        qk_norm_eps: ``eps`` of the norm of queries and keys; no such norm when None.
+        window: number of positions that each one sees, itself included; all before it when None.
         dropout: probability of an attention weight to be zeroed.
         init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
-        out_init_std: the same for ``wo``; ``init_std`` when None.
+        out_init_std: standard deviation of the initial ``wo``; ``init_std`` when None.
 
     Attributes:
-        backend: what computes the attention (`layers.attention_backends`); with a cache it is
-            always ``"sdpa"``. May be changed at any time.
+        backend: kernel that computes attention (`layers.attention_backends`); always ``"sdpa"``
+            with a cache. It may be changed at any time.
 
     Raises:
         ConfigError: the numbers of heads do not fit each other or the hidden size.
@@ -86,7 +86,8 @@ class CausalSelfAttention(ParallelLayer):
         super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         raise_if_any(head_problems(hidden_size, num_heads, kv_heads, head_dim))
-        self.num_heads, self.num_kv_heads = num_heads, kv_heads
+        self.num_heads = num_heads
+        self.num_kv_heads = kv_heads
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.rotary = rotary
         self.window = window
@@ -128,11 +129,10 @@ class CausalSelfAttention(ParallelLayer):
         Args:
             x: activation, ``[b, s, h]`` (``[b, s / tp, h]`` under sequence parallelism).
             positions: ``[s]`` or ``[b, s]`` over the whole sequence, for the rotary embedding.
-            mask: what may be attended to, in place of the causal mask and the window: as
-                ``attn_mask`` of ``scaled_dot_product_attention``, broadcastable to
-                ``[b, n / tp, s, s]``.
-            cache: keys and values of earlier calls, which are attended to as well; those of this
-                call are added. Needs a mask ``[..., s, earlier + s]``.
+            mask: ``attn_mask`` of ``scaled_dot_product_attention``, in place of the causal mask and
+                the window; broadcastable to ``[b, n / tp, s, s]``.
+            cache: keys and values of earlier calls, to which this call attends, too, and adds its
+                own. It needs a mask ``[..., s, earlier + s]``.
         """
         q, k, v = (
             y.view(*y.shape[:-1], -1, self.head_dim)
@@ -147,11 +147,11 @@ class CausalSelfAttention(ParallelLayer):
             k, v = cache.extend(self, k, v)
             backend = "sdpa"
         p = self.dropout if self.training else 0.0
-        y_bsnd = self._attend(backend, Call(q, k, v, mask, self.window, p))
+        y_bsnd = self._attend(backend, AttentionCall(q, k, v, mask, self.window, p))
         out: Tensor = self.wo(y_bsnd.flatten(2))
         return out
 
-    def _attend(self, backend: AttentionBackend, call: Call) -> Tensor:
+    def _attend(self, backend: AttentionBackend, call: AttentionCall) -> Tensor:
         if call.dropout == 0.0:
             return attend(backend, call)
         with random_stream(self.topology, sharded=True):

@@ -1,11 +1,11 @@
-"""Who computes causal attention: one formula, several kernels.
+"""Kernels of causal attention: one formula, several implementations.
 
 Every position ``i`` takes the mean of the values of the positions ``j`` that it sees, weighted by
 
     softmax over j of  q_i . k_j / sqrt(d)
 
-and sees itself and all before it, or of these only the last ``window``. What differs is how much of
-the ``s`` times ``s`` scores is ever in memory, and what is supported:
+and sees itself and all positions before it, or only the last ``window`` of these. Kernels differ in
+how much of the ``s`` times ``s`` scores is in memory at a time, and in their limits:
 
 =============  ============================================  ==================================
 backend        what it is                                    limits
@@ -20,10 +20,10 @@ backend        what it is                                    limits
 ``te``         Transformer Engine, extra ``gpu``             CUDA, float16 or bfloat16, no mask
 =============  ============================================  ==================================
 
-``auto`` takes flash where it is installed and the call is within its limits, else sdpa, and logs
-the name once. A backend that is asked for by name and cannot do a call refuses it: none is replaced
-by another in silence. A window costs ``s window`` operations in flash, flex and te, and ``s^2`` in
-the others.
+``auto`` uses flash where it is installed and the call is within its limits, else sdpa, and logs the
+name once. A backend that was chosen by name raises an error for a call beyond its limits: no
+backend silently replaces another. A window costs ``s window`` operations in flash, flex and te, and
+``s^2`` in the others.
 
 Legend: b batch, s query positions, t key positions, n heads, d head dim.
 """
@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.constraints import AttentionBackend
+from lightning_megatron.layers.size_checks import AttentionBackend
 
 log = logging.getLogger(__name__)
 
@@ -51,34 +51,34 @@ _LARGEST_FLASH_HEAD = 256
 
 
 @dataclass(frozen=True)
-class Call:
-    """What attention is called with."""
+class AttentionCall:
+    """Arguments of one call of attention."""
 
     q_bsnd: Tensor
     """Queries."""
     k_btnd: Tensor
-    """Keys; their heads divide those of the queries."""
+    """Keys; the number of their heads divides that of the queries."""
     v_btnd: Tensor
     """Values."""
     mask: Tensor | None = None
-    """In place of the causal mask and the window, as that of ``scaled_dot_product_attention``."""
+    """Mask of ``scaled_dot_product_attention``, in place of the causal mask and the window."""
     window: int | None = None
-    """How many positions each one sees; all before it when None."""
+    """Number of positions that each one sees; all before it when None."""
     dropout: float = 0.0
     """Probability of a weight to be zeroed."""
 
     @property
     def narrow(self) -> int | None:
-        """The window, if it is shorter than the sequence."""
+        """Window, if it is shorter than the sequence."""
         window, length = self.window, self.k_btnd.shape[1]
         return window if window is not None and window < length else None
 
 
-def attend(backend: AttentionBackend, call: Call) -> Tensor:
-    """Attention ``[b, s, n, d]`` by the backend of that name.
+def attend(backend: AttentionBackend, call: AttentionCall) -> Tensor:
+    """Compute attention ``[b, s, n, d]`` by the backend of that name.
 
     Raises:
-        ConfigError: it is not installed, or cannot do this call.
+        ConfigError: the backend is not installed, or cannot do this call.
     """
     name = _automatic(call) if backend == "auto" else backend
     problem = missing(name) or _limit(name, call)
@@ -88,7 +88,7 @@ def attend(backend: AttentionBackend, call: Call) -> Tensor:
 
 
 def missing(backend: AttentionBackend) -> str | None:
-    """What has to be installed for the backend; None when nothing has."""
+    """Reason why the backend cannot be imported; None if it can."""
     package = _PACKAGES.get(backend)
     if package is None or _imported(package) is not None:
         return None
@@ -106,7 +106,7 @@ def _imported(package: str) -> Any:
         return None
 
 
-def _automatic(call: Call) -> AttentionBackend:
+def _automatic(call: AttentionCall) -> AttentionBackend:
     flash = missing("flash") is None and _limit("flash", call) is None
     name: AttentionBackend = "flash" if flash else "sdpa"
     _say(name)
@@ -118,20 +118,20 @@ def _say(name: str) -> None:
     log.info("attention_backend=auto: %s", name)
 
 
-def _limit(backend: AttentionBackend, call: Call) -> str | None:
-    """Why the backend cannot do the call; None if it can."""
+def _limit(backend: AttentionBackend, call: AttentionCall) -> str | None:
+    """Reason why the backend cannot do the call; None if it can."""
     if backend in ("reference", "sdpa"):
         return None
     q = call.q_bsnd
     if call.mask is not None:
         return "takes no mask"
     if q.shape[1] != call.k_btnd.shape[1]:
-        return f"{q.shape[1]} queries, {call.k_btnd.shape[1]} keys: must be as many"
+        return f"{q.shape[1]} queries, {call.k_btnd.shape[1]} keys: their numbers must be equal"
     if backend == "flex":
         if call.dropout:
-            return f"dropout={call.dropout}: has no dropout"
+            return f"dropout={call.dropout}: this backend has no dropout"
         if not q.is_cuda and torch.is_grad_enabled() and _any_gradient(call):
-            return f"device={q.device.type}: trains on CUDA only"
+            return f"device={q.device.type}: this backend trains on CUDA only"
         return None
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return f"device={q.device.type}, {q.dtype}: needs CUDA and float16 or bfloat16"
@@ -140,17 +140,17 @@ def _limit(backend: AttentionBackend, call: Call) -> str | None:
     return None
 
 
-def _any_gradient(call: Call) -> bool:
+def _any_gradient(call: AttentionCall) -> bool:
     return any(x.requires_grad for x in (call.q_bsnd, call.k_btnd, call.v_btnd))
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """What each of ``length`` positions sees: ``[s, s]``, True within the window before it."""
+    """Mask ``[s, s]`` of ``length`` positions, True within the window before each one."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen if window is None else seen.triu(1 - window)
 
 
-def _reference(call: Call) -> Tensor:
+def _reference(call: AttentionCall) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (call.q_bsnd, call.k_btnd, call.v_btnd))
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -165,7 +165,7 @@ def _reference(call: Call) -> Tensor:
     return (weights @ v.to(wide)).to(q.dtype).transpose(1, 2)
 
 
-def _sdpa(call: Call) -> Tensor:
+def _sdpa(call: AttentionCall) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (call.q_bsnd, call.k_btnd, call.v_btnd))
     mask = call.mask
     if mask is None and call.narrow is not None:
@@ -185,7 +185,7 @@ def _sdpa(call: Call) -> Tensor:
     return y_bnsd.transpose(1, 2)
 
 
-def _flash(call: Call) -> Tensor:
+def _flash(call: AttentionCall) -> Tensor:
     before = -1 if call.narrow is None else call.narrow - 1
     y_bsnd: Tensor = _imported("flash_attn").flash_attn_func(
         call.q_bsnd,
@@ -198,7 +198,7 @@ def _flash(call: Call) -> Tensor:
     return y_bsnd
 
 
-def _flex(call: Call) -> Tensor:
+def _flex(call: AttentionCall) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (call.q_bsnd, call.k_btnd, call.v_btnd))
     run: Any = flex_attention
     if q.is_cuda:
@@ -222,7 +222,7 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=8)
 def _block_mask(length: int, window: int | None, device: torch.device) -> BlockMask:
-    """Which blocks of scores there are at all; made once for every length."""
+    """Blocks of scores that are computed; made once for every length."""
     width = length if window is None else window
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def _block_mask(length: int, window: int | None, device: torch.device) -> BlockM
     return create_block_mask(seen, None, None, length, length, device=device)
 
 
-def _te(call: Call) -> Tensor:
+def _te(call: AttentionCall) -> Tensor:
     n, d = call.q_bsnd.shape[2:]
     before = -1 if call.narrow is None else call.narrow - 1
     module = _te_module(n, d, call.k_btnd.shape[2], call.dropout, before)
@@ -241,7 +241,7 @@ def _te(call: Call) -> Tensor:
 
 @lru_cache(maxsize=32)
 def _te_module(n: int, d: int, kv_heads: int, dropout: float, before: int) -> Any:
-    """Their attention is a module; it has no parameters."""
+    """Transformer Engine's attention module, which has no parameters."""
     return _imported(_PACKAGES["te"]).DotProductAttention(
         n,
         d,
@@ -253,7 +253,7 @@ def _te_module(n: int, d: int, kv_heads: int, dropout: float, before: int) -> An
     )
 
 
-_BACKENDS: dict[str, Callable[[Call], Tensor]] = {
+_BACKENDS: dict[str, Callable[[AttentionCall], Tensor]] = {
     "reference": _reference,
     "sdpa": _sdpa,
     "flash": _flash,

@@ -1,11 +1,12 @@
-"""What a parallel layer tells the rest of the library about its parameters.
+"""Base of parallel layers, and what it tells the rest of the library about their parameters.
 
 A parallel layer is built with *global* sizes and behaves like the plain layer of the same name. The
 strategy then calls `ParallelLayer.distribute`, which replaces each partitioned parameter by this tp
 rank's slice: a plain local tensor, so that the forward pass pays nothing for being parallel
-(``DTensor.to_local`` costs about 70 microseconds of autograd per parameter and step). What the
-slice means is kept beside it, as a `TensorShard`; checkpoints, the gradient norm and
-initialisation read it. ZeRO then shards the slice over the data-parallel axis like any parameter.
+(``DTensor.to_local`` costs about 70 microseconds of autograd per parameter and step). A
+`TensorShard` beside the slice describes its place in the full parameter; checkpoints, the gradient
+norm and initialisation read it. ZeRO then shards the slice over the data-parallel axis like any
+parameter.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from lightning_megatron.topology.mesh import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShard:
-    """Which part of the full parameter this tensor-parallel rank holds."""
+    """Part of the full parameter that this tensor-parallel rank holds."""
 
     full_shape: tuple[int, ...]
     """Shape of the unpartitioned parameter."""
@@ -31,8 +32,8 @@ class TensorShard:
     offset: int = 0
     """First index held along ``dim``."""
     sum_gradients: bool = False
-    """Whether each tp rank computes only part of the gradient of a parameter that all hold whole:
-    the parts are summed over tp after backward."""
+    """Whether each tp rank computes only a part of the gradient of a parameter that all ranks hold
+    whole. The parts are summed over tp after backward."""
 
 
 class ParallelLayer(nn.Module):
@@ -42,14 +43,15 @@ class ParallelLayer(nn.Module):
     default (``reset_parameters`` semantics) does not fit, `init_parameter`.
 
     Attributes:
-        topology: None until `distribute`.
-        tensor_shards: by local parameter name; empty until `distribute`.
-        deferral: where weight gradients may be left for later (`layers.delayed_wgrad`).
-        without_graphs: who calls the layer between graphs of a compiler, if it must not be traced.
+        topology: topology of the run; None until `distribute`.
+        tensor_shards: shard of each parameter by its local name; empty until `distribute`.
+        wgrad_queue: queue of weight gradients that are computed later (`layers.delayed_wgrad`).
+        without_graphs: queue that calls the layer between compiled graphs, if no compiler may trace
+            the layer.
     """
 
     topology: Topology | None = None
-    deferral: Any = None
+    wgrad_queue: Any = None
     without_graphs: Any = None
     tensor_shards: Mapping[str, TensorShard]
 
@@ -81,7 +83,7 @@ class ParallelLayer(nn.Module):
     ) -> None:
         """Fill the full parameter ``full`` in place; called under ``no_grad``.
 
-        Draws come from ``generator``, or from PyTorch's default one when None.
+        Random numbers come from ``generator``, or from PyTorch's default one when None.
 
         Raises:
             KeyError: the layer has no rule for ``name``.
@@ -113,9 +115,10 @@ class ParallelLayer(nn.Module):
         self.topology = topology
 
     def withdraw(self) -> None:
-        """Forget the mesh, of a layer that holds all of its parameters (tp of 1)."""
-        self.topology, self.tensor_shards = None, {}
-        self.deferral = self.without_graphs = None
+        """Undo `distribute` for a layer that holds all of its parameters (tp of 1)."""
+        self.topology = None
+        self.tensor_shards = {}
+        self.wgrad_queue = self.without_graphs = None
 
     @override
     def extra_repr(self) -> str:

@@ -2,9 +2,9 @@
 
 ``Trainer(sync_batchnorm=True)`` asks for statistics of the global batch, which make a run with
 ``dp`` ranks compute what one process would. ``torch.nn.SyncBatchNorm`` does it on GPUs and refuses
-CPUs; `SyncBatchNorm` is the same arithmetic out of autograd operations, for any device. Per layer
-and forward it sums ``2 c + 1`` numbers over the ranks (mean and count, then squared deviations, so
-that nothing cancels), and as many in backward.
+CPUs; `SyncBatchNorm` does the same arithmetic with autograd operations, on any device. Each layer
+sums ``2 c + 1`` numbers over the ranks in forward (mean and count, then squared deviations, so that
+nothing cancels), and as many in backward.
 """
 
 from typing import Any, TypeAlias
@@ -21,11 +21,11 @@ BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 class SyncBatchNorm(AnyBatchNorm):
-    """Normalises by the statistics of the global batch while training.
+    """Batch norm by the statistics of the global batch while training.
 
     Args:
-        source: the layer whose parameters, buffers and options are taken over.
-        batch: the ranks that see different samples.
+        source: layer whose parameters, buffers and options are used.
+        batch: axis of the ranks that see different samples.
     """
 
     def __init__(self, source: BatchNorm, batch: Axis) -> None:
@@ -37,13 +37,14 @@ class SyncBatchNorm(AnyBatchNorm):
             track_running_stats=source.track_running_stats,
             device="meta",
         )
-        self.batch, self.kind = batch, type(source)
+        self.batch = batch
+        self.kind = type(source)
         self._parameters.update(source._parameters)
         self._buffers.update(source._buffers)
         self.training = source.training
 
     def plain(self) -> BatchNorm:
-        """The layer that this one stands for, with its parameters and buffers."""
+        """Return the layer that this one replaced, with its parameters and buffers."""
         layer = self.kind(
             self.num_features,
             self.eps,
@@ -95,7 +96,7 @@ class SyncBatchNorm(AnyBatchNorm):
 
 
 def use_own_statistics(module: nn.Module) -> None:
-    """Undo `synchronize_batch_norm`; torch's own layers stay, over all processes."""
+    """Undo `synchronize_batch_norm`; torch's own ``SyncBatchNorm`` layers stay."""
     for child in list(module.modules()):
         if isinstance(child, nn.SyncBatchNorm):
             child.process_group = None
@@ -107,7 +108,7 @@ def use_own_statistics(module: nn.Module) -> None:
 def synchronize_batch_norm(module: nn.Module, batch: Axis, device: torch.device) -> nn.Module:
     """Replace every batch norm in ``module`` by one over the ranks of ``batch``, in place.
 
-    On GPUs torch's own is used.
+    On GPUs this is ``torch.nn.SyncBatchNorm``.
     """
     if batch.group is None:
         return module

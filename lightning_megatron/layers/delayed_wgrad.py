@@ -1,22 +1,21 @@
 """Weight gradients that are computed later than the gradients of the activations.
 
 A zero-bubble pipeline schedule (arXiv 2401.10241) runs the backward of a stage in two parts: the
-*input* part, for which the previous stage waits, and the *weight* part, for which nobody does.
-Linear layers are where the two can be told apart: each is one product. So during an input part,
-linear layers *defer*: instead of a weight gradient they leave behind its two factors, and the
-weight part multiplies them. Everything else of a backward runs once, in the input part, the weight
-gradients of other layers (norms, embeddings, convolutions) included; all saved activations but the
-factors are freed there. Recomputation, shared weights and a module called twice need no care, as
-each product is a piece of its own.
+*input* part, for which the previous stage waits, and the *weight* part, for which nobody waits.
+Linear layers can separate the two, as each gradient is one matrix product. So during an input part,
+linear layers *defer* weight gradients: they put the two factors of the product into a `WgradQueue`,
+and the weight part multiplies them. Everything else of a backward runs once, in the input part,
+including the weight gradients of other layers (norms, embeddings, convolutions). All saved
+activations but the factors are freed there. Recomputation, shared weights and a module called twice
+need no care, as each product is a task of its own.
 
-The backward of a compiled graph is one piece. So where a network is compiled, layers that may defer
-(under schedules that split backwards, and only there) break the graph: what lies between them is
-compiled, and their products run as they are, which a compiler would leave to the same libraries
-anyway.
+The backward of a compiled graph cannot be divided. So where a network is compiled, layers that may
+defer (under schedules that split backwards, and only there) break the graph: the code between them
+is compiled, and their products run uncompiled, by the libraries that a compiler would call anyway.
 
 Layers of this package and plain ``nn.Linear`` can defer. A weight that is no parameter (made by a
-parametrization, for example) is treated like those of other layers, because the graph behind it is
-gone by the time of the weight part.
+parametrization, for example) is never deferred, because the graph behind it is gone by the time of
+the weight part.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,29 +29,29 @@ from torch.nn import functional as F
 
 from lightning_megatron._torch import compile_with_callers_only, in_shape
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.gemm import Products
+from lightning_megatron.layers.gemm import GemmBackend
 
 
-class Piece(NamedTuple):
-    """Gradients to be computed."""
+class WgradTask(NamedTuple):
+    """Weight gradients that are still to be computed."""
 
     targets: list[Tensor]
     """Weights, and views of weights."""
     compute: Callable[[], list[Tensor]]
-    """Their gradients."""
+    """Function that returns their gradients."""
 
 
-class Factors(NamedTuple):
-    """What the gradients of a weight and its bias are made of."""
+class WgradFactors(NamedTuple):
+    """Factors of the gradients of a weight and its bias."""
 
     grad_no: Tensor | None
-    """Gradient of the output, ``[n, out]``; None where nothing needs it (`wide_gradient`)."""
+    """Gradient of the output, ``[n, out]``; None if not needed (`unquantized_gradient`)."""
     x_ni: Tensor
     """Input, ``[n, in]``."""
     gradient: Any = None
-    """``grad_no`` as ``products`` made it `ready`."""
-    products: Products | None = None
-    """How to multiply."""
+    """Result of ``gemm.prepare_gradient(grad_no)``."""
+    gemm: GemmBackend | None = None
+    """Backend that multiplies; None: torch."""
 
 
 _breaking: list[Callable[..., Any]] = []
@@ -60,23 +59,24 @@ _Called = TypeVar("_Called", bound=Callable[..., Any])
 
 
 def breaks_graphs(function: _Called) -> _Called:
-    """Mark a function that calls itself by `WeightGradients.outside_graphs`, or one that does."""
+    """Mark a function that calls itself by `WgradQueue.outside_graphs`, or one that does."""
     _breaking.append(function)
     return function
 
 
-class WeightGradients:
-    """What the layers of one rank have deferred.
+class WgradQueue:
+    """Weight gradients that the layers of one rank have deferred.
 
     Attributes:
-        collecting: whether layers are to defer now.
-        enabled: whether what runs forward (or is recomputed) now will be asked to defer. Where it
-            will not, plain linear layers keep to torch's own function, which costs less.
+        collecting: whether layers defer in the current backward.
+        enabled: whether the backward of the current forward (or recomputation) may defer. If not,
+            plain linear layers call torch's own function, which costs less.
     """
 
     def __init__(self) -> None:
-        self.collecting, self.enabled = False, True
-        self._pieces: list[Piece] = []
+        self.collecting = False
+        self.enabled = True
+        self._tasks: list[WgradTask] = []
         self._outside: Callable[..., Any] | None = None
 
     def outside_graphs(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -85,27 +85,27 @@ class WeightGradients:
         return self._outside(function, *args)
 
     def load(self) -> None:
-        """Get ready for compilers; not at import, as it loads theirs."""
+        """Prepare for compilation; not at import, as it imports the compiler."""
         self._outside = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
         for function in _breaking:
             compile_with_callers_only(function)
 
     def add(self, targets: list[Tensor], compute: Callable[[], list[Tensor]]) -> None:
-        """Called in a layer's backward: leave the gradients of ``targets`` for later."""
-        self._pieces.append(Piece(targets, compute))
+        """Defer the gradients of ``targets``; called in a layer's backward."""
+        self._tasks.append(WgradTask(targets, compute))
 
-    def take(self) -> list[Piece]:
-        """Everything deferred since the last call."""
-        pieces, self._pieces = self._pieces, []
-        return pieces
+    def take(self) -> list[WgradTask]:
+        """Return and remove the deferred tasks."""
+        tasks, self._tasks = self._tasks, []
+        return tasks
 
 
-def add_gradients(pieces: list[Piece]) -> None:
-    """Compute deferred gradients and add them to ``.grad``; empties the list as it goes."""
+def add_gradients(tasks: list[WgradTask]) -> None:
+    """Compute deferred gradients, add them to ``.grad``, and empty the list on the way."""
     total: dict[int, tuple[Tensor, Tensor]] = {}
-    pieces.reverse()
-    while pieces:
-        targets, compute = pieces.pop()
+    tasks.reverse()
+    while tasks:
+        targets, compute = tasks.pop()
         for target, gradient in zip(targets, compute(), strict=True):
             known = total.get(id(target))
             total[id(target)] = target, gradient if known is None else known[1].add_(gradient)
@@ -116,7 +116,7 @@ def add_gradients(pieces: list[Piece]) -> None:
 
 
 def can_defer(weights: Sequence[Tensor | None]) -> bool:
-    """Whether gradients can be sent to ``weights`` after the graph has been used up."""
+    """Whether ``weights`` can get gradients after the graph has been freed."""
     return torch.is_grad_enabled() and all(
         w is None or w.is_leaf or (w._is_view() and w._base is not None and w._base.is_leaf)
         for w in weights
@@ -127,23 +127,23 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def attach(module: nn.Module, deferral: WeightGradients) -> None:
-    """Let the linear layers inside ``module`` defer to ``deferral`` while it collects."""
-    deferral.load()
+def attach(module: nn.Module, wgrad_queue: WgradQueue) -> None:
+    """Let the linear layers inside ``module`` put tasks into ``wgrad_queue`` while it collects."""
+    wgrad_queue.load()
     for child in module.modules():
         if isinstance(child, ParallelLayer):
-            child.deferral = deferral
+            child.wgrad_queue = wgrad_queue
         elif type(child) is nn.Linear:
-            _take_over(child, deferral, getattr(child, PRODUCTS, None))
+            _replace_forward(child, wgrad_queue, getattr(child, GEMM_BACKEND, None))
 
 
 def end_graphs(module: nn.Module) -> None:
-    """Let layers inside ``module`` run between the graphs of a compiler while they must.
+    """Let layers that no compiler may trace run between compiled graphs.
 
-    Those of tp that have ``products`` of their own must: these share scales over tp and keep
+    These are layers split over tp with a `GemmBackend`: the backends share scales over tp and keep
     histories of them, which no graph can.
     """
-    never = WeightGradients()
+    never = WgradQueue()
     never.enabled = False
     never.load()
     for child in module.modules():
@@ -151,35 +151,35 @@ def end_graphs(module: nn.Module) -> None:
             child.without_graphs = never
 
 
-def without_graphs(layers: Sequence[ParallelLayer]) -> WeightGradients | None:
-    """Who calls layers that share an input between graphs; None if they can be part of one."""
+def without_graphs(layers: Sequence[ParallelLayer]) -> WgradQueue | None:
+    """Queue that calls layers with one input between graphs; None if they may be traced."""
     first = layers[0]
-    if first.deferral is not None:
-        found: WeightGradients | None = first.deferral
+    if first.wgrad_queue is not None:
+        found: WgradQueue | None = first.wgrad_queue
         return found
-    own = any(getattr(layer, PRODUCTS, None) is not None for layer in layers)
+    own = any(getattr(layer, GEMM_BACKEND, None) is not None for layer in layers)
     return first.without_graphs if own else None
 
 
-def multiply_with(layer: nn.Module, products: Products | None) -> None:
-    """Let a linear layer, ours or a plain ``nn.Linear``, compute its products in another way."""
-    setattr(layer, PRODUCTS, products)
+def set_gemm_backend(layer: nn.Module, gemm: GemmBackend | None) -> None:
+    """Set the backend of a linear layer, one of this package or a plain ``nn.Linear``."""
+    setattr(layer, GEMM_BACKEND, gemm)
     if type(layer) is nn.Linear:
         taken = getattr(layer.__dict__.get("forward"), "__self__", None)
-        deferral = taken.deferral if isinstance(taken, _Taken) else None
-        _take_over(layer, deferral, products)
+        wgrad_queue = taken.wgrad_queue if isinstance(taken, _ReplacedForward) else None
+        _replace_forward(layer, wgrad_queue, gemm)
 
 
-def _take_over(
-    layer: nn.Linear, deferral: WeightGradients | None, products: Products | None
+def _replace_forward(
+    layer: nn.Linear, wgrad_queue: WgradQueue | None, gemm: GemmBackend | None
 ) -> None:
     # On the instance, so that its class, and what looks at it, stay as they are. A method, as a
     # compiler makes one graph for all layers whose forwards are methods with the same code.
-    object.__setattr__(layer, "forward", _Taken(layer, deferral, products).run)
+    object.__setattr__(layer, "forward", _ReplacedForward(layer, wgrad_queue, gemm).run)
 
 
-PRODUCTS = "products"
-"""Attribute of a linear layer that says how it multiplies (`layers.gemm`)."""
+GEMM_BACKEND = "gemm"
+"""Attribute of a linear layer with its `GemmBackend` (`layers.gemm`)."""
 
 
 @breaks_graphs
@@ -187,31 +187,31 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    deferral: WeightGradients | None,
-    products: Products | None = None,
+    wgrad_queue: WgradQueue | None,
+    gemm: GemmBackend | None = None,
 ) -> Tensor:
-    """``F.linear`` whose weight gradients can be deferred, and whose products be others.
+    """``F.linear`` with weight gradients that can be deferred, and with any `GemmBackend`.
 
     Args:
         x: ``[..., in]``.
         weight: ``[out, in]``.
         bias: ``[out]``.
-        deferral: where to leave weight gradients, if not None.
-        products: how to multiply, if not as torch does.
+        wgrad_queue: queue of deferred weight gradients; None: never defer.
+        gemm: backend that multiplies; None: torch.
     """
-    if deferral is not None and torch.compiler.is_compiling():
-        y: Tensor = deferral.outside_graphs(linear, x, weight, bias, deferral, products)
+    if wgrad_queue is not None and torch.compiler.is_compiling():
+        y: Tensor = wgrad_queue.outside_graphs(linear, x, weight, bias, wgrad_queue, gemm)
         return y
-    if deferral is not None and not (deferral.enabled and can_defer((weight, bias))):
-        deferral = None
-    if deferral is None and products is None:
+    if wgrad_queue is not None and not (wgrad_queue.enabled and can_defer((weight, bias))):
+        wgrad_queue = None
+    if wgrad_queue is None and gemm is None:
         return F.linear(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias, deferral, products)  # type: ignore[no-untyped-call]
+    result: Tensor = _Linear.apply(x, weight, bias, wgrad_queue, gemm)  # type: ignore[no-untyped-call]
     return result
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of a product with ``x``: autocast's where it is on (as for ``F.linear``)."""
+    """Dtype of a product with ``x``: autocast's where it is on (as for ``F.linear``)."""
     kind = x.device.type
     # Autocast has not heard of the meta device.
     if not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
@@ -224,11 +224,11 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def weight_gradient(factors: Factors, weight: Tensor) -> Tensor:
+def weight_gradient(factors: WgradFactors, weight: Tensor) -> Tensor:
     """Gradient ``[out, in]`` of a weight, in its own dtype."""
-    grad_no, x_ni, gradient, products = factors
-    if products is not None:
-        return products.weight_gradient(gradient, x_ni).to(weight.dtype)
+    grad_no, x_ni, gradient, gemm = factors
+    if gemm is not None:
+        return gemm.weight_gradient(gradient, x_ni).to(weight.dtype)
     assert grad_no is not None
     return grad_no.t().mm(x_ni).to(weight.dtype)
 
@@ -239,63 +239,65 @@ def bias_gradient(grad_no: Tensor, bias: Tensor) -> Tensor:
 
 
 def output(
-    x: Tensor, weight: Tensor, products: Products | None, bias: Tensor | None = None
+    x: Tensor, weight: Tensor, gemm: GemmBackend | None, bias: Tensor | None = None
 ) -> tuple[Tensor, Any]:
-    """The product ``[..., out]`` plus bias, no view, and what `ready` wants of the product."""
+    """Output ``[..., out]`` with bias, no view, and what `prepare_gradient` needs of it."""
     weight = weight.to(x.dtype)
-    if products is None:
+    if gemm is None:
         bias = None if bias is None else bias.to(x.dtype)
         y, kept = F.linear(rows(x), weight, bias), None
     else:
-        y, kept = products.output(rows(x), weight)
+        y, kept = gemm.output(rows(x), weight)
         if bias is not None:
-            y = plus(y, bias)
+            y = add_bias(y, bias)
     return (y if x.dim() == 2 else in_shape(y, (*x.shape[:-1], y.shape[-1]))), kept
 
 
-def plus(y: Tensor, bias: Tensor) -> Tensor:
+def add_bias(y: Tensor, bias: Tensor) -> Tensor:
     """``y + bias``; ``y`` may be written into.
 
-    Not in a graph, where it would save nothing: a function that writes into its result has wrong
-    gradients there in torch 2.11.
+    In a compiled graph it is not: this would save nothing there, and in torch 2.11 a function that
+    writes into its result has wrong gradients.
     """
     return y + bias if torch.compiler.is_compiling() else y.add_(bias)
 
 
-def ready(grad_no: Tensor, kept: Any, products: Products | None) -> Any:
-    """An output's gradient as `input_gradient` and `weight_gradient` want it."""
-    return grad_no if products is None else products.gradient(grad_no, kept)
+def prepare_gradient(grad_no: Tensor, kept: Any, gemm: GemmBackend | None) -> Any:
+    """Gradient of an output in the form that `input_gradient` and `weight_gradient` take."""
+    return grad_no if gemm is None else gemm.prepare_gradient(grad_no, kept)
 
 
-def wide_gradient(grad_no: Tensor, bias: Tensor | None, products: Products | None) -> Tensor | None:
-    """An output's gradient as it came, None where products of their own are all that needs it.
+def unquantized_gradient(
+    grad_no: Tensor, bias: Tensor | None, gemm: GemmBackend | None
+) -> Tensor | None:
+    """Gradient of an output in its own format; None if only a `GemmBackend` needs it.
 
-    What is deferred then holds the gradient in the format of the products only.
+    A deferred task then holds the gradient in the backend's format only.
     """
-    return grad_no if products is None or bias is not None else None
+    return grad_no if gemm is None or bias is not None else None
 
 
 def input_gradient(
-    gradient: Any, weight: Tensor, dtype: torch.dtype, products: Products | None
+    gradient: Any, weight: Tensor, dtype: torch.dtype, gemm: GemmBackend | None
 ) -> Tensor:
-    """Gradient ``[n, in]`` of an input of format ``dtype``, from what `ready` returned."""
-    if products is not None:
-        return products.input_gradient(gradient, weight.to(dtype))
+    """Gradient ``[n, in]`` of an input of format ``dtype``, from `prepare_gradient`'s result."""
+    if gemm is not None:
+        return gemm.input_gradient(gradient, weight.to(dtype))
     grad_no: Tensor = gradient
     return grad_no.mm(weight.to(grad_no.dtype))
 
 
-class _Taken(NamedTuple):
-    """A plain layer that computes as ours do."""
+class _ReplacedForward(NamedTuple):
+    """Forward of a plain ``nn.Linear`` that computes as `ColumnParallelLinear` does."""
 
     layer: nn.Linear
-    deferral: WeightGradients | None
-    products: Products | None
+    wgrad_queue: WgradQueue | None
+    gemm: GemmBackend | None
 
     @breaks_graphs
     def run(self, x: Tensor) -> Tensor:
-        """In place of the layer's forward."""
-        return linear(x, self.layer.weight, self.layer.bias, self.deferral, self.products)
+        """Compute the layer's output."""
+        return linear(x, self.layer.weight, self.layer.bias, self.wgrad_queue, self.gemm)
 
 
 class _Linear(Function):
@@ -307,31 +309,31 @@ class _Linear(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        deferral: WeightGradients | None,
-        products: Products | None,
+        wgrad_queue: WgradQueue | None,
+        gemm: GemmBackend | None,
     ) -> Tensor:
         x = x.to(compute_dtype(x))
-        ctx.deferral, ctx.parameters, ctx.products = deferral, (weight, bias), products
+        ctx.wgrad_queue = wgrad_queue
+        ctx.parameters = weight, bias
+        ctx.gemm = gemm
         ctx.save_for_backward(x, weight)
-        y, ctx.kept = output(x, weight, products, bias)
+        y, ctx.kept = output(x, weight, gemm, bias)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs, products = ctx.needs_input_grad, ctx.products
+        needs, gemm = ctx.needs_input_grad, ctx.gemm
         grad_no, x_ni = rows(grad), rows(x)
-        gradient = ready(grad_no, ctx.kept, products)
-        grad_x = (
-            input_gradient(gradient, weight, x.dtype, products).view(x.shape) if needs[0] else None
-        )
-        wide_no = wide_gradient(grad_no, ctx.parameters[1], products)
+        gradient = prepare_gradient(grad_no, ctx.kept, gemm)
+        grad_x = input_gradient(gradient, weight, x.dtype, gemm).view(x.shape) if needs[0] else None
+        wide_no = unquantized_gradient(grad_no, ctx.parameters[1], gemm)
         gradients = linear_gradients(
             ctx.parameters,
             needs[1:3],
-            lambda: [Factors(wide_no, x_ni, gradient, products)],
-            ctx.deferral,
+            lambda: [WgradFactors(wide_no, x_ni, gradient, gemm)],
+            ctx.wgrad_queue,
         )
         return grad_x, *gradients, None, None
 
@@ -339,20 +341,20 @@ class _Linear(Function):
 def linear_gradients(
     parameters: Sequence[Tensor | None],
     needs: Sequence[bool],
-    factors: Callable[[], list[Factors]],
-    deferral: WeightGradients | None,
+    factors: Callable[[], list[WgradFactors]],
+    wgrad_queue: WgradQueue | None,
 ) -> list[Tensor | None]:
-    """Gradients of weights and biases, now or later.
+    """Compute or defer the gradients of weights and biases.
 
     Args:
         parameters: ``weight, bias, weight, bias, ...`` (a bias may be None), as they were passed to
             the function: a saved tensor, once unpacked, may no longer lead to the parameter.
-        needs: which of them need a gradient.
-        factors: for each pair what its gradients are made of.
-        deferral: where to leave them, if it collects.
+        needs: whether each parameter needs a gradient.
+        factors: function that returns the factors of each pair.
+        wgrad_queue: queue that takes the gradients while it collects.
 
     Returns:
-        For every parameter its gradient, None if it needs none or if it is deferred.
+        The gradient of every parameter; None if it needs none or if it is deferred.
     """
     wanted = [
         i
@@ -375,8 +377,8 @@ def linear_gradients(
     gradients: list[Tensor | None] = [None] * len(parameters)
     if not wanted:
         return gradients
-    if deferral is not None and deferral.collecting:
-        deferral.add([p for i in wanted if (p := parameters[i]) is not None], compute)
+    if wgrad_queue is not None and wgrad_queue.collecting:
+        wgrad_queue.add([p for i in wanted if (p := parameters[i]) is not None], compute)
         return gradients
     for i, gradient in zip(wanted, compute(), strict=True):
         gradients[i] = gradient

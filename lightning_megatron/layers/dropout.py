@@ -1,7 +1,8 @@
-"""Dropout that draws from the right random stream.
+"""Dropout whose masks fit the layout.
 
 On an activation that every tp rank holds whole, all ranks must drop the same elements; on a part of
-one (the residual stream under sequence parallelism) each rank must draw on its own.
+one (the residual stream under sequence parallelism) each rank must draw its own
+numbers.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -45,7 +46,7 @@ class Dropout(ParallelLayer):
 
 
 def random_stream(topology: Topology | None, *, sharded: bool) -> AbstractContextManager[None]:
-    """Draw within the block from the stream for sharded activations, or from the default one."""
+    """Context whose draws come from the stream for sharded activations, or the default one."""
     if topology is None or topology.tp.size == 1 or not sharded:
         return nullcontext()
     return topology.rng.sharded()

@@ -21,7 +21,7 @@ from lightning_megatron.topology.mesh import Topology
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """A table of token embeddings whose rows are split over tp.
+    """Table of token embeddings whose rows are split over tp.
 
     Input: token indices ``[b, s]``, equal on all tp ranks. Output ``[b, s, embedding_dim]``, equal
     on all tp ranks; under sequence parallelism this rank's part ``[b, s / tp, embedding_dim]``.
@@ -31,8 +31,8 @@ class VocabParallelEmbedding(ParallelLayer):
         embedding_dim: size of each embedding.
         num_tokens: size of the vocabulary without padding at its end; ``num_embeddings`` when None.
         init_std: standard deviation of the initial values; 1 as in ``nn.Embedding``.
-        device: of the table.
-        dtype: of the table.
+        device: device of the table.
+        dtype: number format of the table.
 
     Raises:
         ConfigError: ``num_tokens`` lies outside of the vocabulary.
@@ -83,9 +83,10 @@ class VocabParallelEmbedding(ParallelLayer):
         """Look tokens up.
 
         Raises:
-            ConfigError: under sequence parallelism, a sequence that tp does not divide.
-            IndexError: on CPU, a token lies outside of the vocabulary. On a GPU it ends in an
-                assertion of the device, as that of ``nn.Embedding`` does.
+            ConfigError: the length of the sequence is not divisible by tp, under sequence
+                parallelism.
+            IndexError: a token lies outside the vocabulary, on CPU. On a GPU it fails an assertion
+                on the device, as with ``nn.Embedding``.
         """
         topology = self.topology
         if self.num_tokens < self.num_embeddings:
@@ -109,7 +110,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class PositionEmbedding(ParallelLayer):
-    """A learned table of absolute positions, added to the residual stream; whole on every rank.
+    """Learned table of absolute positions, added to the residual stream; whole on every rank.
 
     Args:
         max_seq_len: number of positions.
@@ -136,11 +137,11 @@ class PositionEmbedding(ParallelLayer):
 
     @override
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Embeddings to add to those of ``tokens``.
+        """Return the embeddings to add to those of ``tokens``.
 
         Args:
-            tokens: ``[b, s]``, for the length of the sequence.
-            positions: ``[s]`` or ``[b, s]``; ``0 .. s - 1`` when None.
+            tokens: tokens ``[b, s]``, of which only the length counts.
+            positions: positions ``[s]`` or ``[b, s]``; ``0 .. s - 1`` when None.
 
         Returns:
             ``[s, h]`` or ``[b, s, h]``; under sequence parallelism this rank's part of ``s``.

@@ -1,9 +1,9 @@
-"""The matrix products of a linear layer, which a low precision may compute in its own way.
+"""Matrix products of a linear layer, which a low precision computes in its own way.
 
 A linear layer is three products: the output, and in backward the gradients of the input and of the
-weight. What surrounds them (collectives, deferral, the bias) is the business of `layers.linear` and
-`layers.delayed_wgrad`, whatever the products are made of. A layer whose ``products`` is None
-multiplies as autocast says; `precision.fp8` gives others.
+weight. A `GemmBackend` computes these. `layers.linear` and `layers.delayed_wgrad` do the rest
+(collectives, deferral, the bias). A layer whose ``gemm`` is None multiplies as torch and autocast
+do; `precision.fp8` sets other backends.
 
 Shapes: ``[n, in]`` inputs, ``[n, out]`` outputs and their gradients, ``[out, in]`` weights: those
 of this tp rank, with all leading dims in ``n``.
@@ -14,30 +14,30 @@ from typing import Any, Protocol
 from torch import Tensor
 
 
-class Products(Protocol):
-    """How a layer multiplies."""
+class GemmBackend(Protocol):
+    """Implementation of the three matrix products of a linear layer."""
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, Any]:
-        """The product of the forward, without bias, in the format of ``x_ni``.
+        """Compute the output, without bias, in the format of ``x_ni``.
 
         Returns:
-            The output ``[n, out]``, and something small that the backward needs.
+            The output ``[n, out]``, and something small that the backward needs (scales).
         """
         ...
 
-    def gradient(self, grad_no: Tensor, kept: Any) -> Any:
-        """Make an output's gradient ready for the two products of the backward.
+    def prepare_gradient(self, grad_no: Tensor, kept: Any) -> Any:
+        """Convert the gradient of an output for the two products of the backward.
 
         Args:
-            grad_no: the gradient.
-            kept: what `output` returned.
+            grad_no: gradient of the output.
+            kept: second result of `output`.
         """
         ...
 
     def input_gradient(self, gradient: Any, weight_oi: Tensor) -> Tensor:
-        """The gradient ``[n, in]`` of the input, in the format of the output's."""
+        """Compute the gradient ``[n, in]`` of the input, in the format of the output's."""
         ...
 
     def weight_gradient(self, gradient: Any, x_ni: Tensor) -> Tensor:
-        """The gradient ``[out, in]`` of the weight."""
+        """Compute the gradient ``[out, in]`` of the weight."""
         ...

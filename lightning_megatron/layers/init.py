@@ -10,8 +10,8 @@ how much of a parameter this rank holds. Hence:
 * a plain module with direct parameters or buffers on meta is given memory and its
   ``reset_parameters`` (or ``_reset_parameters``) is called, with PyTorch's default generator seeded
   with (seed, name of the module), children before parents (as the constructors do it);
-* whatever is real already is left as it is, also by the ``reset_parameters`` of its module;
-* so is what ``configure_model`` itself has given a value (`layers.written_values`).
+* tensors that are real already stay as they are, also under their module's ``reset_parameters``;
+* so do values that ``configure_model`` itself has written (`layers.written_values`).
 
 Names are those of the unpartitioned model. A tied parameter is drawn under its first ("canonical")
 name. The values depend on the kind of device they are drawn on.
@@ -43,19 +43,19 @@ def materialize(
     canonical: Mapping[str, str] | None = None,
     written: WrittenValues | None = None,
 ) -> None:
-    """Give values, on ``device``, to every parameter and buffer of ``module`` that is on meta.
+    """Initialise, on ``device``, every parameter and buffer of ``module`` that is on meta.
 
     Parameters are replaced by new ones (a meta tensor cannot become real in place); ties within
     ``module`` survive. Call this before sharding over the data-parallel axis.
 
     Args:
-        module: all of the model or a part of it.
+        module: model or a part of it.
         prefix: name of ``module`` in the model; empty for the model itself.
-        seed: the run's seed.
-        device: where the values are made.
-        canonical: for tied parameters whose first name lies outside of ``module``: first name by
-            full name.
-        written: values that tensors got beside those that their modules draw.
+        seed: seed of the run.
+        device: device of the values.
+        canonical: first name by full name, of tied parameters whose first name lies outside of
+            ``module``.
+        written: values that ``configure_model`` wrote.
 
     Raises:
         ConfigError: a module has no way to initialise itself (see `uninitialisable`), or leaves a
@@ -85,7 +85,7 @@ def materialize(
 def uninitialisable(module: nn.Module, prefix: str = "") -> list[str]:
     """Names of the modules that own tensors on meta without a rule to fill them.
 
-    Those are parameters, buffers, and tensors that are plain attributes.
+    Such tensors are parameters, buffers and plain attributes.
     """
     return [
         name or type(child).__name__
@@ -125,7 +125,7 @@ def _direct_meta(module: nn.Module) -> list[str]:
 
 
 def _plain_meta(module: nn.Module) -> bool:
-    """Whether tensors on meta are attributes of the module that it knows nothing of."""
+    """Whether plain attributes of the module are tensors on meta."""
     return any(
         isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, nn.Parameter)
         for name, value in vars(module).items()
@@ -214,7 +214,7 @@ def _fill_plain(
 
 
 def _check_filled(module: nn.Module, name: str, fresh: list[str]) -> None:
-    """Find what ``reset_parameters`` forgot: it still holds the NaNs it was made with."""
+    """Raise an error for tensors that ``reset_parameters`` left out: they still hold NaN."""
     left = [
         local
         for local in fresh
@@ -239,7 +239,7 @@ def _slice(full: Tensor, shard: TensorShard, local: Tensor) -> Tensor:
 
 
 def _like(old: Tensor, values: Tensor) -> Tensor:
-    """``values`` as what ``old`` is: a parameter or a buffer."""
+    """Return ``values`` as a parameter if ``old`` is one, else as a buffer."""
     if isinstance(old, nn.Parameter):
         made = nn.Parameter(values.detach(), requires_grad=old.requires_grad)
         copy_hooks(old, made)

@@ -1,18 +1,18 @@
-"""What code does to tensors that have no memory yet, so that it can be done to one of them later.
+"""Record of the operators that write tensors on the meta device, to be replayed on real memory.
 
 ``configure_model`` runs on the meta device, where a write has no effect: ``load_state_dict``,
-``nn.init.zeros_(layer.weight)``, ``self.apply(init)``, ``weight[0] = 0``. `InitTape` notes every
-operator that makes or writes a tensor there; `layers.written_values` does again, for one tensor and
-on real memory, what that tensor depends on.
+``nn.init.zeros_(layer.weight)``, ``self.apply(init)``, ``weight[0] = 0``. `InitTape` records every
+operator that makes or writes a tensor there. `layers.written_values` replays, on real memory, the
+operators that one tensor depends on.
 
-Why operators, and not the user's calls: every way of writing (views, ``.data``, an initialisation
-of torch or of the user's, a copy of another parameter) comes down to operators, and tensors are
-told apart by their storage, whatever object they are seen through. Why not simply real values on
-every rank: eight ranks of a node would hold the model eight times.
+The tape records operators and not the user's calls, because every way of writing (views, ``.data``,
+an initialisation of torch or of the user's, a copy of another parameter) comes down to operators on
+a storage. Real values on every rank would be simpler, but eight ranks of a node would hold the
+model eight times.
 
-Where values cannot be had this way, `InitTape.reason` says why, and the caller builds real tensors:
-something reads a value, is given a generator of its own or seeds torch's, or comes from where no
-operator is seen.
+Some code cannot be replayed: it reads a value, uses a generator of its own, seeds torch's, or makes
+tensors where no operator is seen. `InitTape.reason` then says why, and the caller builds real
+tensors.
 
 torchdistx had deferred initialisation on the same principle, below Python (``deferred_init``).
 """
@@ -47,14 +47,14 @@ EMPTY = frozenset(
 _OVERWRITES = frozenset(
     f"aten::{name}" for name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_")
 )
-"""Leave nothing of what was there, if they write all of it."""
+"""Operators that overwrite all values of a tensor, if they write the whole of it."""
 _MOVE = frozenset({"aten::set_", "aten::resize_"})
-"""Give a tensor other memory, which a storage cannot stand for."""
+"""Operators that give a tensor other memory, after which its storage does not identify it."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor on meta, as a place in a storage."""
+    """Tensor on meta, as a view of a storage."""
 
     storage: int
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "View":
-        """The place of ``tensor``."""
+        """Return the view that ``tensor`` is."""
         return cls(
             storage_of(tensor),
             tuple(tensor.shape),
@@ -75,54 +75,54 @@ class View:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """One operator; its tensors on meta are `View`."""
+class RecordedOp:
+    """Recorded operator; its tensors on meta are `View`."""
 
     call: Callable[..., Any]
     name: str
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     made: tuple[View | None, ...]
-    """Results, where they have memory of their own."""
+    """Results that have memory of their own."""
     reads: frozenset[int]
     writes: frozenset[int]
     erased: frozenset[int]
-    """Storages of which nothing that was there before is left."""
+    """Storages whose earlier values are all overwritten."""
     by: nn.Module | None
-    """Whose ``reset_parameters`` runs."""
+    """Module whose ``reset_parameters`` runs."""
     layer: ParallelLayer | None
-    """Whose constructor makes a tensor that it leaves empty."""
+    """Layer whose constructor makes a tensor that it leaves empty."""
     random: bool
     dtype: torch.dtype
-    """Default format at that moment."""
+    """Default dtype at that time."""
 
     @property
     def touched(self) -> set[int]:
-        """Storages that it makes or writes."""
+        """Storages that the operator makes or writes."""
         return {view.storage for view in self.made if view is not None} | self.writes
 
 
 class ValueNeededError(RuntimeError):
-    """A value of a tensor without one was asked for."""
+    """The value of a tensor on meta was read."""
 
 
 class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within the block, notes what gives values to tensors on the meta device.
+    """Context that records the operators which give values to tensors on the meta device.
 
     Args:
-        module: what is built; its real tensors get their values back from `undo`.
+        module: module that is built; `undo` restores the values of its real tensors.
 
     Attributes:
-        steps: what was noted, in order.
-        events: places in ``steps`` of what made or wrote a storage.
-        storages: every storage on meta that was met, so that none takes the place of another.
-        existing: those that ``module`` had before.
-        reason: why values cannot be had from the tape; None if they can.
+        steps: recorded operators, in order.
+        events: positions in ``steps`` of the operators that made or wrote each storage.
+        storages: every storage on meta that was seen, kept so that no address is used twice.
+        existing: storages that ``module`` had before.
+        reason: reason why the tape cannot be replayed; None if it can.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[Step] = []
+        self.steps: list[RecordedOp] = []
         self.events: dict[int, list[int]] = {}
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._sources: dict[int, Tensor] = {}
@@ -135,7 +135,7 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (self.existing if tensor.is_meta else self._guarded).add(self._keep(tensor))
 
     def undo(self) -> None:
-        """Give tensors that were real before the block the values of then."""
+        """Restore the values of tensors that were real before the block."""
         with torch.no_grad():
             for tensor, value in self._overwritten.values():
                 tensor.copy_(value)
@@ -197,7 +197,7 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.is_meta:
                 self._keep(tensor)
         reads = self._reads(func, args, kwargs, writes)
-        step = Step(
+        step = RecordedOp(
             call=func,
             name=name,
             args=self._stored(args),
@@ -220,17 +220,17 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_initialisation(
         self, function: Callable[..., Any], tensor: Tensor, given: Mapping[str, Any]
     ) -> None:
-        """Note a call of ``torch.nn.init`` that does nothing on the meta device.
+        """Record a call of ``torch.nn.init`` that does nothing on the meta device.
 
         Args:
-            function: what is called.
-            tensor: what it would fill.
-            given: its arguments by name, ``tensor`` among them.
+            function: function of ``torch.nn.init``.
+            tensor: tensor that it would fill.
+            given: arguments by name, including ``tensor``.
         """
         self._check_draw(given)
         key = frozenset({self._keep(tensor)})
         self._add(
-            Step(
+            RecordedOp(
                 call=function,
                 name=function.__name__,
                 args=(),
@@ -246,7 +246,7 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         )
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: RecordedOp) -> None:
         for key in step.touched:
             self.events.setdefault(key, []).append(len(self.steps))
         self.steps.append(step)
@@ -260,7 +260,7 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _reads(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], writes: frozenset[int]
     ) -> frozenset[int]:
-        """Storages whose values count; what is only written is among them if it is given twice."""
+        """Storages whose values the operator reads; one that is passed twice counts as read."""
         given = [storage_of(t) for t in tensors_in((args, kwargs)) if t.is_meta]
         return frozenset(key for key in given if key not in writes or given.count(key) > 1)
 
@@ -292,11 +292,11 @@ class InitTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return key
 
     def give_up(self, reason: str) -> None:
-        """Let real tensors be built; the first reason counts."""
+        """Set `reason`, unless an earlier one is set."""
         self.reason = self.reason or reason
 
     def steps_for(self, storages: set[int]) -> list[int]:
-        """Indices of the steps that what is in ``storages`` depends on."""
+        """Indices of the steps that the values in ``storages`` depend on."""
         need: set[int] = set()
         left: list[int] = []  # what may be needed, negated: the latest comes first
 
@@ -341,7 +341,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What is equal for all views of the same memory, as long as that is kept."""
+    """Identity of a tensor's storage, equal for all its views as long as the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -350,7 +350,7 @@ def _length(tensor: Tensor) -> int:
 
 
 def _is_all(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its storage."""
+    """Whether a tensor covers its whole storage."""
     size = tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and size == tensor.untyped_storage().nbytes()
 

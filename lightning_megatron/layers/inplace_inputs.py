@@ -1,9 +1,9 @@
 """Inputs that the first module of a stage or unit may change in place.
 
 ``nn.ReLU(inplace=True)`` as first module is legal in one process, where its input is the result of
-an operation. Autograd forbids it on a leaf, which a received activation is, and on what FSDP2's own
-hook makes of a unit's input. `as_results` turns such tensors into results of an operation that does
-nothing and shares their memory.
+an operation. Autograd forbids in-place changes of a leaf, which a received activation is, and of
+the view that FSDP2's hook makes of a unit's input. `as_results` turns such tensors into results of
+an operation that does nothing and shares their memory.
 """
 
 from typing import Any
@@ -26,12 +26,12 @@ class _Entering(Function):
 
 
 def as_results(tree: Any) -> Any:
-    """``tree`` with every tensor that requires grad as the result of an operation."""
+    """Return ``tree`` with every tensor that requires grad as the result of an operation."""
     return _as_result(tree) if isinstance(tree, Tensor) else tree_map(_as_result, tree)
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Whether a module in ``module`` says that it works in place."""
+    """Whether any module inside ``module`` has ``inplace=True``."""
     return any(getattr(child, "inplace", False) for child in module.modules())
 
 

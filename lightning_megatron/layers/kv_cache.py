@@ -1,6 +1,6 @@
-"""Keys and values of the positions that were already read.
+"""Cache of the keys and values of earlier positions.
 
-A decoder that writes one token at a time attends to all before it. Their keys and values do not
+A decoder that writes one token at a time attends to all earlier ones. Their keys and values do not
 change, so each is computed once and kept: ``2 * layers * kv_heads * head_dim`` numbers per token,
 of which a tp rank keeps those of its own heads. Without the cache, writing ``n`` tokens costs
 ``n^2 / 2`` passes of a token through the network instead of ``n``.
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 
 class KeyValueCache:
-    """Keys and values by attention layer; for one batch of sequences.
+    """Keys and values of each attention layer, for one batch of sequences.
 
     Args:
-        length: positions for which memory is taken, all at once.
+        length: number of positions for which memory is allocated, all at once.
     """
 
     def __init__(self, length: int) -> None:
@@ -26,8 +26,8 @@ class KeyValueCache:
         """Add the keys and values of new positions; return those of all positions so far.
 
         Args:
-            layer: whose they are.
-            k_bsnd: keys of the new positions, turned by their positions.
+            layer: attention layer that computed them.
+            k_bsnd: keys of the new positions, after the rotary embedding.
             v_bsnd: values of the new positions.
         """
         if layer not in self._kept:

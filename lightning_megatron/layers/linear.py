@@ -32,7 +32,7 @@ from typing_extensions import override
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.delayed_wgrad import breaks_graphs, can_defer, linear, without_graphs
-from lightning_megatron.layers.gemm import Products
+from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
 from lightning_megatron.layers.split_tensor import split_output
 from lightning_megatron.layers.splits import own_part, split_of, whole
@@ -41,10 +41,10 @@ from lightning_megatron.topology.mesh import Topology
 
 
 class _Linear(ParallelLayer):
-    """What both linear layers share: parameters and their initialisation."""
+    """Base of both linear layers: parameters and their initialisation."""
 
-    products: Products | None = None
-    """How the layer multiplies; None: as torch does."""
+    gemm: GemmBackend | None = None
+    """Backend of the layer's matrix products; None: torch."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _Linear(ParallelLayer):
     def init_parameter(
         self, name: str, full: Tensor, generator: torch.Generator | None = None
     ) -> None:
-        """As ``nn.Linear``, or with ``init_std`` a normal weight and a zero bias."""
+        """Fill ``full`` as ``nn.Linear`` does, or with ``init_std`` normal; the bias is then 0."""
         if self.init_std is None:
             # nn.Linear's kaiming_uniform(a=sqrt(5)) has this same bound for the weight.
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
@@ -92,12 +92,12 @@ class _Linear(ParallelLayer):
 
 
 class ColumnParallelLinear(_Linear):
-    """A linear layer of which each tp rank computes a part of the output features.
+    """Linear layer of which each tp rank computes a part of the output features.
 
     Input ``[..., in_features]``, equal on all tp ranks; under sequence parallelism
     ``[b, s / tp, in_features]``. Output ``[..., out_features]``, over the whole sequence, of which
-    this rank holds the part ``[..., out_features / tp]``: a `SplitTensor`, which gives what the
-    whole one gives (`layers.split_tensor`). Undistributed it is ``nn.Linear``.
+    this rank holds the part ``[..., out_features / tp]``: a `SplitTensor`, which behaves like the
+    whole tensor (`layers.split_tensor`). A layer that is not distributed is ``nn.Linear``.
 
     Args:
         in_features: size of each input sample.
@@ -106,12 +106,12 @@ class ColumnParallelLinear(_Linear):
         gather_output: return all features on every rank, at the cost of an all-gather.
         units: number of indivisible blocks of output features (attention heads, for example); the
             features themselves when None. On more ranks than units every rank holds the whole
-            weight and computes one unit, neighbours the same one; gradients are then summed. Who
-            names units works unit by unit: the output is this rank's part as a plain tensor.
+            weight and computes one unit, neighbours the same one; gradients are then summed. With
+            ``units``, the output is this rank's part as a plain tensor.
         init_std: standard deviation of a normal initialisation with zero bias; the initialisation
             of ``nn.Linear`` when None.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: number format of the parameters.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ColumnParallelLinear(_Linear):
         super().distribute(topology)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The weight ``[out, in]`` and bias ``[out]`` of the features that this rank computes."""
+        """Weight ``[out, in]`` and bias ``[out]`` of the features that this rank computes."""
         if self._shared_unit is None or self.units is None:
             return self.weight, self.bias
         length = self.out_features // self.units
@@ -177,14 +177,14 @@ class ColumnParallelLinear(_Linear):
         return self.marked_output(y)
 
     def marked_output(self, y: Tensor) -> Tensor:
-        """The output of the layer, in which features that it leaves split are known to be."""
+        """Return the output as a `SplitTensor` if its features are split."""
         topology = self.topology
         if topology is None or self.units is not None or y.shape[-1:] == (self.out_features,):
             return y
         return split_output(y, topology)
 
     def entering(self, x: Tensor) -> Tensor:
-        """What the layer works on: an input that is itself split over tp has to be whole."""
+        """Return the layer's input; one that is itself split over tp is gathered."""
         if split_of(x) is None or self.topology is None:
             return x
         x = whole(x)
@@ -193,34 +193,34 @@ class ColumnParallelLinear(_Linear):
         return x
 
     def own_output(self, x: Tensor) -> Tensor:
-        """The features that this rank computes, as a plain tensor."""
+        """Compute this rank's features, as a plain tensor."""
         topology = self.topology
         if topology is None or topology.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.deferral, self.products)
+            return linear(x, self.weight, self.bias, self.wgrad_queue, self.gemm)
         (y,) = _column_parallel(self.entering(x), [self])
         return y
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer of which each tp rank holds a part of the input features.
+    """Linear layer of which each tp rank holds a part of the input features.
 
     Input ``[..., in_features]``, split over tp as a column-parallel layer returns it, or this
-    rank's part of that as a plain tensor; what is whole is split here. Output
+    rank's part of it as a plain tensor; a whole tensor is split here. Output
     ``[..., out_features]``, equal on all tp ranks; under sequence parallelism
-    ``[b, s / tp, out_features]``. Undistributed it is ``nn.Linear``. The bias is whole on every
-    rank and added after the sum; its gradient is exact on every rank.
+    ``[b, s / tp, out_features]``. A layer that is not distributed is ``nn.Linear``. The bias is
+    whole on every rank and added after the sum; its gradient is exact on every rank.
 
     Args:
         in_features: size of each input sample over all ranks.
         out_features: size of each output sample.
         bias: whether to add a learned bias.
         input_is_parallel: whether the input holds this rank's features only, as after a
-            column-parallel layer; otherwise a whole one is expected, of this rank's part of the
-            sequence under sequence parallelism.
+            column-parallel layer; otherwise the input holds all features (under sequence
+            parallelism, of this rank's part of the sequence).
         init_std: standard deviation of a normal initialisation with zero bias; the initialisation
             of ``nn.Linear`` when None.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: number format of the parameters.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class RowParallelLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         topology = self.topology
         if topology is None or topology.tp.size == 1:
-            return linear(x, self.weight, self.bias, self.deferral, self.products)
+            return linear(x, self.weight, self.bias, self.wgrad_queue, self.gemm)
         split = split_of(x)
         if split is not None and split.dim == x.dim() - 1:
             return _row_parallel(own_part(x), topology, self)
@@ -267,17 +267,17 @@ def _row_parallel(x: Tensor, topology: Topology, layer: RowParallelLinear) -> Te
     if torch.compiler.is_compiling() and (caller := without_graphs([layer])) is not None:
         y: Tensor = caller.outside_graphs(_row_parallel, x, topology, layer)
         return y
-    deferral = layer.deferral
+    wgrad_queue = layer.wgrad_queue
     weight, bias, sequence = layer.weight, layer.bias, topology.sequence_parallel
-    if deferral is not None and not can_defer((weight,)):
-        deferral = None
-    return apply_row(x, weight, bias, topology.tp, sequence, deferral, layer.products)
+    if wgrad_queue is not None and not can_defer((weight,)):
+        wgrad_queue = None
+    return apply_row(x, weight, bias, topology.tp, sequence, wgrad_queue, layer.gemm)
 
 
 def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
     """Apply several column-parallel layers to one input with one set of collectives.
 
-    Equal to ``[layer(x) for layer in layers]``, and done so when a layer is something else than a
+    Equal to ``[layer(x) for layer in layers]``, which it does when a layer is no
     `ColumnParallelLinear` (an adapter around one, for example), has hooks or gathers its output.
     """
     shared = _sharing(layers)
@@ -288,7 +288,7 @@ def column_parallel(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def column_parts(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The same for layers that know what to do with parts, which are plain tensors here."""
+    """Apply the layers as `column_parallel` does, with this rank's parts as plain tensors."""
     shared = _sharing(layers)
     if not shared:
         return [own_part(layer(x)) for layer in layers]
@@ -296,7 +296,7 @@ def column_parts(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _sharing(layers: Sequence[nn.Module]) -> list[ColumnParallelLinear]:
-    """The same layers if they can share collectives, else none."""
+    """Return the layers if they can share collectives, else an empty list."""
     found: list[ColumnParallelLinear] = []
     for layer in layers:
         if type(layer) is not ColumnParallelLinear or layer.gather_output or _has_hooks(layer):
@@ -321,10 +321,10 @@ def _column_parallel(x: Tensor, layers: Sequence[ColumnParallelLinear]) -> list[
     if torch.compiler.is_compiling() and (caller := without_graphs(layers)) is not None:
         found: list[Tensor] = caller.outside_graphs(_column_parallel, x, layers)
         return found
-    deferral = layers[0].deferral
+    wgrad_queue = layers[0].wgrad_queue
     flat = [p for layer in layers for p in layer.local_parameters()]
-    if deferral is not None and not can_defer(flat):
-        deferral = None
-    products = [layer.products for layer in layers]
+    if wgrad_queue is not None and not can_defer(flat):
+        wgrad_queue = None
+    gemm = [layer.gemm for layer in layers]
     sequence = topology.sequence_parallel
-    return list(apply_column(x, topology.tp, sequence, deferral, products, *flat))
+    return list(apply_column(x, topology.tp, sequence, wgrad_queue, gemm, *flat))

@@ -1,14 +1,13 @@
-"""The two linear layers of tensor parallelism as functions with their collectives in backward.
+"""Autograd functions of the column-parallel and the row-parallel linear layer.
 
-`layers.linear` says what moves where; here each layer is one autograd node, so that the order of
-products and collectives is written down: the column layer's backward starts the sum of ``dx`` as
-soon as it has it, computes the gradients of the weights meanwhile and waits last; its second gather
-of ``x`` (which is not kept: it would undo the saving) runs beside the product that gives ``dx``. On
-CPU, where memory is plentiful and a collective slow, the gathered ``x`` is kept instead
-(`regathers`).
+`layers.linear` says which collectives they need. Each layer is one autograd node here, which fixes
+the order of products and collectives: the column layer's backward starts the sum of ``dx`` as soon
+as it has it, computes the gradients of the weights meanwhile and waits last. Its second gather of
+``x`` runs beside the product that gives ``dx`` (keeping ``x`` would undo the saving). On CPU, where
+memory is plentiful and a collective slow, the gathered ``x`` is kept instead (`regathers`).
 
-The gradients of the weights may come later (`layers.delayed_wgrad`), and the products be computed
-in another precision (`layers.gemm`).
+Weight gradients may be deferred (`layers.delayed_wgrad`), and a `GemmBackend` may compute the
+products in another precision (`layers.gemm`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,18 +21,18 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
 from lightning_megatron.comm.operators import Waited
 from lightning_megatron.layers.delayed_wgrad import (
-    Factors,
-    WeightGradients,
+    WgradFactors,
+    WgradQueue,
+    add_bias,
     compute_dtype,
     input_gradient,
     linear_gradients,
     output,
-    plus,
-    ready,
+    prepare_gradient,
     rows,
-    wide_gradient,
+    unquantized_gradient,
 )
-from lightning_megatron.layers.gemm import Products
+from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.topology.mesh import Axis
 
 SEQUENCE_DIM = 1
@@ -48,7 +47,7 @@ def regathers(x: Tensor) -> bool:
 class _ColumnParallel(Function):
     """``x, weight, bias, weight, bias, ... -> y, y, ...`` (see the module's table).
 
-    The gradients of the weights may come later (`layers.delayed_wgrad`).
+    Weight gradients may be deferred (`layers.delayed_wgrad`).
     """
 
     @staticmethod
@@ -57,19 +56,23 @@ class _ColumnParallel(Function):
         x: Tensor,
         axis: Axis,
         sequence: bool,
-        deferral: WeightGradients | None,
-        products: Sequence[Products | None],
+        wgrad_queue: WgradQueue | None,
+        gemm: Sequence[GemmBackend | None],
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         x = x.to(compute_dtype(x))
         gathered = start_gather(x, axis, SEQUENCE_DIM).wait() if sequence else x
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.axis, ctx.sequence, ctx.deferral, ctx.products = axis, sequence, deferral, products
-        ctx.regather, ctx.parameters = sequence and regathers(x), parameters
+        ctx.axis = axis
+        ctx.sequence = sequence
+        ctx.wgrad_queue = wgrad_queue
+        ctx.gemm = gemm
+        ctx.regather = sequence and regathers(x)
+        ctx.parameters = parameters
         ctx.save_for_backward(x if ctx.regather else gathered, *weights)
         found = [
             output(gathered, w, p, b)
-            for w, b, p in zip(weights, biases, products, strict=True)
+            for w, b, p in zip(weights, biases, gemm, strict=True)
             if w is not None
         ]
         ctx.kept = [kept for _, kept in found]
@@ -79,39 +82,39 @@ class _ColumnParallel(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        needs, deferral = ctx.needs_input_grad, ctx.deferral
-        later = deferral is not None and deferral.collecting
+        needs, wgrad_queue = ctx.needs_input_grad, ctx.wgrad_queue
+        later = wgrad_queue is not None and wgrad_queue.collecting
         regathered = None
         if ctx.regather and any(needs[5:]) and not later:
             regathered = start_gather(x, ctx.axis, SEQUENCE_DIM, after=grads[0])
-        products = ctx.products
+        gemm = ctx.gemm
         after = grads[0] if ctx.regather else None
         gradients = [
-            ready(rows(grad), kept, p)
-            for grad, kept, p in zip(grads, ctx.kept, products, strict=True)
+            prepare_gradient(rows(grad), kept, p)
+            for grad, kept, p in zip(grads, ctx.kept, gemm, strict=True)
         ]
         wide = [
-            wide_gradient(rows(grad), bias, p)
-            for grad, bias, p in zip(grads, ctx.parameters[1::2], products, strict=True)
+            unquantized_gradient(rows(grad), bias, p)
+            for grad, bias, p in zip(grads, ctx.parameters[1::2], gemm, strict=True)
         ]
         pending = grad_x = None
         if needs[0]:
-            grad_x = _column_input_gradient(gradients, weights, x.dtype, products)
+            grad_x = _column_input_gradient(gradients, weights, x.dtype, gemm)
             grad_x = grad_x.view(*grads[0].shape[:-1], x.shape[-1])
             pending = _start_reduction(grad_x, ctx.axis, ctx.sequence)
 
-        def factors() -> list[Factors]:
+        def factors() -> list[WgradFactors]:
             whole = x
             if ctx.regather:
                 again = regathered or start_gather(x, ctx.axis, SEQUENCE_DIM, after=after)
                 whole = again.wait()
             x_ni = rows(whole)
             return [
-                Factors(grad_no, x_ni, gradient, p)
-                for grad_no, gradient, p in zip(wide, gradients, products, strict=True)
+                WgradFactors(grad_no, x_ni, gradient, p)
+                for grad_no, gradient, p in zip(wide, gradients, gemm, strict=True)
             ]
 
-        found = linear_gradients(ctx.parameters, needs[5:], factors, deferral)
+        found = linear_gradients(ctx.parameters, needs[5:], factors, wgrad_queue)
         if pending is not None:
             grad_x = pending.wait(*(gradient for gradient in found if gradient is not None))
         return grad_x, None, None, None, None, *found
@@ -128,35 +131,36 @@ class _RowParallel(Function):
         bias: Tensor | None,
         axis: Axis,
         sequence: bool,
-        deferral: WeightGradients | None,
-        products: Products | None,
+        wgrad_queue: WgradQueue | None,
+        gemm: GemmBackend | None,
     ) -> Tensor:
         x = x.to(compute_dtype(x))
-        ctx.axis, ctx.sequence, ctx.deferral, ctx.products = axis, sequence, deferral, products
+        ctx.axis = axis
+        ctx.sequence = sequence
+        ctx.wgrad_queue = wgrad_queue
+        ctx.gemm = gemm
         ctx.parameters = weight, bias
         ctx.save_for_backward(x, weight)
-        partial, ctx.kept = output(x, weight, products)
+        partial, ctx.kept = output(x, weight, gemm)
         y = _start_reduction(partial, axis, sequence).wait()
-        return y if bias is None else plus(y, bias)
+        return y if bias is None else add_bias(y, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs, products = ctx.needs_input_grad, ctx.products
+        needs, gemm = ctx.needs_input_grad, ctx.gemm
         if ctx.sequence:
             grad = start_gather(grad, ctx.axis, SEQUENCE_DIM).wait()
         grad_no, x_ni = rows(grad), rows(x)
-        gradient = ready(grad_no, ctx.kept, products)
-        grad_x = (
-            input_gradient(gradient, weight, x.dtype, products).view(x.shape) if needs[0] else None
-        )
-        wide_no = wide_gradient(grad_no, ctx.parameters[1], products)
+        gradient = prepare_gradient(grad_no, ctx.kept, gemm)
+        grad_x = input_gradient(gradient, weight, x.dtype, gemm).view(x.shape) if needs[0] else None
+        wide_no = unquantized_gradient(grad_no, ctx.parameters[1], gemm)
         gradients = linear_gradients(
             ctx.parameters,
             needs[1:3],
-            lambda: [Factors(wide_no, x_ni, gradient, products)],
-            ctx.deferral,
+            lambda: [WgradFactors(wide_no, x_ni, gradient, gemm)],
+            ctx.wgrad_queue,
         )
         return grad_x, *gradients, None, None, None, None
 
@@ -169,11 +173,11 @@ def _column_input_gradient(
     gradients: Sequence[Any],
     weights: Sequence[Tensor],
     dtype: torch.dtype,
-    products: Sequence[Products | None],
+    gemm: Sequence[GemmBackend | None],
 ) -> Tensor:
-    """This rank's part of the input gradient ``[n, in]``, summed over the layers that share it."""
-    total = input_gradient(gradients[0], weights[0], dtype, products[0])
-    for gradient, weight, multiply in zip(gradients[1:], weights[1:], products[1:], strict=True):
+    """Sum this rank's part of the input gradient ``[n, in]`` over the layers that share x."""
+    total = input_gradient(gradients[0], weights[0], dtype, gemm[0])
+    for gradient, weight, multiply in zip(gradients[1:], weights[1:], gemm[1:], strict=True):
         if multiply is None:
             total.addmm_(gradient, weight.to(gradient.dtype))
         else:
@@ -182,7 +186,7 @@ def _column_input_gradient(
 
 
 def _start_reduction(partial: Tensor, axis: Axis, sequence: bool) -> Waited:
-    """Begin to make a partial activation true: whole, or sharded along the sequence."""
+    """Start the sum of a partial activation: whole, or sharded along the sequence."""
     if sequence:
         return start_sum_scatter(partial, axis, SEQUENCE_DIM)
     return start_sum(partial, axis)

@@ -1,27 +1,27 @@
-"""The output projection and the cross entropy as one layer, which never makes the whole logits.
+"""Output projection and cross entropy as one layer, which never holds the whole logits.
 
 For ``n`` tokens and a vocabulary of ``v`` the logits, their float32 copy and their gradient are
 ``n v`` numbers each: at 8192 tokens and 128256 words 10 GB, more than the rest of a small model.
-Yet they are only on the way from the hidden states ``[n, h]`` to one loss per token. So the layer
+Yet they are needed only between the hidden states ``[n, h]`` and one loss per token. So the layer
 takes some tokens at a time (as Liger Kernel, arXiv 2410.10989, and Cut Cross-Entropy, arXiv
 2411.09009, do):
 
     forward    for each chunk: logits = x W^T; keep of them lse, logit[target] (and sum): n numbers
     backward   for each chunk: logits again; d = softmax - target; dx = d W; dW += d^T x
 
-That is four products in place of three, a third more time in the head, for which live logits fall
-from ``n v`` to ``chunk v``. The gradients are made in the backward (as in Cut Cross-Entropy), not
-stored from the forward on: a pipeline has many microbatches between the two, and each would hold a
+These are four products in place of three, a third more time in the head; live logits fall from
+``n v`` to ``chunk v``. The gradients are computed in the backward (as in Cut Cross-Entropy), not
+stored in the forward: a pipeline has many microbatches between the two, and each would hold a
 gradient of the weight. With several chunks the weight's gradient is added up in float32.
 
 Over tp each rank has a part of the vocabulary. The numbers of all chunks are gathered by one
 collective, as small as that of `layers.loss`, whose formulas these are, and ``dx`` is summed once.
-In a backward of two parts everything is computed in the input part: the weight part would have to
-make the logits a third time.
+A zero-bubble backward computes everything in its input part: the weight part would have to compute
+the logits a third time.
 
-In FP8 (`layers.gemm`) each chunk is a product of its own: scales that the recipe finds when it
-uses them are those of the chunk, at least as fine as those of the whole and the same on all tp
-ranks, which have the same tokens in a chunk.
+In FP8 (`layers.gemm`) each chunk is a product of its own, with scales of its own, which are at
+least as fine as those of the whole and the same on all tp ranks (their chunks have the same
+tokens).
 
 Legend: n positions, v this rank's part of the vocabulary, h hidden size.
 """
@@ -38,15 +38,14 @@ from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.constraints import vocabulary_problems
 from lightning_megatron.layers.delayed_wgrad import (
     compute_dtype,
     input_gradient,
     output,
-    ready,
+    prepare_gradient,
     rows,
 )
-from lightning_megatron.layers.gemm import Products
+from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, regathers
 from lightning_megatron.layers.loss import (
@@ -58,24 +57,25 @@ from lightning_megatron.layers.loss import (
     position_terms,
     reduced,
 )
+from lightning_megatron.layers.size_checks import vocabulary_problems
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Axis
 
 
 class LinearCrossEntropy(ColumnParallelLinear):
-    """A head that returns the loss, and never holds the logits of more than a few tokens.
+    """Head that returns the loss, and never holds the logits of more than a few tokens.
 
     Called with hidden states ``[..., in_features]`` (``[b, s / tp, in_features]`` under sequence
-    parallelism) and ``targets`` ``[...]``, it returns the cross entropy; without targets the
-    logits, as the column-parallel layer that it is. As the last item of a `PipelineSequential` it
-    gets its targets from the call: ``loss = self.trunk(tokens, targets=labels)``. Parameters have
-    the names of a plain head's, and may be tied to an embedding.
+    parallelism) and ``targets`` ``[...]``, it returns the cross entropy; without targets it
+    returns the logits, as a column-parallel layer does. As the last item of a `PipelineSequential`
+    it gets its targets from the call: ``loss = self.trunk(tokens, targets=labels)``. Parameters
+    have the names of a plain head's, and may be tied to an embedding.
 
     Args:
         in_features: size of the hidden states.
-        vocab_size: of the whole vocabulary.
+        vocab_size: size of the whole vocabulary.
         bias: whether logits have a learned bias.
-        chunk_size: tokens whose logits are held at a time.
+        chunk_size: number of tokens whose logits are held at a time.
         num_tokens: size of the vocabulary without padding at its end, which is never predicted.
         ignore_index: target of positions that do not count.
         label_smoothing: probability mass spread over the vocabulary.
@@ -113,7 +113,9 @@ class LinearCrossEntropy(ColumnParallelLinear):
         self.num_tokens = vocab_size if num_tokens is None else num_tokens
         problems = loss_problems(label_smoothing, z_loss, reduction)
         if chunk_size < 1:
-            problems.append(f"chunk_size={chunk_size}: must be at least 1; nearest valid: 1")
+            problems.append(
+                f"chunk_size={chunk_size}: must be at least 1; nearest valid: chunk_size=1"
+            )
         if not 0 < self.num_tokens <= vocab_size:
             problems.append(
                 f"num_tokens={num_tokens}, vocab_size={vocab_size}: must lie in [1, vocab_size]; "
@@ -127,7 +129,9 @@ class LinearCrossEntropy(ColumnParallelLinear):
         raise_if_any(problems)
         self.chunk_size = chunk_size
         self.ignore_index = ignore_index
-        self.label_smoothing, self.z_loss, self.reduction = label_smoothing, z_loss, reduction
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.reduction = reduction
 
     @override
     def problems(self, degrees: Degrees) -> list[str]:
@@ -135,10 +139,10 @@ class LinearCrossEntropy(ColumnParallelLinear):
 
     @override
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The loss, or without targets the logits, of which tp ranks hold parts.
+        """Compute the loss, or without targets the logits, of which tp ranks hold parts.
 
         Raises:
-            IndexError: on CPU, a target lies outside the vocabulary.
+            IndexError: a target lies outside the vocabulary (found on CPU only).
         """
         padding = self._padding_starts()
         if targets is None:
@@ -152,7 +156,7 @@ class LinearCrossEntropy(ColumnParallelLinear):
             padding=padding,
             smoothing=self.label_smoothing,
             z=self.z_loss,
-            products=self.products,
+            gemm=self.gemm,
         )
         targets_n = targets.reshape(-1)
         ignored_n = targets_n == self.ignore_index
@@ -162,11 +166,11 @@ class LinearCrossEntropy(ColumnParallelLinear):
 
     @override
     def marked_output(self, y: Tensor) -> Tensor:
-        """Of logits; a loss is whole."""
+        """Return logits as a `SplitTensor`; a loss is whole."""
         return super().marked_output(y) if y.dim() and self.reduction != "none" else y
 
     def _padding_starts(self) -> int | None:
-        """The first of this rank's columns that stands for no token."""
+        """First of this rank's columns that stands for no token; None if all stand for one."""
         if self.num_tokens == self.out_features:
             return None
         width = self.out_features // self.tp_size
@@ -187,21 +191,21 @@ class _Plan:
     padding: int | None
     smoothing: float
     z: float
-    products: Products | None
+    gemm: GemmBackend | None
 
     def whole(self, x: Tensor) -> Tensor:
-        """The hidden states of the whole sequence."""
+        """Gather the hidden states of the whole sequence."""
         if self.axis is None or not self.sequence:
             return x
         return start_gather(x, self.axis, SEQUENCE_DIM).wait()
 
     def chunks(self, count: int) -> Iterator[slice]:
-        """The positions of every chunk."""
+        """Positions of every chunk."""
         return (slice(i, min(i + self.chunk, count)) for i in range(0, count, self.chunk))
 
     def logits(self, x_nh: Tensor, weight_vh: Tensor, bias_v: Tensor | None) -> tuple[Tensor, Any]:
-        """Logits of one chunk, and what `ready` wants of their product."""
-        logits, kept = output(x_nh, weight_vh, self.products, bias_v)
+        """Compute the logits of one chunk, and what `prepare_gradient` needs of them."""
+        logits, kept = output(x_nh, weight_vh, self.gemm, bias_v)
         return _without_padding(logits, self.padding), kept
 
 
@@ -225,7 +229,8 @@ class _LinearCrossEntropy(Function):
         ignored_n: Tensor,
         plan: _Plan,
     ) -> Tensor:
-        ctx.plan, ctx.dtype = plan, compute_dtype(x)
+        ctx.plan = plan
+        ctx.dtype = compute_dtype(x)
         ctx.regather = plan.sequence and regathers(x)
         whole = plan.whole(x.to(ctx.dtype))
         x_nh, weight_vh = rows(whole), weight.to(ctx.dtype)
@@ -257,7 +262,7 @@ class _LinearCrossEntropy(Function):
         x_nh, weight_vh = rows(whole), weight.to(ctx.dtype)
         bias_v = None if bias is None else bias.to(ctx.dtype)
         grad_n = grad_n.masked_fill(ignored_n, 0)
-        sums = _Sums(weight, bias, needs[1:3], plan.products)
+        sums = _Sums(weight, bias, needs[1:3], plan.gemm)
         grad_x = torch.empty_like(x_nh) if needs[0] else None
         for i in plan.chunks(len(x_nh)):
             logits, kept = plan.logits(x_nh[i], weight_vh, bias_v)
@@ -272,11 +277,11 @@ class _LinearCrossEntropy(Function):
                 plan.z,
             )
             d_nv = d_nv.to(ctx.dtype)
-            gradient = ready(d_nv, kept, plan.products)
-            if grad_x is not None and plan.products is None:
+            gradient = prepare_gradient(d_nv, kept, plan.gemm)
+            if grad_x is not None and plan.gemm is None:
                 torch.mm(d_nv, weight_vh, out=grad_x[i])
             elif grad_x is not None:
-                grad_x[i] = input_gradient(gradient, weight_vh, ctx.dtype, plan.products)
+                grad_x[i] = input_gradient(gradient, weight_vh, ctx.dtype, plan.gemm)
             sums.add(d_nv, x_nh[i], gradient)
         if grad_x is not None:
             grad_x = _summed(grad_x.view(whole.shape), plan).to(ctx.input_dtype)
@@ -287,7 +292,7 @@ _apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
 
 
 def _summed(grad_x: Tensor, plan: _Plan) -> Tensor:
-    """Each rank knows its part of the vocabulary's share of ``dx``."""
+    """Sum ``dx`` over the ranks, each of which has the share of its part of the vocabulary."""
     if plan.axis is None:
         return grad_x
     if plan.sequence:
@@ -303,18 +308,19 @@ class _Sums:
         weight: Tensor,
         bias: Tensor | None,
         needs: tuple[bool, bool],
-        products: Products | None,
+        gemm: GemmBackend | None,
     ) -> None:
         self._like = (weight, bias)
-        self._needs, self._products = needs, products
+        self._needs = needs
+        self._gemm = gemm
         self._found: list[Tensor | None] = [None, None]
 
     def add(self, d_nv: Tensor, x_nh: Tensor, gradient: Any) -> None:
-        """Take in a chunk; ``gradient`` is ``d_nv`` as `ready` made it."""
+        """Add a chunk; ``gradient`` is the result of ``prepare_gradient(d_nv)``."""
         if self._needs[0]:
             total = self._found[0]
-            if self._products is not None:
-                self._take(0, self._products.weight_gradient(gradient, x_nh))
+            if self._gemm is not None:
+                self._take(0, self._gemm.weight_gradient(gradient, x_nh))
             elif total is not None and total.dtype == d_nv.dtype:
                 total.addmm_(d_nv.t(), x_nh)
             else:
@@ -330,7 +336,7 @@ class _Sums:
             total.add_(part)
 
     def finished(self) -> tuple[Tensor | None, ...]:
-        """In the formats of the parameters."""
+        """Return the sums in the formats of the parameters."""
         return tuple(
             None if total is None or like is None else total.to(like.dtype)
             for total, like in zip(self._found, self._like, strict=True)

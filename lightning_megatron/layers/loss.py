@@ -3,17 +3,17 @@
 The logits of a large vocabulary are the largest activation of a language model; gathering them
 would undo the split. Each rank computes, from its own part, the log-sum-exp, the logit of the
 target (zero when another rank owns it) and, for label smoothing, the sum of the logits: three
-numbers per position. One all-gather of these makes
+numbers per position. One all-gather of these gives
 
     lse  = logsumexp over ranks of the partial lse
     loss = (1 - e) (lse - logit[target]) + e (lse - mean of logits) + z lse^2
 
 and the gradient needs nothing more: ``softmax = exp(logits - lse)`` on every rank's own part.
-(Taking the maximum and the sum of exponentials apart, as Megatron-LM does, costs two more
-collectives.) ``e`` is the label smoothing, ``z`` the weight of the z-loss (PaLM, arXiv 2204.02311,
+(Separate collectives for the maximum and the sum of exponentials, as in Megatron-LM, cost two
+more.) ``e`` is the label smoothing, ``z`` the weight of the z-loss (PaLM, arXiv 2204.02311,
 section 5).
 
-Arithmetic is float32 for lower precisions and float64 for float64. Every tp rank finds the same
+Arithmetic is float32 for lower precisions and float64 for float64. Every tp rank computes the same
 loss to the last bit, since all combine the same numbers in the same order.
 
 Legend: n positions, v this rank's part of the vocabulary.
@@ -37,21 +37,22 @@ from lightning_megatron.topology.mesh import Axis
 
 
 class VocabParallelCrossEntropy(ParallelLayer):
-    """Cross entropy that takes logits split over tp, or whole.
+    """Cross entropy of logits that are split over tp, or whole.
 
-    Called with ``logits`` ``[..., vocabulary]`` and integer ``targets`` ``[...]``, it gives what
-    ``F.cross_entropy`` gives (positions may have any number of dims). Of logits that a
-    column-parallel head returns it takes each rank's part; plain tensors ``[..., vocabulary / tp]``
-    may be parts as well. When the logits are whole on every rank (not distributed, tp of 1, a plain
-    ``nn.Linear`` as head) it is ``F.cross_entropy`` itself.
+    Called with ``logits`` ``[..., vocabulary]`` and integer ``targets`` ``[...]``, it returns what
+    ``F.cross_entropy`` returns (positions may have any number of dims). Logits may be the output of
+    a column-parallel head, or plain tensors ``[..., vocabulary / tp]`` with each rank's part. When
+    the logits are whole on every rank (not distributed, tp of 1, a plain ``nn.Linear`` as head) it
+    calls ``F.cross_entropy`` itself.
 
     Args:
         ignore_index: target of positions that do not count.
         label_smoothing: probability mass spread over the vocabulary.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
         reduction: ``mean`` over the positions that count, their ``sum``, or ``none``.
-        vocab_size: of the whole vocabulary, to tell plain tensors that are whole from parts. When
-            None, those count as parts under tp unless the first call finds them equal on all ranks.
+        vocab_size: size of the whole vocabulary, to tell plain tensors that are whole from parts.
+            When None, they count as parts under tp unless the first call finds them equal on all
+            ranks.
 
     Raises:
         ConfigError: an option lies outside its range.
@@ -77,10 +78,10 @@ class VocabParallelCrossEntropy(ParallelLayer):
 
     @override
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss: a scalar, or with ``reduction="none"`` one value per position.
+        """Compute the loss: a scalar, or with ``reduction="none"`` one value per position.
 
         Raises:
-            IndexError: on CPU, a target lies outside the vocabulary.
+            IndexError: a target lies outside the vocabulary (found on CPU only).
         """
         split = split_of(logits)
         if split is not None and split.dim != logits.dim() - 1:
@@ -114,7 +115,7 @@ class VocabParallelCrossEntropy(ParallelLayer):
         return loss_n + penalty_n.masked_fill(targets_n == self.ignore_index, 0)
 
     def _split_axis(self, logits_nv: Tensor) -> Axis | None:
-        """The axis over which the logits are split; None when they are whole."""
+        """Axis over which the logits are split; None when they are whole."""
         if self.topology is None or self.topology.tp.size == 1:
             return None
         axis = self.topology.tp
@@ -179,7 +180,7 @@ vocab_parallel_cross_entropy: Callable[..., Tensor] = _VocabParallelCrossEntropy
 def own_targets(
     targets_n: Tensor, ignored_n: Tensor, size: int, axis: Axis | None
 ) -> tuple[Tensor, Tensor]:
-    """Where in this rank's ``size`` logits each target is, and whether it is not there at all."""
+    """Position of each target in this rank's ``size`` logits, and whether another rank has it."""
     index_n = targets_n if axis is None else targets_n - size * axis.rank
     foreign_n = (index_n < 0) | (index_n >= size) | ignored_n
     return index_n.masked_fill(foreign_n, 0), foreign_n
@@ -188,7 +189,7 @@ def own_targets(
 def position_terms(
     logits_nv: Tensor, index_n: Tensor, foreign_n: Tensor, smoothing: float
 ) -> Tensor:
-    """What the loss needs of this rank's logits, ``[2 or 3, n]`` (see the module's text)."""
+    """Numbers ``[2 or 3, n]`` of this rank's logits that the loss needs (see the module)."""
     x_nv = at_least_float32(logits_nv)
     target_n = x_nv.gather(-1, index_n.unsqueeze(-1)).squeeze(-1)
     own = [x_nv.logsumexp(-1), target_n.masked_fill(foreign_n, 0)]
@@ -200,7 +201,7 @@ def position_terms(
 def loss_of_terms(
     terms_tn: Tensor, axis: Axis | None, vocabulary: int, smoothing: float, z: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss and the log-sum-exp of every position, from all ranks' `position_terms`."""
+    """Loss and log-sum-exp of every position, from all ranks' `position_terms`."""
     of_all = terms_tn.unsqueeze(0)
     if axis is not None:
         of_all = start_gather(of_all, axis, 0).wait()
@@ -224,7 +225,7 @@ def logits_gradient(
     smoothing: float,
     z: float,
 ) -> Tensor:
-    """The gradient ``[n, v]`` of this rank's logits, for a gradient ``grad_n`` of the losses."""
+    """Gradient ``[n, v]`` of this rank's logits, for a gradient ``grad_n`` of the losses."""
     grad_nv = (at_least_float32(logits_nv) - lse_n.unsqueeze(-1)).exp_()
     if z:
         grad_nv.mul_((1 + 2 * z * lse_n).unsqueeze(-1))
@@ -236,7 +237,7 @@ def logits_gradient(
 
 
 def reduced(loss_n: Tensor, targets: Tensor, ignore_index: int, reduction: str) -> Tensor:
-    """The losses of all positions, in which those that do not count are 0, as one number or not."""
+    """Reduce the losses of all positions; those of ignored positions are 0."""
     if reduction == "none":
         return loss_n.view(targets.shape)
     if reduction == "sum":
@@ -245,12 +246,12 @@ def reduced(loss_n: Tensor, targets: Tensor, ignore_index: int, reduction: str) 
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """``x`` in the format of the loss."""
+    """Return ``x`` in the format of the loss."""
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
 def check_targets(targets_n: Tensor, ignored_n: Tensor, vocabulary: int) -> None:
-    """On CPU refuse what ``F.cross_entropy`` refuses; elsewhere looking would stall the device."""
+    """Check targets as ``F.cross_entropy`` does, on CPU; a GPU would have to wait for this."""
     if targets_n.device.type != "cpu":
         return
     outside = ((targets_n < 0) | (targets_n >= vocabulary)) & ~ignored_n
@@ -259,7 +260,7 @@ def check_targets(targets_n: Tensor, ignored_n: Tensor, vocabulary: int) -> None
 
 
 def loss_problems(label_smoothing: float, z_loss: float, reduction: str) -> list[str]:
-    """What is wrong with the options of a loss."""
+    """Problems of the options of a loss."""
     problems = []
     if not 0.0 <= label_smoothing <= 1.0:
         problems.append(
@@ -269,5 +270,7 @@ def loss_problems(label_smoothing: float, z_loss: float, reduction: str) -> list
     if z_loss < 0.0:
         problems.append(f"z_loss={z_loss}: must not be negative; nearest valid: z_loss=0.0")
     if reduction not in ("mean", "sum", "none"):
-        problems.append(f"reduction={reduction}: must be mean, sum or none")
+        problems.append(
+            f"reduction={reduction}: must be mean, sum or none; nearest valid: reduction=mean"
+        )
     return problems

@@ -1,8 +1,8 @@
-"""The feed-forward half of a transformer block.
+"""Feed-forward half of a transformer block.
 
-Column-parallel in, elementwise activation, row-parallel out: one sum in forward and one in backward
-for the whole MLP. The gated forms (Shazeer, arXiv 2002.05202) have two projections of the same
-input, whose collectives are shared.
+A column-parallel layer, an elementwise activation, a row-parallel layer: one sum in forward and one
+in backward for the whole MLP. The gated forms (Shazeer, arXiv 2002.05202) have two projections of
+the same input, whose collectives are shared.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers.constraints import GATED, Activation
 from lightning_megatron.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     column_parts,
 )
+from lightning_megatron.layers.size_checks import GATED, Activation
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -43,10 +43,10 @@ class MLP(nn.Module):
             ``gelu_tanh`` (GPT-2's approximation) or ``relu``.
         bias: whether the projections have a bias.
         init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
-        out_init_std: the same for ``down``; ``init_std`` when None.
+        out_init_std: standard deviation of the initial ``down``; ``init_std`` when None.
 
     Raises:
-        ConfigError: there is no such activation.
+        ConfigError: the activation is unknown.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MLP(nn.Module):
         self.down = RowParallelLinear(mlp_size, hidden_size, bias, init_std=out_std)
 
     def problems(self, degrees: Degrees) -> list[str]:
-        """Reasons why it cannot be split over ``degrees``."""
+        """Reasons why the MLP cannot be split over ``degrees``."""
         problem = divisibility_problem("mlp_size", self.down.in_features, "tp", degrees.tp)
         return [problem] if problem else []
 

@@ -1,7 +1,7 @@
 """Normalisation over the last dim.
 
 A norm's parameters are whole on every tp rank. Without sequence parallelism all ranks normalise the
-same activation and find the same gradient. With it each rank normalises its own part of the
+same activation and compute the same gradient. With it each rank normalises its own part of the
 sequence, so the gradients of weight and bias are parts of a sum, which is taken over tp once after
 backward (``TensorShard.sum_gradients``), not by a collective per norm.
 
@@ -18,7 +18,7 @@ from lightning_megatron.topology.mesh import Topology
 
 
 class _Norm(ParallelLayer):
-    """A norm of the last dim: ones for the weight, zeros for a bias."""
+    """Base of norms of the last dim: ones for the weight, zeros for a bias."""
 
     bias: nn.Parameter | None
 
@@ -48,7 +48,7 @@ class RMSNorm(_Norm):
 
     Args:
         dim: size of the last dim.
-        eps: added to the mean square.
+        eps: number added to the mean square.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
@@ -63,12 +63,12 @@ class RMSNorm(_Norm):
 class HeadNorm(RMSNorm):
     """RMS norm of each head's queries or keys (Henry et al., arXiv 2010.04245; Qwen3).
 
-    All heads share the weight. A tp rank normalises only its own heads, so the gradient that it
-    finds is always a part of a sum.
+    All heads share the weight. A tp rank normalises only its own heads, so its gradient is always a
+    part of a sum.
 
     Args:
         dim: size of a head.
-        eps: added to the mean square.
+        eps: number added to the mean square.
     """
 
     @override
@@ -81,7 +81,7 @@ class LayerNorm(_Norm):
 
     Args:
         dim: size of the last dim.
-        eps: added to the variance.
+        eps: number added to the variance.
         bias: whether to add a learned bias.
     """
 

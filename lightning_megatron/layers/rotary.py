@@ -12,8 +12,8 @@ the rotation by the negative angle.
 
 A model that was trained on sequences of length ``L`` reads longer ones when its frequencies are
 slowed down (`RopeScaling`). "linear" divides all of them (arXiv 2306.15595). "llama3" (section 3.4
-of arXiv 2407.21783, and the reference code of Llama 3.1) leaves what turns often within ``L`` as it
-is, because near neighbours are told apart by it, and divides what turns hardly once.
+of arXiv 2407.21783, and the reference code of Llama 3.1) keeps frequencies that turn often within
+``L``, which tell near neighbours apart, and divides those that turn hardly once.
 
 Legend: b batch, s sequence, n heads, d head dim.
 """
@@ -31,18 +31,18 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How frequencies are slowed down for sequences longer than those of the training."""
+    """Scaling of rotary frequencies for sequences longer than those of the training."""
 
     kind: Literal["linear", "llama3"]
-    """Which frequencies are."""
+    """Rule that selects the frequencies: all (linear), or the slow ones (llama3)."""
     factor: float
-    """By how much."""
+    """Divisor of the frequencies."""
     low_freq_factor: float = 1.0
-    """llama3: what turns less often than this in ``original_length`` is slowed down in full."""
+    """llama3: frequencies with fewer turns in ``original_length`` than this are divided in full."""
     high_freq_factor: float = 4.0
-    """llama3: what turns more often than this keeps its frequency; between, a mixture."""
+    """llama3: frequencies with more turns than this are kept; between the two, a mixture."""
     original_length: int = 8192
-    """llama3: longest sequence of the training."""
+    """llama3: length of the longest sequence of the training."""
 
     def apply(self, frequencies: Tensor) -> Tensor:
         """Return the slower frequencies, in radians per position."""
@@ -55,12 +55,12 @@ class RopeScaling:
 
 
 class Rotary:
-    """Rotates queries and keys by their positions; may be shared by all blocks of a model.
+    """Rotary embedding of queries and keys; all blocks of a model may share one.
 
     Args:
         head_dim: size of each head; even.
         base: the slowest frequency is ``1 / base`` (nearly).
-        scaling: how frequencies are slowed down; not at all when None.
+        scaling: scaling of the frequencies; None for none.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Rotary:
         return q, k
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the table behind."""
+        """Return the state without the table, for copies and pickles."""
         return {**self.__dict__, "_key": None, "_tables": None}
 
     def _cached(

@@ -1,9 +1,9 @@
-"""The trunk of a network, whose items may live on other ranks.
+"""Trunk of a network, whose items may be on other ranks.
 
-`PipelineSequential` is an ``nn.Sequential`` with named parts. Alone it simply runs its items one
-after the other. Under ``MegatronStrategy(pp=p)`` its items are cut into ``p`` contiguous stages:
-every rank keeps the items of its stage and holds a parameterless `RemoteItem` in the place of the
-others, so that an item has the same name (``trunk.layers.7``) on every rank and in every layout.
+`PipelineSequential` is an ``nn.Sequential`` with named parts. In one process it runs its items one
+after the other. ``MegatronStrategy(pp=p)`` divides its items into ``p`` contiguous stages: every
+rank keeps the items of its stage and holds a parameterless `RemoteItem` in the place of the others,
+so that an item has the same name (``trunk.layers.7``) on every rank and in every layout.
 
 The call of the trunk inside ``training_step`` is where one stage ends and the next begins. The
 strategy installs a `StagePort` in the trunk: the port replaces the input by the activation received
@@ -26,19 +26,19 @@ from lightning_megatron.errors import ConfigError
 
 
 class StagePort(Protocol):
-    """What a pipeline runner puts into a trunk to turn one call into one stage."""
+    """Port by which a pipeline runner turns one call of a trunk into one stage."""
 
     @property
     def position(self) -> int:
-        """Which of the stages that this rank holds, counted along the network."""
+        """Index of the stage among those that this rank holds, in network order."""
         ...
 
     def random(self) -> AbstractContextManager[None]:
-        """Within the block the stage's random numbers are drawn."""
+        """Context in which the stage draws its random numbers."""
         ...
 
     def enter(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Exchange the user's input for the activation that this stage works on."""
+        """Replace the user's input by the activation that this stage works on."""
         ...
 
     def leave(self, output: Any) -> Any:
@@ -47,7 +47,7 @@ class StagePort(Protocol):
 
 
 class _Visited(dict[str, Any]):
-    """The parameters of a `RemoteItem`: none, and it tells when somebody asks for them."""
+    """Parameters of a `RemoteItem`: none; it reports when somebody iterates over them."""
 
     on_visit: Callable[[], None] | None = None
 
@@ -59,11 +59,11 @@ class _Visited(dict[str, Any]):
 
 
 class RemoteItem(nn.Module):
-    """Stands for an item that another pipeline stage holds.
+    """Placeholder for an item that another pipeline stage holds.
 
     Args:
-        name: the item's name in the trunk.
-        stage: the stage that holds it.
+        name: name of the item in the trunk.
+        stage: stage that holds it.
     """
 
     def __init__(self, name: str, stage: int) -> None:
@@ -73,18 +73,18 @@ class RemoteItem(nn.Module):
         self.__dict__["_parameters"] = _Visited()
 
     def on_visit(self, tell: Callable[[], None] | None) -> None:
-        """Have ``tell`` called when a walk over parameters comes by, which misses some."""
+        """Set the function to call when somebody iterates over parameters and misses the item's."""
         self.__dict__["_parameters"].on_visit = tell
 
     def stand_in(self) -> nn.Parameter | None:
-        """Have a parameter of no elements from now on; None if there is one."""
+        """Add a parameter without elements and return it; None if there is one."""
         if self._parameters:
             return None
         self.placeholder = nn.Parameter(torch.empty(0))
         return self.placeholder
 
     def stand_back(self) -> None:
-        """Have it no longer."""
+        """Remove the parameter that `stand_in` added."""
         del self.placeholder
 
     @override
@@ -98,7 +98,7 @@ class RemoteItem(nn.Module):
 
     @override
     def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
-        """Miss nothing."""
+        """Load nothing."""
 
     @override
     def __getattr__(self, name: str) -> Any:
@@ -107,8 +107,8 @@ class RemoteItem(nn.Module):
         except AttributeError:
             given = self.__dict__
             raise AttributeError(
-                f"item {given.get('name')!r} of the PipelineSequential lives on pipeline stage "
-                f"{given.get('stage')}, and so does its attribute {name!r}; nearest valid: "
+                f"item {given.get('name')!r} of the PipelineSequential is on pipeline stage "
+                f"{given.get('stage')}, and so is its attribute {name!r}; nearest valid: "
                 f"getattr(item, {name!r}, None) to leave out other stages' items, "
                 "weights that configure_model sets, or pp=1"
             ) from None
@@ -116,13 +116,13 @@ class RemoteItem(nn.Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            f"Item {self.name!r} of the PipelineSequential lives on pipeline stage {self.stage}; "
+            f"Item {self.name!r} of the PipelineSequential is on pipeline stage {self.stage}; "
             "it can only be reached by calling the PipelineSequential, not directly."
         )
 
 
-class Together(Protocol):
-    """Runs several items as one."""
+class ItemGroup(Protocol):
+    """Function that runs several items as one."""
 
     def __call__(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``run``, which calls the items, with these arguments."""
@@ -130,17 +130,18 @@ class Together(Protocol):
 
 
 class StageItems(nn.Module):
-    """The items that one rank runs in a row, as one callable module.
+    """Items that one rank runs in a row, as one callable module.
 
     Args:
-        items: in order; the first receives ``args`` and each next the result of the one before.
-        accepts: for each item, the keyword arguments that its forward takes (None: any).
+        items: items in order; the first receives ``args``, each next one the result before it.
+        accepts: keyword arguments that each item's forward takes (None: any).
 
     Attributes:
-        observer: if set, called with -1 and the arguments before the first item, and after each
-            item with its position and result.
-        groups: by the position of its first item, the position after its last one and how they run,
-            of items that run as one. While there is an observer, each runs so by itself.
+        observer: function that is called with -1 and the arguments before the first item, and after
+            each item with its position and result; may be None.
+        groups: items that run as one, keyed by the position of the first: the position after the
+            last one, and the function that runs them. While there is an observer, each item is a
+            group of its own.
     """
 
     observer: Callable[[int, Any], None] | None = None
@@ -151,10 +152,10 @@ class StageItems(nn.Module):
         super().__init__()
         self.items = nn.ModuleList(items)
         self._accepts = list(accepts)
-        self.groups: dict[int, tuple[int, Together]] = {}
+        self.groups: dict[int, tuple[int, ItemGroup]] = {}
 
     def replace(self, position: int, item: nn.Module, accepts: frozenset[str] | None) -> None:
-        """Put another item in the place of one."""
+        """Replace the item at a position."""
         self.items[position] = item
         self._accepts[position] = accepts
 
@@ -183,7 +184,7 @@ class StageItems(nn.Module):
 def _run(
     pairs: Sequence[tuple[nn.Module, frozenset[str] | None]], *args: Any, **kwargs: Any
 ) -> Any:
-    """Items, each with the keyword arguments that it takes."""
+    """Run the items, each with the keyword arguments that it takes."""
     for item, accepts in pairs:
         if not kwargs:
             args = (item(*args),)
@@ -195,20 +196,20 @@ def _run(
 
 
 class PipelineSequential(nn.Module):
-    """A sequence of modules that pipeline parallelism may cut anywhere between two of them.
+    """Sequence of modules that pipeline parallelism divides into stages, anywhere between two.
 
     Items are modules of any kind: layers of this library, of ``torch.nn``, or the user's own. The
     first item receives the positional arguments of the call, each further one the result of the one
     before as its single argument (a tuple or dict travels as one object). A keyword argument of the
-    call reaches every item whose ``forward`` names it, on whatever stage it lives; under a pipeline
+    call reaches every item whose ``forward`` names it, on whatever stage it is; under a pipeline
     each stage takes it from its own copy of the microbatch.
 
     Args:
-        *items: unnamed items, called ``"0"``, ``"1"`` and so on.
-        **named: an item, or a list of items, per name; a list's items are named ``name.0`` and on.
+        *items: unnamed items, which get the names ``"0"``, ``"1"`` and so on.
+        **named: item, or list of items, by name; a list's items are named ``name.0`` and on.
 
     Raises:
-        ConfigError: there is no item, or something given is not a module.
+        ConfigError: no item was given, or one is not a module.
 
     Example:
         >>> trunk = PipelineSequential(embed=nn.Embedding(10, 4), layers=[nn.Linear(4, 4)] )
@@ -249,7 +250,7 @@ class PipelineSequential(nn.Module):
         )
 
     def items(self) -> Iterator[nn.Module]:
-        """All items in order; `RemoteItem` where another stage holds the item."""
+        """Iterate over all items in order; `RemoteItem` where another stage holds the item."""
         return (self.get_submodule(name) for name in self.item_names)
 
     def __len__(self) -> int:
@@ -258,20 +259,20 @@ class PipelineSequential(nn.Module):
 
     @property
     def stage_items(self) -> tuple[StageItems, ...]:
-        """The items of each stage of this rank as one module; what data parallelism wraps.
+        """Items of each stage of this rank as one module, which data parallelism wraps.
 
-        One entry with all items until `keep` is called.
+        There is one entry with all items until `keep` is called.
         """
         self._refresh()
         return tuple(self._runs)
 
     @property
     def held(self) -> tuple[range, ...]:
-        """The item indices of each stage of this rank; one stage of all until `keep` is called."""
+        """Item indices of each stage of this rank; one stage of all until `keep` is called."""
         return tuple(self._held)
 
     def _refresh(self) -> None:
-        """Look the items up anew: one may have been replaced, by an adapter or a compiled block."""
+        """Read the items again: an adapter or a compiled block may have replaced one."""
         for indices, run in zip(self._held, self._runs, strict=True):
             for position, (index, held) in enumerate(zip(indices, run.items, strict=True)):
                 item: nn.Module = self
@@ -285,8 +286,8 @@ class PipelineSequential(nn.Module):
         """Drop every item outside the stages of this rank.
 
         Args:
-            stages: the item indices of every stage, in order.
-            mine: the stages of this rank, in order.
+            stages: item indices of every stage, in order.
+            mine: stages of this rank, in order.
         """
         self._refresh()
         for index, part in enumerate(stages):
@@ -296,10 +297,10 @@ class PipelineSequential(nn.Module):
         self._set_runs([stages[stage] for stage in mine])
 
     def refill(self, items: Sequence[nn.Module]) -> None:
-        """Put other items of the same kinds in the place of all, as if none had been dropped.
+        """Replace all items by others of the same kinds, as if none had been dropped.
 
         Args:
-            items: in order.
+            items: new items, in order.
         """
         for name, item in zip(self.item_names, items, strict=True):
             self._replace(name, item)

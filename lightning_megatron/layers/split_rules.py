@@ -1,12 +1,12 @@
-"""What torch's functions do to a split tensor: on each rank's part, or on the whole.
+"""Rules of torch's functions on split tensors: on each rank's part, or on the whole.
 
-A rule gets a function of torch and its arguments, some of which are split, and runs where these are
-seen as the plain parts that they are. It returns what the function would return for the whole
-tensors: split itself where each rank can compute its part of the result from its part of the
-arguments, else whole, equal on all tp ranks.
+A rule gets a function of torch and its arguments, some of which are split, and sees these as plain
+parts. It returns what the function would return for the whole tensors: a split tensor where each
+rank can compute its part of the result from its part of the arguments, else a whole tensor, equal
+on all tp ranks.
 
 ===================================  ==============================================================
-elementwise functions                on the parts; other operands are cut to fit (`splits.beside`)
+elementwise functions                on the parts; other operands are sliced (`splits.beside`)
 along other dims than the split one  on the parts
 changes of shape                     on the parts, if these stay parts of equal size in order
 products of matrices                 on the parts, where batch, rows or columns are split; a sum
@@ -16,7 +16,7 @@ along the split dim                  sums, means, logsumexp, softmax, argmax, ma
 everything else                      on the whole, gathered over tp (`on_whole`)
 ===================================  ==============================================================
 
-The last line makes what has no rule right, at the cost of an all-gather.
+The last line makes functions without a rule right, at the cost of an all-gather.
 """
 
 from collections.abc import Callable, Iterable
@@ -60,23 +60,23 @@ _CHANGES = {
     "__set__": "x.data = y",
 }
 REMEDY = (
-    "nearest valid: the same on lightning_megatron.layers.whole(x), the whole tensor on every tp "
-    "rank, or gather_output=True in the ColumnParallelLinear that x comes from"
+    "nearest valid: the same function on lightning_megatron.layers.whole(x), the whole tensor on "
+    "every tp rank, or gather_output=True in the ColumnParallelLinear that x comes from"
 )
 
 
 def on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``func`` of the whole tensors.
+    """Rule: ``func`` of the whole tensors.
 
     Raises:
-        ConfigError: it would change a part in place.
+        ConfigError: ``func`` would change a part in place.
     """
     changed = args[0] if args and changes(func) else kwargs.get("out")
     if split_of(changed) is not None:
         name = getattr(func, "__name__", str(func))
         raise ConfigError(
-            f"{_CHANGES.get(name, name)}: changes, in place, a tensor of which each tp rank holds "
-            f"a part, other than element by element; {REMEDY}"
+            f"{_CHANGES.get(name, name)}: changes in place, and not element by element, a "
+            f"tensor of which each tp rank holds a part; {REMEDY}"
         )
     args, kwargs = whole((args, kwargs))
     return func(*args, **kwargs)
@@ -89,12 +89,12 @@ def changes(func: Callable[..., Any]) -> bool:
 
 
 def on_parts(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``func`` of this rank's parts, whose result says nothing of the tensor's values or shape."""
+    """Rule: ``func`` of the parts; the result does not depend on the tensor's values or shape."""
     return func(*args, **kwargs)
 
 
 def elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Element by element, with broadcasting."""
+    """Rule of elementwise functions, with broadcasting."""
     tensors = _tensors(args, kwargs)
     found = _alike(tensors)
     others = (changes(func) and split_of(args[0]) is None) or "out" in kwargs
@@ -113,7 +113,7 @@ def elementwise(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """To another device or format; to another device as a whole, as groups belong to devices."""
+    """Rule of ``to``: another format on the part, another device on the whole."""
     x, out = args[0], func(*args, **kwargs)
     if not isinstance(out, Tensor):
         return out
@@ -123,7 +123,7 @@ def moved(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def drawn_like(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Random numbers: this rank's part of those that one process draws."""
+    """Rule of random numbers: this rank's part of those that one process draws."""
     x, split = args[0], split_of(args[0])
     if split is None:
         return on_whole(func, args, kwargs)
@@ -133,7 +133,7 @@ def drawn_like(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def dropout(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Dropout, of other elements on every rank."""
+    """Rule of dropout: each rank draws its own mask."""
     split = split_of(args[0] if args else None)
     if split is None:
         return on_whole(func, args, kwargs)
@@ -144,13 +144,13 @@ def dropout(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 def along(
     position: int, *, keeps: bool = False, special: Rule | None = None, last: bool = False
 ) -> Rule:
-    """A rule of functions that work along a dim, or several.
+    """Make the rule of functions that work along a dim, or several.
 
     Args:
-        position: of the argument that names them.
+        position: position of the argument that names the dims.
         keeps: whether the result has these dims, whatever ``keepdim`` says.
-        special: the rule where the split dim is among them; `on_whole` when None.
-        last: whether the last dim is meant when none is named; else all are.
+        special: rule if the split dim is among them; `on_whole` when None.
+        last: whether the default is the last dim; else it is all dims.
     """
 
     def rule(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -175,7 +175,7 @@ def along(
 
 
 def dims_of(dim: Any, count: int) -> tuple[int, ...] | None:
-    """The dims that an argument names, all where it names none; None if it is no number."""
+    """Dims that an argument names, all if it names none; None if it is no number."""
     if dim is None or dim == ():
         return tuple(range(count))
     dims = tuple(dim) if isinstance(dim, list | tuple) else (dim,)
@@ -183,24 +183,24 @@ def dims_of(dim: Any, count: int) -> tuple[int, ...] | None:
 
 
 def summed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """The sum over the split dim."""
+    """Rule of the sum over the split dim."""
     return reduce_from(func(*args, **kwargs), args[0]._split.axis)
 
 
 def averaged(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """The mean over the split dim, of parts of equal size."""
+    """Rule of the mean over the split dim, of parts of equal size."""
     axis = args[0]._split.axis
     return reduce_from(func(*args, **kwargs), axis) / axis.size
 
 
 def log_sum_exp(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``logsumexp`` over the split dim."""
+    """Rule of ``logsumexp`` over the split dim."""
     of_part = func(*args, **kwargs)
     return gather_from(of_part.unsqueeze(0), args[0]._split.axis, 0).logsumexp(0)
 
 
 def log_softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``log_softmax`` along the split dim; each rank has its part of the result."""
+    """Rule of ``log_softmax`` along the split dim; each rank has its part of the result."""
     x, split = args[0], args[0]._split
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     dtype = kwargs.get("dtype", next((a for a in args[2:] if isinstance(a, torch.dtype)), None))
@@ -215,7 +215,7 @@ def log_softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def softmax(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``softmax`` along the split dim; each rank has its part of the result."""
+    """Rule of ``softmax`` along the split dim; each rank has its part of the result."""
     out = log_softmax(func, args, kwargs)
     return out if split_of(out) is None else marked_as(out.exp(), args[0], args[0]._split.dim)
 
@@ -230,10 +230,10 @@ def _result_dtype(x: Tensor) -> torch.dtype:
 
 
 def extremum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``argmax``, ``max`` and ``amax`` along the split dim, ``min`` likewise, where nothing learns.
+    """Rule of ``argmax``, ``max``, ``amax`` and the minima along the split dim, without gradient.
 
-    Of equal numbers torch takes the first, and so the first rank's. The gradient of ``amax`` is
-    spread over all of them, which takes the whole.
+    Among equal numbers torch takes the first, so the first rank's. The gradient of ``amax`` is
+    spread over all equal numbers, which takes the whole tensor.
     """
     x, name = args[0], func.__name__
     dim, keepdim = given_by(args, kwargs, dim=None, keepdim=False)
@@ -257,7 +257,7 @@ def extremum(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def pair_or_along(rule: Rule) -> Rule:
-    """``max(x, y)``, or ``rule`` where there is one tensor."""
+    """Make the rule of ``max(x, y)``, or ``rule`` if there is one tensor."""
 
     def either(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         pair = len(_tensors(args, kwargs)) > 1
@@ -267,12 +267,12 @@ def pair_or_along(rule: Rule) -> Rule:
 
 
 def _parts(x: Tensor, axis: Axis) -> Tensor:
-    """``x`` of all ranks, on a new dim 0; no gradient passes."""
+    """Gather ``x`` of all ranks on a new dim 0; no gradient passes."""
     return start_gather(x.unsqueeze(0), axis, 0).wait()
 
 
 def product(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``a @ b``."""
+    """Rule of ``a @ b``."""
     a, b = (*args, None, None)[:2]
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.dim(), b.dim()) < 2:
         return on_whole(func, args, kwargs)
@@ -296,7 +296,7 @@ def product(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def linear(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``F.linear`` of a tensor that is split along another dim than the features."""
+    """Rule of ``F.linear`` on a tensor that is split along another dim than the features."""
     x, split = args[0], split_of(args[0])
     if split is None or split.dim == x.dim() - 1 or len(_splits(args, kwargs)) > 1:
         return on_whole(func, args, kwargs)
@@ -305,7 +305,7 @@ def linear(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def layer_norm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Norms over the last dims, the split one not among them."""
+    """Rule of norms over the last dims, if the split dim is not among them."""
     x, split = args[0], split_of(args[0])
     (shape,) = given_by(args, kwargs, normalized_shape=())
     if split is None or split.dim >= x.dim() - len(shape) or len(_splits(args, kwargs)) > 1:
@@ -315,7 +315,7 @@ def layer_norm(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``scaled_dot_product_attention`` of tensors that are split by heads."""
+    """Rule of ``scaled_dot_product_attention`` on tensors that are split by heads."""
     names = ("query", "key", "value")
     given = [*args[:3], *(kwargs[name] for name in names[len(args[:3]) :])]
     q, split = given[0], split_of(given[0])
@@ -332,10 +332,10 @@ def attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``gather`` along the split dim: what this rank has, and zeros, summed over the ranks.
+    """Rule of ``gather`` along the split dim: own values and zeros, summed over the ranks.
 
     Raises:
-        IndexError: on CPU, an index lies outside of the dim.
+        IndexError: an index lies outside the dim (found on CPU only).
     """
     x, split = args[0], split_of(args[0])
     dim, index = given_by(args, kwargs, dim=None, index=None)
@@ -353,7 +353,7 @@ def picked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _used_by_each(tree: Any, axis: Axis) -> Any:
-    """Weights of which each rank finds a part of the gradient."""
+    """Weights whose gradient is a sum over ranks."""
     return tree_map(lambda leaf: copy_to(leaf, axis) if _learns(leaf) else leaf, tree)
 
 
@@ -375,7 +375,7 @@ def _splits(args: Args, kwargs: Kwargs) -> list[Split]:
 
 
 def _alike(tensors: Iterable[Tensor]) -> tuple[Tensor, Split, int] | None:
-    """A split tensor, its split, and its place from the right, if all that are split agree."""
+    """Find a split tensor, its split and split dim from the right, if all split ones agree."""
     found: tuple[Tensor, Split, int] | None = None
     for x in tensors:
         split = split_of(x)
@@ -390,7 +390,7 @@ def _alike(tensors: Iterable[Tensor]) -> tuple[Tensor, Split, int] | None:
 
 
 def known_split(x: Any) -> Split:
-    """How ``x`` is split, which is known to be."""
+    """Split of ``x``, which must be split."""
     found: Split = x._split
     return found
 
@@ -404,7 +404,7 @@ def given_by(args: Args, kwargs: Kwargs, **defaults: Any) -> tuple[Any, ...]:
 
 
 def marked_as(out: Any, like: Tensor, dim: int = 0, *, from_right: int | None = None) -> Any:
-    """Mark what was computed from the part ``like``: a tensor, or a sequence of some."""
+    """Mark a result, computed from the part ``like``: a tensor, or a sequence of tensors."""
     topology = known_split(like).topology
     for tensor in (out,) if isinstance(out, Tensor) else out:
         place = dim if from_right is None else tensor.dim() - from_right
@@ -413,6 +413,6 @@ def marked_as(out: Any, like: Tensor, dim: int = 0, *, from_right: int | None = 
 
 
 def functions(*names: str) -> list[Callable[..., Any]]:
-    """What torch, its functional module and tensors call by these names."""
+    """Functions of torch, ``torch.nn.functional`` and tensors with these names."""
     spaces = (torch, F, Tensor, torch.special)
     return [getattr(space, name) for name in names for space in spaces if hasattr(space, name)]

@@ -1,4 +1,4 @@
-"""Changes of shape, pieces and indices of split tensors: rules as in `layers.split_rules`."""
+"""Rules of views, chunks and indices of split tensors, as in `layers.split_rules`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from lightning_megatron.layers.splits import Split, beside, split_of, whole, who
 
 
 def reshape(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``view`` and ``reshape``, by the sizes of the whole or, where these fit, of the part."""
+    """Rule of ``view`` and ``reshape``, by the sizes of the whole or else of the part."""
     x, shape = args[0], kwargs.get("shape", kwargs.get("size"))
     if shape is None:
         shape = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
@@ -45,10 +45,10 @@ def _reshaped(func: Callable[..., Any], x: Tensor, shape: tuple[int, ...]) -> Te
 def _local_shape(
     x: Tensor, split: Split, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], int] | None:
-    """The part's shape and split dim where the whole gets ``shape``, if it is a part of that.
+    """Shape and split dim of the part when the whole gets ``shape``; None if it is no part of it.
 
-    A part is an interval of the split dim, for each index of the dims before. So these have to be
-    kept or merged among themselves, and what follows them to begin with a dim that divides.
+    A part is an interval of the split dim, for each index of the dims before it. So those dims must
+    be kept or merged among themselves, and the next dim must be divisible.
     """
     p, before = split.axis.size, math.prod(x.shape[: split.dim])
     count = x.numel() * p
@@ -71,10 +71,10 @@ def _local_shape(
 
 
 def shaped_as(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``view_as`` and ``reshape_as`` of a tensor that is split alike.
+    """Rule of ``view_as`` and ``reshape_as`` on a tensor that is split alike.
 
-    A function of autograd that returns its input (hooks of modules' backwards are some, FSDP2's
-    on the inputs of a unit, too) views it as itself.
+    Autograd functions that return their input view it as itself: hooks of modules' backwards, and
+    FSDP2's on the inputs of a unit.
     """
     x, other = (*args, None)[:2]
     if split_of(x) is None or split_of(x) != split_of(other):
@@ -83,7 +83,7 @@ def shaped_as(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def flatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``flatten``."""
+    """Rule of ``flatten``."""
     x = args[0]
     start, end = given_by(args, kwargs, start_dim=0, end_dim=-1)
     if split_of(x) is None:
@@ -96,7 +96,7 @@ def flatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def unflatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``unflatten``."""
+    """Rule of ``unflatten``."""
     x = args[0]
     dim, sizes = given_by(args, kwargs, dim=0, sizes=())
     if split_of(x) is None or not isinstance(dim, int):
@@ -109,7 +109,7 @@ def unflatten(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def permuted(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Dims in another order, or more or fewer of size 1: where the split one goes is looked up."""
+    """Rule of permutations, and of dims of size 1 that come or go."""
     x = args[0]
     split = split_of(x)
     if split is None:
@@ -123,7 +123,7 @@ def permuted(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def squeezed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``squeeze``, by the sizes of the whole: the split dim stays."""
+    """Rule of ``squeeze``, by the sizes of the whole: the split dim stays."""
     x, split = args[0], split_of(args[0])
     (dim,) = given_by(args, kwargs, dim=None)
     dims = None if split is None else dims_of(dim, x.dim())
@@ -133,8 +133,8 @@ def squeezed(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return marked_as(x.squeeze(gone), x, split.dim - sum(d < split.dim for d in gone))
 
 
-def pieces(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Pieces along a dim."""
+def chunked(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Rule of ``chunk``, ``split``, ``narrow`` and ``index_select``."""
     x, split = args[0], split_of(args[0])
     place = 1 if func.__name__ in ("index_select", "narrow") else 2
     dim = kwargs.get("dim", args[place] if len(args) > place else 0)
@@ -145,7 +145,7 @@ def pieces(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def without_a_dim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``select`` and ``unbind``."""
+    """Rule of ``select`` and ``unbind``."""
     x, split = args[0], split_of(args[0])
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if split is None or split.dim == dim % x.dim():
@@ -155,7 +155,7 @@ def without_a_dim(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``cat`` and ``stack`` along another dim."""
+    """Rule of ``cat`` and ``stack`` along another dim."""
     (tensors,), rest = args[:1], args[1:]
     dim = kwargs.get("dim", rest[0] if rest else 0)
     splits = {split_of(t) for t in tensors}
@@ -170,7 +170,7 @@ def joined(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def expanded(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``expand``, to sizes of the whole."""
+    """Rule of ``expand``, to sizes of the whole."""
     x, split = args[0], split_of(args[0])
     sizes = args[1] if len(args) == 2 and isinstance(args[1], Sequence) else args[1:]
     if split is None or kwargs:
@@ -182,7 +182,7 @@ def expanded(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``repeat_interleave`` by a number: each rank repeats its own."""
+    """Rule of ``repeat_interleave`` by a number: each rank repeats its own part."""
     x, split = args[0], split_of(args[0])
     times, dim = given_by(args, kwargs, repeats=1, dim=None)
     if split is None or dim is None or not isinstance(times, int):
@@ -191,7 +191,7 @@ def repeated(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``x[...]``."""
+    """Rule of ``x[...]``."""
     x, index = args
     split = split_of(x)
     place = None if split is None else _kept_by(index, x, split)
@@ -201,7 +201,7 @@ def item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def set_item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``x[...] = y``, where every rank has its part of what changes, or ``y`` is a number."""
+    """Rule of ``x[...] = y``, if every rank has its part of the change, or ``y`` is a number."""
     x, index, value = args
     split = split_of(x)
     if split is None:
@@ -225,7 +225,7 @@ def set_item(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _kept_by(index: Any, x: Tensor, split: Split) -> int | None:
-    """The place of the split dim, from the right, in what ``index`` takes all parts of alike."""
+    """Split dim of ``x[index]``, from the right; None if ranks would select different indices."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(split_of(i) is not None for i in items):
         return None

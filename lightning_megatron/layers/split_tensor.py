@@ -1,17 +1,17 @@
-"""A tensor of which each tp rank holds a part, and which means the whole.
+"""Tensor of which each tp rank holds a part, and which behaves like the whole.
 
-`SplitTensor` is what a column-parallel layer returns: storage and autograd are those of a plain
-tensor, this rank's part, while its shape and every function of torch are those of the whole one
+A column-parallel layer returns a `SplitTensor`: its storage and autograd are those of a plain
+tensor, this rank's part; its shape and every function of torch are those of the whole tensor
 (`layers.split_rules`). So ``logits.argmax(-1)``, ``x.softmax(-1)``, ``logits[..., 7]`` or
-``F.cross_entropy(logits.flatten(0, 1), labels)`` give what one process gives, on every rank, and
-an activation or a product with one's own weights costs what it costs on a plain tensor, and some
-microseconds. The losses and the row-parallel layers of this library take the part as it is.
+``F.cross_entropy(logits.flatten(0, 1), labels)`` return what one process returns, on every rank.
+An activation, or a product with the rank's own weights, costs a few microseconds more than on a
+plain tensor. The losses and the row-parallel layers of this library use the part directly.
 
-What needs the whole gathers it, so all tp ranks have to get there: none of this may stand under
+Functions that need the whole tensor gather it, so all tp ranks must call them: none may stand under
 ``if trainer.is_global_zero``. Compiled graphs see plain parts.
 
 DTensor has the same meaning. Its dispatch takes some hundred microseconds for each operation, and
-what it has no rule for is an error.
+a function without a rule is an error there.
 """
 
 import copy
@@ -39,9 +39,9 @@ from lightning_megatron.topology.mesh import Axis, Topology
 
 
 class SplitTensor(Tensor):
-    """This rank's part of a tensor that is split over tp (see the module's text).
+    """Tensor that is split over tp, of which this rank holds a part (see the module's text).
 
-    `whole` and `own_part` of `layers.splits` make plain tensors of it.
+    `whole` and `own_part` of `layers.splits` return plain tensors.
     """
 
     _split: Split
@@ -58,9 +58,9 @@ class SplitTensor(Tensor):
 
 
 def split_output(part: Tensor, topology: Topology | None) -> Tensor:
-    """What a layer returns whose last dim is split over tp: ``part``, marked as one.
+    """Return ``part`` as a `SplitTensor` whose last dim is split over tp.
 
-    In the graph of a compiler it stays plain.
+    In a compiled graph it stays a plain tensor.
     """
     if topology is None or topology.tp.size == 1 or torch.compiler.is_compiling():
         return part
@@ -85,7 +85,7 @@ def _length(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> int:
 
 
 def _same(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """Another tensor with the values of the part, or None."""
+    """Rule of functions whose result is the part's values in another tensor, or None."""
     x, out = args[0], func(*args, **kwargs)
     if not isinstance(out, Tensor) or split_of(out) is not None:
         return out
@@ -110,13 +110,13 @@ def _deep_copy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 def _reduce(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     raise ConfigError(
-        "pickle of a tensor of which each tp rank holds a part, which another process could not "
-        "put together; nearest valid: lightning_megatron.layers.whole(x), on every tp rank"
+        "a tensor of which each tp rank holds a part cannot be pickled, as another process could "
+        "not gather it; nearest valid: lightning_megatron.layers.whole(x), on every tp rank"
     )
 
 
 def _hook(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """A hook of the gradient, which is split as the tensor is."""
+    """Rule of gradient hooks: the gradient is split as the tensor is."""
     x, hook = args
     split, kind = x._split, type(x)
 
@@ -130,7 +130,7 @@ def _hook(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _part_like(value: Tensor, split: Split, shape: torch.Size) -> Tensor:
-    """The part of ``value``, the whole or already a part of ``shape``."""
+    """Return the part of ``value``, which is whole or already a part of ``shape``."""
     if split_of(value) is not None or value.shape == shape:
         return own_part(value)
     fitted: Tensor = beside(value, shape[split.dim], len(shape) - split.dim, split.axis)
@@ -138,7 +138,7 @@ def _part_like(value: Tensor, split: Split, shape: torch.Size) -> Tensor:
 
 
 def _backward(x: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    """From a gradient of the whole, or of the part."""
+    """Rule of ``backward``, from a gradient of the whole or of the part."""
     with DisableTorchFunctionSubclass():
         part, split = own_part(x), split_of(x)
         if gradient is not None and split is not None:
@@ -147,7 +147,7 @@ def _backward(x: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: A
 
 
 def _gradients(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``torch.autograd.grad``; the gradient of a split tensor is split as it is."""
+    """Rule of ``torch.autograd.grad``: the gradient of a split tensor is split as it is."""
     outputs, inputs = args
     given = kwargs.pop("grad_outputs", None)
     if given is not None:
@@ -164,7 +164,7 @@ def _gradients(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cross_entropy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``F.cross_entropy`` of logits that are split by classes."""
+    """Rule of ``F.cross_entropy`` on logits that are split by classes."""
     names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     x, targets, ignored = args[0], args[1], kwargs.get("ignore_index", -100)
     smoothing, reduction = kwargs.get("label_smoothing", 0.0), kwargs.get("reduction", "mean")
@@ -179,7 +179,7 @@ def _cross_entropy(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _nll_loss(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """``F.nll_loss`` of logarithms of probabilities that are split by classes."""
+    """Rule of ``F.nll_loss`` on log-probabilities that are split by classes."""
     x, targets, ignored = args[0], args[1], kwargs.get("ignore_index", -100)
     plain = all(kwargs.get(name) is None for name in ("weight", "size_average", "reduce"))
     by_class = _by_class(x, targets) if plain else None
@@ -194,7 +194,7 @@ def _nll_loss(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
 
 def _by_class(x: Any, targets: Any) -> tuple[Tensor, Tensor, Axis] | None:
-    """``x`` as ``[n, v]`` and indices of classes ``[n]``, where the classes are split."""
+    """Return ``x`` as ``[n, v]``, class indices ``[n]`` and the axis, if classes are split."""
     split = split_of(x)
     of_classes = min(1, x.dim() - 1)
     if split is None or split.dim != of_classes or split_of(targets) is not None:
@@ -275,7 +275,7 @@ def _table() -> Mapping[Callable[..., Any], Rule]:
         attributes="T mT H mH",
     )
     put(shapes.squeezed, "squeeze")
-    put(shapes.pieces, "chunk split split_with_sizes tensor_split narrow index_select")
+    put(shapes.chunked, "chunk split split_with_sizes tensor_split narrow index_select")
     put(shapes.without_a_dim, "select unbind")
     put(shapes.joined, "cat concat concatenate stack")
     put(shapes.expanded, "expand")

@@ -1,9 +1,9 @@
-"""What it means that a tensor is split over tp: the mark, and the ways to the whole and back.
+"""Split tensors: the mark of a split, the whole tensor, and this rank's part.
 
-A column-parallel layer computes a part of its output features on each tp rank. What it returns is a
-`layers.split_tensor.SplitTensor`: this rank's part, which knows the dim that is split. Its meaning
-is that of the whole tensor, whose shape it reports. `whole` makes the whole tensor of it, and
-`own_part` the plain part.
+A column-parallel layer computes a part of its output features on each tp rank. It returns a
+`layers.split_tensor.SplitTensor`: this rank's part, which knows the dim that is split. It behaves
+like the whole tensor and reports its shape. `whole` returns the whole tensor, `own_part` the plain
+part.
 """
 
 from dataclasses import dataclass
@@ -20,30 +20,30 @@ from lightning_megatron.topology.mesh import Axis, Topology
 
 @dataclass(frozen=True)
 class Split:
-    """Along which dim a tensor is split, over the tp axis of which layout.
+    """Dim along which a tensor is split over tp, and topology of the tp axis.
 
     All ranks have parts of the same size, in the order of the ranks.
     """
 
     topology: Topology
     dim: int
-    """Never negative."""
+    """Dim that is split, not negative."""
 
     @property
     def axis(self) -> Axis:
-        """The ranks that have the parts."""
+        """Axis of the ranks that have the parts."""
         return self.topology.tp
 
 
 def split_of(value: Any) -> Split | None:
-    """How ``value`` is split; None of whatever is not."""
+    """Split of ``value``; None if it is not a split tensor."""
     return getattr(value, "_split", None) if isinstance(value, Tensor) else None
 
 
 def own_part(x: Tensor) -> Tensor:
-    """This rank's part of a split tensor as a plain tensor; any other tensor as it is.
+    """Return this rank's part of a split tensor as a plain tensor; any other tensor unchanged.
 
-    Code that gets it has to know that it is a part: a softmax of it is not the softmax.
+    The caller must treat it as a part: its softmax is not the softmax of the whole.
     """
     if split_of(x) is None:
         return x
@@ -51,12 +51,12 @@ def own_part(x: Tensor) -> Tensor:
 
 
 def whole(value: Any) -> Any:
-    """``value`` with every split tensor in it whole, as a plain tensor equal on all tp ranks.
+    """Return ``value`` with every split tensor gathered to a plain tensor, equal on all tp ranks.
 
-    An all-gather for each, which all tp ranks have to reach. Gradients pass.
+    Each takes an all-gather, which all tp ranks must call. Gradients pass.
 
     Args:
-        value: a tensor, or nested lists, tuples and dicts with tensors.
+        value: tensor, or nested lists, tuples and dicts with tensors.
     """
     return _whole(value) if isinstance(value, Tensor) else tree_map(_whole, value)
 
@@ -67,10 +67,10 @@ def _whole(leaf: Any) -> Any:
 
 
 def marked(part: Tensor, like: type[Tensor], topology: Topology, dim: int) -> Tensor:
-    """Make of ``part`` itself a split tensor of the class ``like``.
+    """Turn ``part`` itself into a split tensor of the class ``like``.
 
-    ``as_subclass`` would do it by a view, which is one more node for autograd, and of which it
-    forbids some changes in place.
+    ``as_subclass`` would return a view, which is one more autograd node, and some changes of a view
+    in place are forbidden.
     """
     part.__class__ = like
     part._split = Split(topology, dim)  # type: ignore[attr-defined]
@@ -78,25 +78,24 @@ def marked(part: Tensor, like: type[Tensor], topology: Topology, dim: int) -> Te
 
 
 def whole_shape(part: Tensor, split: Split) -> torch.Size:
-    """Shape of the whole of a part."""
+    """Shape of the whole tensor, from a part."""
     shape = list(part.shape)
     shape[split.dim] *= split.axis.size
     return torch.Size(shape)
 
 
 def beside(other: Any, size: int, from_right: int, axis: Axis) -> Any:
-    """An operand as it has to be to meet a part in an elementwise operation.
+    """Slice the other operand of an elementwise operation on a part.
 
     Args:
-        other: a plain operand that all ranks hold alike; anything but a tensor is returned as it
-            is.
-        size: of the part, along the dim that is split.
-        from_right: the place of that dim, 1 for the last.
-        axis: the ranks.
+        other: plain operand that all ranks hold alike; anything but a tensor is returned unchanged.
+        size: size of the part along the split dim.
+        from_right: position of that dim from the right, 1 for the last.
+        axis: tp axis.
 
     Returns:
-        This rank's part of an operand that has the whole size there. One that is broadcast along
-        this dim is used differently on every rank, so its gradients are summed.
+        This rank's part of an operand that has the whole size in that dim. An operand that is
+        broadcast along it is used differently on every rank, so its gradients are summed.
     """
     if not isinstance(other, Tensor):
         return other

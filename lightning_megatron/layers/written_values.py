@@ -1,14 +1,13 @@
-"""The tensors that were written while they had no memory, and their values.
+"""Values of tensors that the user's code wrote on the meta device.
 
-`written_values` tells what `layers.init_tape` has noted apart: tensors whose value is what the
-``reset_parameters`` of their own module makes it, which `layers.init` draws by name, and *written*
-ones. A written tensor gets its value by doing again the noted operators that it depends on, and no
-others: one parameter is whole at a time, however large the model.
+`written_values` finds, among the tensors that `layers.init_tape` has recorded, the *written* ones:
+those whose value is not the one that ``reset_parameters`` of their own module gives (`layers.init`
+draws these by name). The value of a written tensor is computed by replaying the recorded operators
+that it depends on, and no others: one parameter is whole at a time, however large the model.
 
-An operator that draws random numbers does so, when it is done again, from a seed that follows from
-the run's seed and from its place among the written ones, so that every rank and every layout draws
-alike, and tensors that come of one draw agree. The numbers are not those of a process that draws
-everything in a row.
+An operator that draws random numbers is replayed with a seed that depends on the run's seed and on
+the operator's position, so that every rank and every layout draws alike, and tensors that depend on
+one draw agree. The numbers are not those of a process that draws everything in a row.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_megatron._torch import tree_flatten, tree_map
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.init_tape import EMPTY, InitTape, Step, View, storage_of
+from lightning_megatron.layers.init_tape import EMPTY, InitTape, RecordedOp, View, storage_of
 from lightning_megatron.topology.rng import derive_seed
 
 _Filler = tuple[ParallelLayer, str, str]
@@ -28,11 +27,11 @@ _Filler = tuple[ParallelLayer, str, str]
 
 
 def written_values(tape: InitTape, module: nn.Module) -> "WrittenValues":
-    """The tensors inside ``module`` that were written; sets ``tape.reason`` if nobody can tell.
+    """Find the written tensors inside ``module``; sets ``tape.reason`` if that is impossible.
 
     Args:
-        tape: was there while the module was built.
-        module: what was built; parts may be real.
+        tape: tape that recorded the construction of the module.
+        module: the module; parts of it may be real.
     """
     tensors = [
         (name, local, child, tensor)
@@ -72,8 +71,8 @@ def written_values(tape: InitTape, module: nn.Module) -> "WrittenValues":
     return WrittenValues(tape, views, needed, fillers)
 
 
-def _filler(tape: InitTape, step: Step, names: Mapping[nn.Module, str]) -> _Filler | None:
-    """The parameter that a step made, if it is still there."""
+def _filler(tape: InitTape, step: RecordedOp, names: Mapping[nn.Module, str]) -> _Filler | None:
+    """Return the parameter that a step made, if it is still there."""
     layer = step.layer
     assert layer is not None
     for local, parameter in layer._parameters.items():
@@ -92,7 +91,7 @@ def _is_drawn(
     owners: Mapping[int, set[nn.Module]],
     reaching: set[nn.Module],
 ) -> bool:
-    """Whether the value is what ``reset_parameters`` of its module makes it."""
+    """Whether ``reset_parameters`` of its own module gives the tensor its value."""
     events = tape.events.get(key)
     if not events:
         return True
@@ -113,7 +112,7 @@ def _is_left_empty(tape: InitTape, key: int) -> bool:
 
 
 class WrittenValues:
-    """Values of written tensors, by their names in the module; made by `written_values`."""
+    """Values of written tensors by name; made by `written_values`."""
 
     def __init__(
         self,
@@ -122,7 +121,9 @@ class WrittenValues:
         needed: Sequence[int],
         fillers: Mapping[int, _Filler | None],
     ) -> None:
-        self._tape, self._views, self._fillers = tape, views, fillers
+        self._tape = tape
+        self._views = views
+        self._fillers = fillers
         draws = [index for index in needed if tape.steps[index].random]
         self._place = {index: place for place, index in enumerate(draws)}
         self._steps = needed
@@ -134,7 +135,7 @@ class WrittenValues:
         return iter(self._views)
 
     def value(self, name: str, seed: int, device: torch.device) -> Tensor:
-        """The whole tensor ``name``, on ``device``."""
+        """Compute the whole tensor ``name``, on ``device``."""
         view, tape = self._views[name], self._tape
         memory: dict[int, torch.UntypedStorage] = {}
 
@@ -163,12 +164,12 @@ class WrittenValues:
     def _fill(
         self,
         index: int,
-        step: Step,
+        step: RecordedOp,
         memory: Mapping[int, torch.UntypedStorage],
         seed: int,
         device: torch.device,
     ) -> None:
-        """Draw what a parallel layer leaves to `layers.init`."""
+        """Draw a parameter that a parallel layer leaves to `layers.init`."""
         filler, (view, *_) = self._fillers.get(index), step.made or (None,)
         if filler is None or view is None:
             return
@@ -179,7 +180,7 @@ class WrittenValues:
         _at(dict(memory), view, {}, device).copy_(full)
 
     def signature(self) -> str:
-        """A text that is equal on ranks whose values are."""
+        """Return a text that is equal on ranks with equal values."""
         numbers: dict[int, int] = {}
         digest = hashlib.sha256(repr(sorted(self._views)).encode())
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.constraints import (
+from lightning_megatron.layers.size_checks import (
     ATTENTION_BACKENDS,
     GATED,
     Activation,

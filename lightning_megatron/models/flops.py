@@ -16,7 +16,7 @@ mask is applied to all scores. At ``s = 2048`` and 7 billion parameters the choi
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_megatron.layers.constraints import GATED
+from lightning_megatron.layers.size_checks import GATED
 from lightning_megatron.models.config import TransformerConfig
 
 CausalCount = Literal["full", "half"]

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.constraints import vocabulary_problems
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from lightning_megatron.layers.kv_cache import KeyValueCache
@@ -26,6 +25,7 @@ from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.rotary import RopeScaling, Rotary
 from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.layers.size_checks import vocabulary_problems
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.topology.degrees import Degrees
 

@@ -51,12 +51,12 @@ class CheckpointMonitor(WindowCallback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._events = events_of(trainer)
-        self._events.follow(self._take)
+        self._events.subscribe(self._take)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._events is not None:
-            self._events.unfollow(self._take)
+            self._events.unsubscribe(self._take)
 
     def _take(self, event: dict[str, Any]) -> None:
         """Note a save that has ended; called in the thread that wrote it."""

@@ -121,7 +121,7 @@ class EventLogWriter(pl.Callback):
             self.ledger = ledger_of(log.run_dir, log.run, log.rank)
         else:
             self.ledger = Ledger(log.rank)
-        log.follow(self.ledger.add)
+        log.subscribe(self.ledger.add)
         self._clear(trainer.global_step, time.perf_counter(), _section_seconds(trainer))
 
     @override
@@ -211,7 +211,7 @@ class EventLogWriter(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._log.unfollow(self.ledger.add)
+        self._log.unsubscribe(self.ledger.add)
         self._log.close()
 
     @override

@@ -78,12 +78,12 @@ class EventLog:
         self._forgotten = 0
         self._followers: list[Callable[[dict[str, Any]], None]] = []
 
-    def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+    def subscribe(self, follower: Callable[[dict[str, Any]], None]) -> None:
         """Have ``follower`` called with every event, in the thread that writes it."""
         if follower not in self._followers:
             self._followers.append(follower)
 
-    def unfollow(self, follower: Callable[[dict[str, Any]], None]) -> None:
+    def unsubscribe(self, follower: Callable[[dict[str, Any]], None]) -> None:
         """Call ``follower`` no more."""
         if follower in self._followers:
             self._followers.remove(follower)

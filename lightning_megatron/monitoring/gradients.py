@@ -12,10 +12,9 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron.errors import raise_if_any, whole_numbers
 from lightning_megatron.monitoring.window import LoggingSteps
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
-from lightning_megatron.problems import whole_numbers
 from lightning_megatron.services import services_of
 
 Nonfinite = Literal["keep", "skip", "raise"]
@@ -92,7 +91,7 @@ class GradientMonitor(pl.Callback):
         if precision.will_skip:
             pass  # a loss scale that is too large, or what NumberGuard has dealt with
         elif watched and not math.isfinite(float(norm)):
-            self._meet_nonfinite(trainer, float(norm))
+            self._handle_nonfinite(trainer, float(norm))
         elif isinstance(self._clip, UnitClip):
             gradients.clip_units(self._clip, optimizer)
         elif self._clip is not None:
@@ -110,7 +109,7 @@ class GradientMonitor(pl.Callback):
             return self._logging.now(trainer, under_way=1)
         return self._steps % self._every == 0
 
-    def _meet_nonfinite(self, trainer: pl.Trainer, norm: float) -> None:
+    def _handle_nonfinite(self, trainer: pl.Trainer, norm: float) -> None:
         if self.nonfinite == "raise":
             raise FloatingPointError(
                 f"step {trainer.global_step}: the norm of the gradients is {norm}"

@@ -160,7 +160,7 @@ class PrometheusEndpoint(WindowCallback):
         self._clock = None if services is None else services.clock
         self._rank_metrics = rank_metrics_of(trainer)
         self._log = events_of(trainer)
-        self._log.follow(self._count)
+        self._log.subscribe(self._count)
         self._closed = threading.Event()
         self._values, self._counts = {}, Counter()
         application = self._application()
@@ -322,7 +322,7 @@ class PrometheusEndpoint(WindowCallback):
 
     def _close(self) -> None:
         self._closed.set()
-        self._log.unfollow(self._count)
+        self._log.unsubscribe(self._count)
         self._shut()
         self._strategy = None
 

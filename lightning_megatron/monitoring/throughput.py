@@ -293,9 +293,9 @@ def _data_parallel_size(trainer: pl.Trainer) -> int:
 def _runs_eagerly(trainer: pl.Trainer) -> bool:
     """Whether operations pass one by one: a compiled block would be compiled anew, or not seen."""
     services = services_if_any(trainer)
-    return services is None or services.memory.compile == "none"
+    return services is None or services.parallel.transforms.compile.scope == "none"
 
 
 def _recomputes_nothing(trainer: pl.Trainer) -> bool:
     services = services_if_any(trainer)
-    return services is None or services.memory.recompute == "none"
+    return services is None or services.parallel.transforms.activations.recompute == "none"

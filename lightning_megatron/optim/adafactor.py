@@ -1,15 +1,15 @@
 """Adafactor (Shazeer and Stern, arXiv 1804.04235): second moments by rows and columns.
 
-In place of a moment for every element, a matrix has the mean squares of its rows and columns, whose
-product, divided by the mean of all, stands for it: ``m + n`` numbers instead of ``m * n``. The step
-is relative to the root mean square of the parameter, and an update whose root mean square exceeds
-``d`` is scaled down. Options, state and numbers are those of ``torch.optim.Adafactor``, whose
-checkpoints can be gone on from.
+Instead of a second moment for every element, a matrix has the mean squares of its rows and of its
+columns: ``m + n`` numbers instead of ``m * n``. Their product, divided by the mean of all,
+estimates the moment. The step is relative to the root mean square (RMS) of the parameter, and an
+update whose RMS exceeds ``d`` is scaled down. Options, state and numbers are those of
+``torch.optim.Adafactor``, and a run can resume from its checkpoints.
 
-The means run over whole rows and columns, and the root mean squares over whole tensors. Under tp
-and ZeRO each rank adds up its part, and the sums (not the matrices) are completed by all-reduces:
-three rounds a step, with ``m + n + 2`` numbers for each matrix. A rank keeps the row means of its
-rows and the column means of its columns.
+Means run over whole rows and columns, RMS over whole tensors. Under tp and ZeRO each rank adds up
+its part, and all-reduces complete the sums (not the matrices): three rounds a step, with
+``m + n + 2`` numbers for each matrix. A rank keeps the row means of its rows and the column means
+of its columns.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,26 +20,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.shard_spec import Piece, Sum, sum_over_cuts, whole_piece
-from lightning_megatron.problems import at_least
+from lightning_megatron.errors import at_least, raise_if_any
+from lightning_megatron.optim.shard_spec import PartialSum, ShardSpec, reduce_sums, unsharded
 
 
 class Adafactor(Optimizer):
-    """AdamW's adaptivity in the memory of two vectors.
+    """Optimizer as adaptive as AdamW, with two vectors of state for each matrix.
 
     Args:
         params: parameters or groups of them.
-        lr: the largest relative step; the actual one is ``min(lr, 1 / sqrt(step))`` times the root
-            mean square of the parameter.
-        beta2_decay: the second moments forget with ``1 - step ** beta2_decay``.
-        eps: least second moment's root (by default the dtype's epsilon), and least root mean square
-            of a parameter that steps are relative to.
-        d: largest root mean square of an update.
-        weight_decay: times ``lr``, by how much of themselves weights shrink in a step.
+        lr: largest relative step; the actual one is ``min(lr, 1 / sqrt(step))`` times the RMS of
+            the parameter.
+        beta2_decay: exponent of the second moments' decay rate ``1 - step ** beta2_decay``.
+        eps: least root of a second moment (by default the dtype's epsilon), and least RMS of a
+            parameter that steps are relative to.
+        d: largest RMS of an update.
+        weight_decay: weights shrink by ``lr * weight_decay`` of themselves in a step.
 
     Attributes:
-        reduced_state: dimensions (from the end) that a state has but as 1, for checkpoints.
+        reduced_state: dimension (from the end) in which a state tensor has size 1, for checkpoints.
 
     Raises:
         ConfigError: a number is out of range.
@@ -73,11 +72,11 @@ class Adafactor(Optimizer):
                 "weight_decay": weight_decay,
             },
         )
-        self._pieces: Mapping[Tensor, Piece] = {}
+        self._specs: Mapping[Tensor, ShardSpec] = {}
 
-    def use_pieces(self, pieces: Mapping[Tensor, Piece]) -> None:
-        """Learn how the parameters are cut (`optim.shard_spec.KnowsPieces`)."""
-        self._pieces = pieces
+    def set_shard_specs(self, specs: Mapping[Tensor, ShardSpec]) -> None:
+        """Store how the parameters are sharded (`optim.shard_spec.ShardAware`)."""
+        self._specs = specs
 
     @override
     @torch.no_grad()
@@ -89,13 +88,13 @@ class Adafactor(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             updates = [
-                _Update(p, self._pieces.get(p) or whole_piece(p), self.state[p], group)
+                _Update(p, self._specs.get(p) or unsharded(p), self.state[p], group)
                 for p in group["params"]
                 if p.grad is not None
             ]
-            sum_over_cuts([s for update in updates for s in update.first_sums()])
-            sum_over_cuts([s for update in updates for s in update.row_sums()])
-            sum_over_cuts([update.update_sum() for update in updates])
+            reduce_sums([s for update in updates for s in update.first_sums()])
+            reduce_sums([s for update in updates for s in update.row_sums()])
+            reduce_sums([update.update_sum() for update in updates])
             for update in updates:
                 update.apply()
         return loss
@@ -105,10 +104,10 @@ class _Update:
     """One parameter's part of a step, between whose parts sums are completed."""
 
     def __init__(
-        self, p: Tensor, piece: Piece, state: dict[str, Any], group: Mapping[str, Any]
+        self, p: Tensor, spec: ShardSpec, state: dict[str, Any], group: Mapping[str, Any]
     ) -> None:
         assert p.grad is not None
-        self._p, self._gradient, self._piece = p, p.grad, piece
+        self._p, self._gradient, self._shard_spec = p, p.grad, spec
         self._state, self._group = state, group
         self._factored = p.ndim > 1
         if not state:
@@ -123,45 +122,45 @@ class _Update:
         eps = group["eps"][0]
         self._eps: float = torch.finfo(p.dtype).eps if eps is None else eps
 
-    def first_sums(self) -> list[Sum]:
+    def first_sums(self) -> list[PartialSum]:
         """Squares of the parameter; of the gradient by row and column."""
-        piece = self._piece
-        self._size = Sum(value=self._p.square().sum(), piece=piece)
+        spec = self._shard_spec
+        self._size = PartialSum(value=self._p.square().sum(), spec=spec)
         if not self._factored:
             return [self._size]
         squares, last = self._gradient.square(), self._p.ndim - 1
-        self._rows = Sum(value=squares.sum(-1, keepdim=True), piece=piece, dims=(last,))
-        self._columns = Sum(value=squares.sum(-2, keepdim=True), piece=piece, dims=(last - 1,))
+        self._rows = PartialSum(value=squares.sum(-1, keepdim=True), spec=spec, dims=(last,))
+        self._columns = PartialSum(value=squares.sum(-2, keepdim=True), spec=spec, dims=(last - 1,))
         return [self._size, self._rows, self._columns]
 
-    def row_sums(self) -> list[Sum]:
+    def row_sums(self) -> list[PartialSum]:
         """Sums of the row means, over the rows."""
         weight = self._time ** self._group["beta2_decay"]
         if not self._factored:
             self._state["variance"].lerp_(self._gradient.square(), weight)
             return []
-        *_, rows, columns = self._piece.full_shape
+        *_, rows, columns = self._shard_spec.full_shape
         self._state["row_var"].lerp_(self._rows.value / columns, weight)
         self._state["col_var"].lerp_(self._columns.value / rows, weight)
         total = self._state["row_var"].sum(-2, keepdim=True)
-        self._total = Sum(value=total, piece=self._piece, dims=(self._p.ndim - 2,))
+        self._total = PartialSum(value=total, spec=self._shard_spec, dims=(self._p.ndim - 2,))
         return [self._total]
 
-    def update_sum(self) -> Sum:
+    def update_sum(self) -> PartialSum:
         """Squares of the update."""
         if self._factored:
             moment = self._state["row_var"] * self._state["col_var"]
-            mean = self._total.value / self._piece.full_shape[-2]
+            mean = self._total.value / self._shard_spec.full_shape[-2]
             moment.div_(mean.clamp_(min=self._eps))
         else:
             moment = self._state["variance"].clone()
         self._update = moment.clamp_(min=self._eps**2).rsqrt_().mul_(self._gradient)
-        self._change = Sum(value=self._update.square().sum(), piece=self._piece)
+        self._change = PartialSum(value=self._update.square().sum(), spec=self._shard_spec)
         return self._change
 
     def apply(self) -> None:
         """Move the parameter."""
-        group, numel = self._group, max(self._piece.numel, 1)
+        group, numel = self._group, max(self._shard_spec.numel, 1)
         lr = float(group["lr"])
         if group["weight_decay"]:
             self._p.mul_(1 - lr * group["weight_decay"])

@@ -1,7 +1,7 @@
 """AdamW whose moments are stored in 4, 2 or 1 bytes an element.
 
 The numbers of a step are those of ``torch.optim.AdamW`` (arXiv 1711.05101), computed in float32;
-between steps both moments rest in ``state_dtype`` (`optim.quantized_averages`).
+between steps both moments are kept in ``state_dtype`` (`optim.quantized_state`).
 
 =============  ============================  ==============================
 state_dtype    bytes of state per parameter  against 8 bytes (float32)
@@ -11,9 +11,9 @@ state_dtype    bytes of state per parameter  against 8 bytes (float32)
 ``int8``       2 + 8 / 256 = 2.03            0.25
 =============  ============================  ==============================
 
-Element-wise, so that it steps on shards; the blocks of int8 are those of the shard, so in int8 a
-run depends on the layout, within the rounding of the format. For float32 alone, torch's own fused
-AdamW is faster.
+The optimizer is element-wise, so it steps on shards. The blocks of int8 are those of the shard, so
+an int8 run depends on the layout, within the rounding of the format. With float32 state, torch's
+own fused AdamW is faster.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,26 +23,28 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.quantized_averages import NarrowState, format_problems
-from lightning_megatron.optim.quantized_state import StateFormat
-from lightning_megatron.problems import at_least, below_one
+from lightning_megatron.errors import at_least, below_one, raise_if_any
+from lightning_megatron.optim.quantized_state import (
+    QuantizedStateOptimizer,
+    StateFormat,
+    state_dtype_problems,
+)
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
-"""Names of the two, and whether they have a sign."""
+"""Names of both moments, and whether they have a sign."""
 
 
 def adamw_step(
     p: Tensor, gradient: Tensor, moments: Mapping[str, Tensor], time: int, group: Mapping[str, Any]
 ) -> None:
-    """Step on one parameter.
+    """Update one parameter.
 
     Args:
-        p: the parameter, in any format.
-        gradient: in float32.
-        moments: `MOMENTS` in float32; they are changed.
+        p: parameter, in any format.
+        gradient: its gradient, in float32.
+        moments: `MOMENTS` in float32; changed in place.
         time: number of the step, from 1.
-        group: options ``lr``, ``betas``, ``eps``, ``weight_decay``.
+        group: parameter group with ``lr``, ``betas``, ``eps``, ``weight_decay``.
     """
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     mean, square = (moments[key] for key in MOMENTS)
@@ -53,16 +55,16 @@ def adamw_step(
     p.add_((mean / root).to(p.dtype), alpha=-lr / (1 - beta1**time))
 
 
-class AdamW(NarrowState):
-    """AdamW with narrow state.
+class AdamW(QuantizedStateOptimizer):
+    """AdamW with quantized state.
 
     Args:
         params: parameters or groups of them, in float32 or narrower.
         lr: learning rate.
-        betas: of the moments.
-        eps: added to the root of the second moment.
-        weight_decay: times ``lr``, by how much of themselves weights shrink in a step.
-        state_dtype: format of the moments between steps.
+        betas: decay rates of the moments.
+        eps: number added to the root of the second moment.
+        weight_decay: weights shrink by ``lr * weight_decay`` of themselves in a step.
+        state_dtype: number format of the moments between steps.
 
     Raises:
         ConfigError: an option is out of range.
@@ -82,12 +84,12 @@ class AdamW(NarrowState):
     ) -> None:
         problems = at_least(0.0, lr=lr, eps=eps, weight_decay=weight_decay)
         problems += below_one(**{"betas[0]": betas[0], "betas[1]": betas[1]})
-        problems += format_problems(str(state_dtype))
+        problems += state_dtype_problems(str(state_dtype))
         raise_if_any(problems)
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
-        self.keep_in(state_dtype, "torch.optim.AdamW")
+        self.set_state_dtype(state_dtype, "torch.optim.AdamW")
 
     @override
     @torch.no_grad()
@@ -100,7 +102,7 @@ class AdamW(NarrowState):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    time, moments = self.opened(p, MOMENTS)
+                    time, moments = self.begin_update(p, MOMENTS)
                     adamw_step(p, p.grad.float(), moments, time, group)
-                    self.close(p, moments)
+                    self.end_update(p, moments)
         return loss

@@ -1,8 +1,7 @@
-"""Optimizers and learning rate schedules by name, for modules whose configuration chooses.
+"""Optimizers and learning-rate schedules by name, for modules whose configuration names them.
 
 A name stands for an optimizer with its usual parameter groups: vectors do not decay, and Muon
-leaves embeddings and heads to AdamW. A module of your own that wants other groups makes its
-optimizer itself.
+leaves embeddings and heads to AdamW. A module that needs other groups makes its optimizer itself.
 """
 
 import difflib
@@ -41,11 +40,11 @@ OptimizerName = Literal[
 ]
 ScheduleName = Literal["cosine", "stable-decay", "inverse-sqrt", "constant"]
 FALL = 0.2
-"""Part of the steps after the warmup in which ``stable-decay`` falls."""
+"""Share of the steps after the warmup in which ``stable-decay`` falls."""
 
 
-def choice_problems(optimizer: str, schedule: str) -> list[str]:
-    """Faults of the names."""
+def name_problems(optimizer: str, schedule: str) -> list[str]:
+    """Problems of the names."""
     problems = []
     for what, given, names in (
         ("optimizer", optimizer, get_args(OptimizerName)),
@@ -67,19 +66,19 @@ def make_optimizer(
     weight_decay: float,
     betas: tuple[float, float],
 ) -> Optimizer:
-    """Return the optimizer of a name.
+    """Return the optimizer with the given name.
 
     Args:
-        name: ``adamw`` is torch's; a suffix is the format of the state.
-        module: all its parameters are optimized.
-        lr: peak learning rate; of ``adafactor`` relative to the size of the weights.
-        weight_decay: of matrices.
-        betas: of ``adamw`` (that beside ``muon`` too) and ``lion``.
+        name: name of the optimizer; a suffix is the number format of its state.
+        module: module whose parameters are optimized.
+        lr: peak learning rate; relative to the size of the weights for ``adafactor``.
+        weight_decay: weight decay of matrices.
+        betas: betas of ``adamw`` (also beside ``muon``) and ``lion``.
 
     Raises:
-        ConfigError: there is no such name, or a number is out of range.
+        ConfigError: the name is unknown, or a number is out of range.
     """
-    raise_if_any(choice_problems(name, "constant"))
+    raise_if_any(name_problems(name, "constant"))
     kind, _, suffix = name.partition("-")
     kept: Any = {"state_dtype": suffix} if suffix else {}
     if kind == "muon":
@@ -103,22 +102,23 @@ def make_lr_schedule(
     total_steps: float,
     min_lr_ratio: float,
 ) -> LambdaLR | None:
-    """Return the schedule of a name, by the step.
+    """Return the learning-rate schedule with the given name; its unit is the optimizer step.
 
     Args:
-        name: of what follows the linear warmup.
-        optimizer: its groups' learning rates are the peaks.
-        warmup_steps: steps of the warmup.
-        total_steps: all steps; may be infinite.
-        min_lr_ratio: end of ``cosine`` and ``stable-decay``, as a part of the peak.
+        name: name of the part that follows the linear warmup.
+        optimizer: optimizer whose groups' learning rates are the peaks.
+        warmup_steps: number of steps of the warmup.
+        total_steps: number of all steps; may be infinite.
+        min_lr_ratio: learning rate at the end of ``cosine`` and ``stable-decay``, as a share of the
+            peak.
 
     Returns:
-        None where the schedule has an end, and the run has none.
+        The schedule; None if the schedule needs an end and the run has none.
 
     Raises:
-        ConfigError: there is no such name, or a number is out of range.
+        ConfigError: the name is unknown, or a number is out of range.
     """
-    raise_if_any(choice_problems("adamw", name))
+    raise_if_any(name_problems("adamw", name))
     if name == "inverse-sqrt":
         return scheduler(optimizer, WarmupInverseSqrt(max(warmup_steps, 1)))
     if name == "constant":

@@ -1,11 +1,11 @@
 """Global gradient norm and clipping over every axis of a layout.
 
 Gradients are local tensors: tp shards, ZeRO shards, whole copies. Each rank adds up the squares of
-those that it *counts* (a replicated gradient is counted on one of its holders), one all-reduce
-makes the sum global, and every rank scales its own gradients by the same coefficient. Nothing goes
-through DTensor dispatch, and parameters on different meshes mix freely. Copies that do not count
-are looked at all the same: one that is not finite, which only a fault of its rank can have made,
-makes the norm no number on all ranks. It costs no time, as their peers are computing meanwhile.
+those that it *counts* (one holder counts a replicated gradient), one all-reduce makes the sum
+global, and every rank scales its own gradients by the same coefficient. Nothing goes through
+DTensor dispatch, and parameters on different meshes mix freely. Ranks check copies that they do not
+count, too: a copy that is not finite, which only a fault of its rank can cause, makes the norm NaN
+on all ranks. This check costs no time, as the other ranks are computing meanwhile.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_megatron._torch import foreach_clamp_, foreach_mul_, foreach_norm
 
 EPSILON = 1e-6
-"""Added to the norm before dividing, as ``torch.nn.utils.clip_grad_norm_`` does."""
+"""Number added to the norm before dividing, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
 
 def global_squares(
@@ -28,13 +28,13 @@ def global_squares(
     """Squares of the Euclidean norms of parts of the model's gradients, by one all-reduce.
 
     Args:
-        parts: of each, the local gradients that this rank contributes, of which any may be empty,
-            and those that another rank contributes.
-        device: where the sums are made; gradients may lie elsewhere.
-        group: every rank that holds a part of the model; None when this rank holds all of it.
+        parts: for each part, the local gradients that this rank counts, any of which may be empty,
+            and those that another rank counts.
+        device: device of the sums; gradients may be on others.
+        group: ranks that hold parts of the model; None when this rank holds all of it.
 
     Returns:
-        A vector in float64, whatever gradients this rank has: rounded on some ranks only, a norm
+        A vector in float64, whatever gradients this rank has: a norm rounded on some ranks only
         would scale copies of a gradient differently.
     """
     total = torch.zeros(len(parts), dtype=torch.float64, device=device)
@@ -52,13 +52,13 @@ def global_squares(
 
 
 def finiteness(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A number that is finite only where all ``gradients`` are, at less than half a norm's price.
+    """Number that is finite only if all ``gradients`` are; costs less than half of a norm.
 
-    It may be infinite for gradients that are finite and huge.
+    The number may be infinite for gradients that are finite and huge.
 
     Args:
-        gradients: of this rank; any may be empty.
-        device: where it is made; gradients may lie elsewhere.
+        gradients: gradients of this rank; any may be empty.
+        device: device of the result; gradients may be on others.
 
     Returns:
         A scalar in float64.

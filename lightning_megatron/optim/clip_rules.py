@@ -1,17 +1,17 @@
-"""How far to clip, when it is not a constant.
+"""Rules of gradient clipping whose threshold is not a constant.
 
 A constant threshold that is right late in training is wrong early on, when gradients are larger.
-Two rules follow the global norm, and see one number a step, equal on all ranks, so that all decide
-alike; their state is numbers:
+Two rules depend on the history of the global norm, one number a step that is equal on all ranks, so
+that all ranks decide alike:
 
 * `PercentileClip` (AutoClip: Seetharaman et al., arXiv 2007.14469) clips to a percentile of the
   norms so far;
-* `ZScoreClip` (ZClip: Kumar et al., arXiv 2504.02507) leaves norms alone that are usual by a
-  running mean and deviation, and brings the others down towards the mean.
+* `ZScoreClip` (ZClip: Kumar et al., arXiv 2504.02507) leaves norms near a running mean alone and
+  brings outliers down towards the mean.
 
-`UnitClip` (adaptive gradient clipping: Brock et al., arXiv 2102.06171) looks at each output unit by
-itself: the gradient of a row may be at most a part of the row's own norm. Its norms run over whole
-rows, however they are cut.
+`UnitClip` (adaptive gradient clipping: Brock et al., arXiv 2102.06171) treats each output unit by
+itself: the norm of a row's gradient may be at most a share of the row's own norm. Norms run over
+whole rows, however they are sharded.
 """
 
 import math
@@ -19,22 +19,22 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.problems import (
+from lightning_megatron.errors import (
     at_least,
     below_one,
     holds,
     lists_of_names,
+    raise_if_any,
     whole_numbers,
 )
 
 
 class PercentileClip:
-    """Clips to a percentile of the latest norms.
+    """Rule that clips to a percentile of the latest norms.
 
     Args:
-        percentile: part of the norms, in percent, that would not have been clipped.
-        window: how many norms are remembered.
+        percentile: share of the norms, in percent, that would not have been clipped.
+        window: number of norms that are remembered.
 
     Raises:
         ConfigError: a number is out of range.
@@ -58,7 +58,7 @@ class PercentileClip:
         self._norms: deque[float] = deque(maxlen=window)
 
     def limit(self, norm: float) -> float:
-        """Largest norm to leave alone, after ``norm`` (finite) was seen."""
+        """Largest norm that is not clipped, given the latest ``norm`` (finite)."""
         self._norms.append(norm)
         ordered = sorted(self._norms)
         place = (len(ordered) - 1) * self._percentile / 100
@@ -67,25 +67,25 @@ class PercentileClip:
         return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
     def state_dict(self) -> dict[str, Any]:
-        """The norms."""
+        """Norms that are remembered."""
         return {"norms": list(self._norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self._norms.clear()
         self._norms.extend(state["norms"])
 
 
 class ZScoreClip:
-    """Clips norms that lie further above the running mean than usual.
+    """Rule that clips norms which lie far above their running mean.
 
-    A norm with the score ``z > limit`` is brought down to ``mean + deviation * limit**2 / z``: the
-    further out, the closer to the mean; it enters the statistics as clipped.
+    A norm with the score ``z > limit`` is clipped to ``mean + deviation * limit**2 / z``: the
+    higher its score, the closer to the mean. The clipped norm enters the statistics.
 
     Args:
-        z: score up to which a norm is left alone.
-        beta: of the running mean and variance.
-        warmup: steps at first that only feed them.
+        z: highest score of a norm that is not clipped.
+        beta: decay rate of the running mean and variance.
+        warmup: number of first steps that only feed the statistics.
 
     Raises:
         ConfigError: a number is out of range.
@@ -93,12 +93,15 @@ class ZScoreClip:
 
     def __init__(self, z: float = 2.5, beta: float = 0.97, warmup: int = 25) -> None:
         raise_if_any(at_least(0.0, z=z) + below_one(beta=beta) + whole_numbers(1, warmup=warmup))
-        self._z, self._beta, self._warmup = z, beta, warmup
+        self._z = z
+        self._beta = beta
+        self._warmup = warmup
         self._count = 0
-        self._mean = self._variance = 0.0
+        self._mean = 0.0
+        self._variance = 0.0
 
     def limit(self, norm: float) -> float:
-        """Largest norm to leave alone, after ``norm`` (finite) was seen."""
+        """Largest norm that is not clipped, given the latest ``norm`` (finite)."""
         if self._count < self._warmup:  # the plain mean and variance
             self._count += 1
             step = norm - self._mean
@@ -123,24 +126,25 @@ class ZScoreClip:
         return {"count": self._count, "mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self._count = int(state["count"])
-        self._mean, self._variance = float(state["mean"]), float(state["variance"])
+        self._mean = float(state["mean"])
+        self._variance = float(state["variance"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitClip:
-    """Clips the gradient of every output unit to a part of the unit's own norm."""
+    """Rule that clips the gradient of every output unit to a share of the unit's own norm."""
 
     ratio: float = 0.01
-    """Largest norm of a gradient, as a part of the norm of the weights."""
+    """Largest norm of a gradient, as a share of the norm of the weights."""
     eps: float = 1e-3
-    """Least norm of weights to go by, so that units which start at zero can learn."""
+    """Lower bound of the norm of the weights, so that units which start at zero can learn."""
     exclude: tuple[str, ...] = ("*head*",)
-    """Patterns of names of parameters that are left alone; in the paper the last layer."""
+    """Patterns of names of parameters that are not clipped; in the paper the last layer."""
 
     def __post_init__(self) -> None:
-        """Refuse what would stop training, or leave alone what was not meant."""
+        """Check the values."""
         problems = [
             f"{name}={value!r}: must be a number above 0; nearest valid: {name}={nearest}"
             for name, value, nearest in (("ratio", self.ratio, 0.01), ("eps", self.eps, 1e-3))

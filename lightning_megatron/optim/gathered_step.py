@@ -1,14 +1,14 @@
-"""Steps of optimizers that must see whole tensors and know nothing of pieces.
+"""Steps of optimizers that need whole tensors and know nothing of shards.
 
-An optimizer that takes norms or products of a parameter's elements is wrong on a shard. `WholeStep`
-gathers parameters and gradients, lets the optimizer step on the whole tensors, on every rank alike,
-and keeps each rank's part of the result. That is right for any optimizer that treats parameters one
-by one, and costs nothing where they are not cut; elsewhere it costs what sharding saves: the whole
-parameters and gradients of a pipeline stage during the step, the whole state all the time, and
-``2 P`` elements received in each step.
+An optimizer that takes norms or products of a parameter's elements is wrong on a shard.
+`GatheredStep` gathers parameters and gradients, lets the optimizer step on the whole tensors, on
+every rank alike, and keeps each rank's part of the result. The result is right for any optimizer
+that treats parameters one by one. It costs nothing where parameters are whole; elsewhere it costs
+what sharding saves: the whole parameters and gradients of a pipeline stage during the step, the
+whole state all the time, and ``2 P`` elements received in each step.
 
-The state stays whole between steps, keyed by the module's parameters. Checkpoints store it cut
-where its shape is the parameter's, and load it under any layout (`checkpoint.optimizer_state`).
+The state stays whole between steps, keyed by the module's parameters. Checkpoints shard state of
+the parameter's shape, and load it under any layout (`checkpoint.optimizer_state`).
 """
 
 from collections import defaultdict
@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from lightning_megatron._torch import shard_of
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.owner_all_to_all import gather_whole
-from lightning_megatron.optim.shard_spec import Piece
-from lightning_megatron.optim.sharded_step import LentRows, steps_on_shards
+from lightning_megatron.optim.shard_spec import ShardSpec
+from lightning_megatron.optim.sharded_step import RowShard, steps_on_shards
 
 _OURS = {
     "Muon": "lightning_megatron.optim.muon.Muon",
@@ -33,37 +33,38 @@ _OURS = {
 }
 
 
-def steps_on_whole(optimizer: Optimizer, pieces: Mapping[Tensor, Piece]) -> bool:
-    """Whether parameters must be put together for ``optimizer``."""
+def steps_on_whole(optimizer: Optimizer, specs: Mapping[Tensor, ShardSpec]) -> bool:
+    """Whether parameters must be gathered for ``optimizer``."""
     return not steps_on_shards(optimizer) and any(
-        not pieces[p].is_whole
+        not specs[p].is_whole
         for group in optimizer.param_groups
         for p in group["params"]
-        if p in pieces
+        if p in specs
     )
 
 
-class WholeStep:
-    """Lends one optimizer whole tensors, step after step.
+class GatheredStep:
+    """Gives one optimizer whole tensors in place of its parameters, for each step.
 
     Args:
-        optimizer: of any kind that needs no closure.
-        pieces: of which whole each parameter is a part.
-        rows: what this rank owns of plain parameters.
+        optimizer: any optimizer that needs no closure.
+        specs: shard spec of each parameter.
+        rows: rows of plain parameters that this rank owns.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        pieces: Mapping[Tensor, Piece],
-        rows: Mapping[Any, LentRows] | None = None,
+        specs: Mapping[Tensor, ShardSpec],
+        rows: Mapping[Any, RowShard] | None = None,
     ) -> None:
-        self._optimizer, self._pieces = optimizer, pieces
+        self._optimizer = optimizer
+        self._specs = specs
         self._rows = {} if rows is None else rows
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Within the block the optimizer holds whole tensors; collective."""
+    def tensors_swapped(self) -> Iterator[None]:
+        """Context in which the optimizer holds whole tensors; collective."""
         optimizer = self._optimizer
         own = [group["params"] for group in optimizer.param_groups]
         state = optimizer.state
@@ -78,7 +79,7 @@ class WholeStep:
             with torch.no_grad():
                 for parameter, tensor in whole.items():
                     if tensor is not parameter:
-                        self._own(parameter).copy_(self._pieces[parameter].part_of(tensor))
+                        self._own(parameter).copy_(self._specs[parameter].part_of(tensor))
         finally:
             stepped, optimizer.state = optimizer.state, state
             state.clear()
@@ -89,7 +90,7 @@ class WholeStep:
                 group["params"] = members
 
     def _own(self, parameter: Tensor) -> Tensor:
-        """The rows that this rank owns of a parameter, as they are now."""
+        """Rows of a parameter that this rank owns, with their newest values."""
         rows = self._rows.get(parameter)
         return _local(parameter).detach() if rows is None else rows.refresh()
 
@@ -103,20 +104,20 @@ class WholeStep:
         return gradient
 
     def _gather(self, parameters: list[Tensor]) -> dict[Tensor, Tensor]:
-        """For each parameter a whole one with a whole gradient, or itself if it is whole."""
+        """Map each parameter to a whole tensor with a whole gradient; whole ones to themselves."""
         whole: dict[Tensor, Tensor] = {p: p for p in parameters}
-        cut: dict[torch.dtype, list[Tensor]] = {}
+        sharded: dict[torch.dtype, list[Tensor]] = {}
         for p in parameters:
-            if p not in self._pieces:
+            if p not in self._specs:
                 continue
-            if isinstance(p, DTensor) or p in self._rows or not self._pieces[p].is_whole:
-                cut.setdefault(self._own(p).dtype, []).append(p)
-        for members in cut.values():
-            pieces = [self._pieces[p] for p in members]
-            values = gather_whole([self._own(p) for p in members], pieces)
+            if isinstance(p, DTensor) or p in self._rows or not self._specs[p].is_whole:
+                sharded.setdefault(self._own(p).dtype, []).append(p)
+        for members in sharded.values():
+            specs = [self._specs[p] for p in members]
+            values = gather_whole([self._own(p) for p in members], specs)
             found = [self._own_gradient(p) for p in members]
             there = [(p, g) for p, g in zip(members, found, strict=True) if g is not None]
-            gradients = gather_whole([g for _, g in there], [self._pieces[p] for p, _ in there])
+            gradients = gather_whole([g for _, g in there], [self._specs[p] for p, _ in there])
             whole |= {p: v.clone() for p, v in zip(members, values, strict=True)}
             for (p, _), gradient in zip(there, gradients, strict=True):
                 whole[p].grad = gradient
@@ -125,32 +126,32 @@ class WholeStep:
 
 def check_optimizer(
     optimizer: Optimizer,
-    pieces: Mapping[Tensor, Piece],
-    rows: Mapping[Any, LentRows] | None = None,
+    specs: Mapping[Tensor, ShardSpec],
+    rows: Mapping[Any, RowShard] | None = None,
 ) -> str | None:
-    """Whether, and at what price, an optimizer is right for parameters that are cut.
+    """Check an optimizer against the layout: refuse it, warn of its price, or accept it.
 
     Args:
-        optimizer: of any kind.
-        pieces: of which whole each parameter is a part.
-        rows: what is lent in place of plain parameters.
+        optimizer: any optimizer.
+        specs: shard spec of each parameter.
+        rows: rows of plain parameters that this rank owns.
 
     Returns:
-        A warning for one that steps on whole tensors.
+        A warning if the optimizer steps on whole tensors, else None.
 
     Raises:
         ConfigError: the optimizer cannot step on this layout.
     """
     name = type(optimizer).__name__
     members = [p for group in optimizer.param_groups for p in group["params"]]
-    divided = any(p in (rows or {}) or (p in pieces and not pieces[p].is_whole) for p in members)
+    divided = any(p in (rows or {}) or (p in specs and not specs[p].is_whole) for p in members)
     if name == "ZeroRedundancyOptimizer" and divided:
         raise ConfigError(
             f"optimizer={name}: it divides its state over the ranks itself, and here parameters "
             "are divided already; nearest valid: the optimizer that it wraps, under zero=1 or "
             "higher, or zero=0"
         )
-    if not steps_on_whole(optimizer, pieces):
+    if not steps_on_whole(optimizer, specs):
         if isinstance(optimizer, torch.optim.LBFGS) and any(p in (rows or {}) for p in members):
             raise ConfigError(
                 f"optimizer={name}: it evaluates the loss several times in a step, between which "

@@ -2,9 +2,8 @@
 
 Layer-wise decay (Bao et al., BEiT, arXiv 2106.08254; Clark et al., ELECTRA, arXiv 2003.10555) gives
 the layer next to the output the full rate and every layer below it ``decay`` times that of the one
-above. Depth is counted in the whole network: a pipeline stage holds a part of the items, in their
-places, and placeholders for the rest, so that all ranks count alike. All groups are there on all of
-them, empty or not.
+above. Depth is counted in the whole network: a pipeline stage holds placeholders for the items of
+other stages, so that all ranks count alike. All ranks have all groups, empty or not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron.errors import at_least, holds, lists_of_names, raise_if_any
 from lightning_megatron.optim.param_groups import decay_groups
-from lightning_megatron.problems import at_least, holds, lists_of_names
 
 
 def layerwise_groups(
@@ -31,16 +29,16 @@ def layerwise_groups(
     """Split the trainable parameters of ``module`` by depth, and by whether they decay.
 
     Args:
-        module: the whole module; a tied parameter counts once.
-        layers: its layers from the input to the output, on every rank all of them: the ``layers``
-            of a `PipelineSequential`. What is not in them counts as output if it comes after their
-            first in ``module.named_modules()``, else as input.
-        lr: of the output.
-        decay: from layer to layer, in (0, 1].
-        weight_decay: of parameters with two dims or more.
-        no_decay: patterns of names that never decay.
-        as_input: patterns of names that count as input wherever they stand: a head that is tied to
-            the embedding, which on the last stage of a pipeline nobody can tell from another.
+        module: whole module; a tied parameter counts once.
+        layers: all layers from the input to the output, on every rank: the ``layers`` of a
+            `PipelineSequential`. Other modules count as output if they come after the first layer
+            in ``module.named_modules()``, else as input.
+        lr: learning rate of the output.
+        decay: factor from layer to layer, in (0, 1].
+        weight_decay: weight decay of parameters with two dims or more.
+        no_decay: patterns of names of parameters that never decay.
+        as_input: patterns of names of parameters that count as input wherever they are, such as a
+            head that is tied to the embedding (the last stage of a pipeline cannot see the tie).
 
     Returns:
         Two groups for each depth, the input's first: ``len(layers) + 2`` depths, with the rates

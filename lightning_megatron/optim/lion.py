@@ -7,9 +7,9 @@ learning rate, and there is one state tensor where AdamW has two::
     p       -= lr * (update + weight_decay * p)
     m        = beta2 * m + (1 - beta2) * g
 
-Learning rates are 3 to 10 times smaller than AdamW's, and weight decay as much larger. It is
-element-wise, and so steps on shards of any kind. The momentum takes 4 bytes an element, or with
-``state_dtype`` 2 or about 1 (`optim.quantized_averages`).
+Learning rates are 3 to 10 times smaller than AdamW's, and weight decay as much larger. The
+optimizer is element-wise, so it steps on shards of any kind. The momentum takes 4 bytes an element,
+with ``state_dtype`` 2 or about 1 (`optim.quantized_state`).
 """
 
 from collections.abc import Callable
@@ -20,21 +20,23 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_megatron._torch import foreach_lerp, foreach_lerp_, foreach_mul_, foreach_sub_signs_
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.optim.quantized_averages import NarrowState, format_problems
-from lightning_megatron.optim.quantized_state import StateFormat
-from lightning_megatron.problems import at_least, below_one
+from lightning_megatron.errors import at_least, below_one, raise_if_any
+from lightning_megatron.optim.quantized_state import (
+    QuantizedStateOptimizer,
+    StateFormat,
+    state_dtype_problems,
+)
 
 
-class Lion(NarrowState):
-    """Sign of momentum, with decoupled weight decay.
+class Lion(QuantizedStateOptimizer):
+    """Optimizer whose update is the sign of the momentum, with decoupled weight decay.
 
     Args:
         params: parameters or groups of them.
-        lr: by how much every element moves in a step.
+        lr: distance that every element moves in a step.
         betas: weight of the momentum in the update, and of the old momentum in the new.
-        weight_decay: times ``lr``, by how much of themselves weights shrink in a step.
-        state_dtype: format of the momentum between steps; None: that of the parameters.
+        weight_decay: weights shrink by ``lr * weight_decay`` of themselves in a step.
+        state_dtype: number format of the momentum between steps; None: that of the parameters.
 
     Raises:
         ConfigError: an option is out of range.
@@ -55,10 +57,10 @@ class Lion(NarrowState):
         raise_if_any(
             at_least(0.0, lr=lr, weight_decay=weight_decay)
             + below_one(**{"betas[0]": betas[0], "betas[1]": betas[1]})
-            + format_problems(state_dtype)
+            + state_dtype_problems(state_dtype)
         )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-        self.keep_in(state_dtype, "state_dtype=None")
+        self.set_state_dtype(state_dtype, "state_dtype=None")
 
     @override
     @torch.no_grad()
@@ -77,7 +79,7 @@ class Lion(NarrowState):
                 if self._format is None:
                     self._step(params, group)
                 else:
-                    self._step_narrow(params, group)
+                    self._step_quantized(params, group)
         return loss
 
     def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
@@ -92,13 +94,13 @@ class Lion(NarrowState):
         foreach_sub_signs_(params, foreach_lerp(momenta, gradients, 1 - beta1), lr)
         foreach_lerp_(momenta, gradients, 1 - beta2)
 
-    def _step_narrow(self, params: list[Tensor], group: dict[str, Any]) -> None:
+    def _step_quantized(self, params: list[Tensor], group: dict[str, Any]) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         for p in params:
             assert p.grad is not None
-            gradient, (_, averages) = p.grad.float(), self.opened(p, self.averages)
+            gradient, (_, averages) = p.grad.float(), self.begin_update(p, self.averages)
             momentum = averages["exp_avg"]
             p.mul_(1 - lr * group["weight_decay"])
             p.sub_(momentum.lerp(gradient, 1 - beta1).sign_().to(p.dtype), alpha=lr)
             momentum.lerp_(gradient, 1 - beta2)
-            self.close(p, averages)
+            self.end_update(p, averages)

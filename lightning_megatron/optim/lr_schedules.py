@@ -1,7 +1,7 @@
 """Learning-rate schedules as small objects, whose state is a handful of numbers.
 
-``LambdaLR`` saves a function object of its own as nothing and a callable object as its
-``__dict__``; the latter can be written as JSON and read under any layout.
+``LambdaLR`` saves nothing of a function, and the ``__dict__`` of a callable object, which can be
+written as JSON and read under any layout.
 """
 
 import math
@@ -10,8 +10,7 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.problems import at_least
+from lightning_megatron.errors import at_least, raise_if_any
 
 
 class WarmupCosine:
@@ -21,9 +20,9 @@ class WarmupCosine:
     ``warmup_steps`` and ``min_lr_ratio`` at ``total_steps``, where it stays.
 
     Args:
-        warmup_steps: steps of the rise; 0 starts at the peak.
-        total_steps: steps of rise and fall together.
-        min_lr_ratio: the end of the fall, as a part of the peak.
+        warmup_steps: number of steps of the rise; 0 starts at the peak.
+        total_steps: number of steps of rise and fall together.
+        min_lr_ratio: learning rate at the end of the fall, as a share of the peak.
 
     Raises:
         ConfigError: a number is out of range.
@@ -55,10 +54,10 @@ def warmup_cosine(
     """Scheduler that multiplies the learning rate of every group by `WarmupCosine`.
 
     Args:
-        optimizer: its groups' learning rates are the peaks.
-        warmup_steps: steps of linear rise.
-        total_steps: steps of rise and fall together.
-        min_lr_ratio: the end of the fall, as a part of the peak.
+        optimizer: optimizer whose groups' learning rates are the peaks.
+        warmup_steps: number of steps of the linear rise.
+        total_steps: number of steps of rise and fall together.
+        min_lr_ratio: learning rate at the end of the fall, as a share of the peak.
 
     Raises:
         ConfigError: a number is out of range.
@@ -69,16 +68,16 @@ def warmup_cosine(
 class WarmupStableDecay:
     """Factor of the peak: a linear rise, a plateau, a fall (arXiv 2404.06395, 2405.18392).
 
-    A run can be gone on from the plateau with another ``total_steps``; the fall of the last tenth
-    or fifth brings what a cosine brings over the whole run.
+    A run can resume from the plateau with another ``total_steps``. A fall over the last tenth or
+    fifth of the steps reaches the loss that a cosine reaches over the whole run.
 
     Args:
-        warmup_steps: steps of the rise; 0 starts at the peak.
-        decay_steps: steps of the fall.
-        total_steps: all steps together.
-        min_lr_ratio: the end of the fall, as a part of the peak.
-        shape: of the fall: ``"linear"``, or ``"sqrt"`` for ``1 - sqrt(progress)``, which falls
-            faster at first.
+        warmup_steps: number of steps of the rise; 0 starts at the peak.
+        decay_steps: number of steps of the fall.
+        total_steps: number of all steps.
+        min_lr_ratio: learning rate at the end of the fall, as a share of the peak.
+        shape: shape of the fall: ``"linear"``, or ``"sqrt"`` for ``1 - sqrt(progress)``, which
+            falls faster at first.
 
     Raises:
         ConfigError: a number is out of range.
@@ -101,7 +100,7 @@ class WarmupStableDecay:
         if not 0 <= decay_steps <= max(total_steps - warmup_steps, 0):
             problems.append(
                 f"warmup_steps={warmup_steps}, decay_steps={decay_steps}, total_steps="
-                f"{total_steps}: rise and fall must fit; nearest valid: decay_steps="
+                f"{total_steps}: warmup and decay must fit into it; nearest valid: decay_steps="
                 f"{max(min(decay_steps, total_steps - warmup_steps), 0)}"
             )
         if shape not in ("linear", "sqrt"):
@@ -128,13 +127,13 @@ class WarmupStableDecay:
 class WarmupInverseSqrt:
     """Factor of the peak: a linear rise, then ``sqrt(warmup_steps / step)`` (arXiv 1706.03762).
 
-    Has no end: for runs whose length is not known.
+    The schedule has no end: it is for runs whose length is not known.
 
     Args:
-        warmup_steps: steps of the rise, and the scale of the fall; at least 1.
+        warmup_steps: number of steps of the rise, and scale of the fall; at least 1.
 
     Raises:
-        ConfigError: there is no warmup.
+        ConfigError: ``warmup_steps`` is below 1.
 
     Example:
         >>> [WarmupInverseSqrt(4)(step) for step in (0, 3, 4, 16)]
@@ -156,8 +155,8 @@ def scheduler(optimizer: Optimizer, rule: Callable[[int], float]) -> LambdaLR:
     """Scheduler that multiplies the learning rate of every group by one of the rules above.
 
     Args:
-        optimizer: its groups' learning rates are the peaks.
-        rule: an object whose attributes are its state, as numbers.
+        optimizer: optimizer whose groups' learning rates are the peaks.
+        rule: callable object whose attributes are numbers, its state.
     """
     return LambdaLR(optimizer, rule)
 
@@ -175,6 +174,7 @@ def _problems(warmup_steps: int, total_steps: int, min_lr_ratio: float) -> list[
     if not 0.0 <= min_lr_ratio <= 1.0:
         nearest = min(max(min_lr_ratio, 0.0), 1.0)
         problems.append(
-            f"min_lr_ratio={min_lr_ratio}: must lie in [0, 1]; nearest valid: {nearest}"
+            f"min_lr_ratio={min_lr_ratio}: must lie in [0, 1]; nearest valid: "
+            f"min_lr_ratio={nearest}"
         )
     return problems

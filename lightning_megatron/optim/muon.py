@@ -1,24 +1,25 @@
-"""Muon: momentum whose matrices are orthogonalised before they are applied.
+"""Muon: each update is the momentum of a matrix, orthogonalised.
 
 (Jordan et al., https://kellerjordan.github.io/posts/muon; Liu et al., "Muon is Scalable for LLM
-Training", arXiv 2502.16982.) Of the momentum ``M = U S V'`` a few Newton-Schulz iterations make
-approximately ``U V'``: all directions of a matrix learn at one rate. One state tensor instead of
-AdamW's two. For an ``m x n`` matrix, ``m <= n``, each of five iterations costs ``4 m^2 n + 2 m^3``
-operations.
+Training", arXiv 2502.16982.) A few Newton-Schulz iterations turn the momentum ``M = U S V'`` into
+approximately ``U V'``, so all directions of a matrix learn at one rate. There is one state tensor
+where AdamW has two. For an ``m x n`` matrix, ``m <= n``, each of five iterations costs ``4 m^2 n +
+2 m^3`` operations.
 
-The update of a matrix is scaled by its shape, as ``scale`` says: ``"rms"`` (Moonshot) gives it the
-root mean square that AdamW's usually has, 0.2, so that AdamW's learning rate and weight decay serve
-as they are; ``"spectral"`` (Jordan) leaves its singular values at 1, and above for tall matrices.
+The scale of an update depends on the matrix's shape. ``scale="rms"`` (Moonshot) gives it the root
+mean square that AdamW's usually has, 0.2, so that AdamW's learning rate and weight decay can be
+used unchanged; ``scale="spectral"`` (Jordan) leaves its singular values at 1, above 1 for tall
+matrices.
 
 Muon is meant for the matrices inside a network. AdamW updates vectors, embeddings and heads, in the
 same optimizer: their groups have ``"muon": False`` (`muon_groups` makes the groups). With
 ``state_dtype`` the moving averages of both are quantized between steps (`optim.quantized_state`).
 For matrices, ``torch.optim.Muon`` has the same options and computes the same numbers.
 
-Under tp and ZeRO, momentum is kept and averaged in pieces like the parameter. Then every matrix
-travels to one of the ranks that share it, is orthogonalised there, whole, and its pieces travel
+Under tp and ZeRO, momentum is sharded and averaged like the parameter. Then every matrix is
+gathered on one of the ranks that share it, is orthogonalised there, and its shards are scattered
 back (`optim.owner_all_to_all`, with the bytes): in the number format of the iteration, 2 bytes an
-element. The numbers are those of one process.
+element each way. The numbers are those of one process.
 """
 
 import math
@@ -30,16 +31,18 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from lightning_megatron.errors import raise_if_any
+from lightning_megatron.errors import at_least, below_one, raise_if_any, whole_numbers
 from lightning_megatron.optim.adamw import MOMENTS, adamw_step
-from lightning_megatron.optim.owner_all_to_all import Exchange
-from lightning_megatron.optim.quantized_averages import NarrowState, format_problems
-from lightning_megatron.optim.quantized_state import StateFormat
-from lightning_megatron.optim.shard_spec import Piece, whole_piece
-from lightning_megatron.problems import at_least, below_one, whole_numbers
+from lightning_megatron.optim.owner_all_to_all import OwnerAllToAll
+from lightning_megatron.optim.quantized_state import (
+    QuantizedStateOptimizer,
+    StateFormat,
+    state_dtype_problems,
+)
+from lightning_megatron.optim.shard_spec import ShardSpec, unsharded
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration; singular values end between 0.7 and 1.2."""
+"""Coefficients of the quintic iteration; singular values end between 0.7 and 1.2."""
 Scale = Literal["rms", "spectral"]
 
 
@@ -53,9 +56,9 @@ def orthogonalize(
 
     Args:
         matrix: ``[m, n]``.
-        steps: iterations.
+        steps: number of iterations.
         coefficients: ``a, b, c`` in ``a X + (b X X' + c (X X')^2) X``.
-        eps: least norm to divide by.
+        eps: least norm that the matrix is divided by.
     """
     a, b, c = coefficients
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
@@ -68,7 +71,7 @@ def orthogonalize(
 
 
 def orthogonalize_flops(shape: Sequence[int], steps: int = 5) -> int:
-    """Operations of `orthogonalize`.
+    """Number of floating-point operations of `orthogonalize`.
 
     >>> orthogonalize_flops((4, 2), 1) == orthogonalize_flops((2, 4), 1) == 4 * 16 + 2 * 8
     True
@@ -77,26 +80,27 @@ def orthogonalize_flops(shape: Sequence[int], steps: int = 5) -> int:
     return steps * (4 * m * m * n + 2 * m**3)
 
 
-class Muon(NarrowState):
-    """Orthogonalised momentum for matrices, AdamW for the rest.
+class Muon(QuantizedStateOptimizer):
+    """Optimizer with orthogonalised momentum for matrices, and AdamW for the rest.
 
     Args:
-        params: parameters or groups of them. A group with ``"muon": False`` is stepped on by AdamW;
-            without a word of it, a parameter of two dimensions by Muon, any other by AdamW.
+        params: parameters or groups of them. AdamW updates groups with ``"muon": False``. In groups
+            without the key, Muon updates parameters of two dimensions and AdamW all others.
         lr: learning rate of both.
-        weight_decay: times ``lr``, by how much of themselves weights shrink in a step.
+        weight_decay: weights shrink by ``lr * weight_decay`` of themselves in a step.
         momentum: weight of the old momentum.
         nesterov: whether to look one step of momentum ahead.
-        scale: of the update, see the module.
-        ns_steps: Newton-Schulz iterations.
-        ns_dtype: number format of the iteration and of what is sent for it; by default float64 for
+        scale: scale of the update, ``"rms"`` or ``"spectral"``, see the module.
+        ns_steps: number of Newton-Schulz iterations.
+        ns_dtype: number format of the iteration and of its messages; by default float64 for
             parameters in float64 and bfloat16 for all others.
-        betas: of AdamW.
-        eps: of AdamW.
-        state_dtype: format of momentum and moments between steps; None: that of the parameters.
+        betas: AdamW's decay rates of the moments.
+        eps: AdamW's number added to the root of the second moment.
+        state_dtype: number format of momentum and moments between steps; None: that of the
+            parameters.
 
     Raises:
-        ConfigError: an option is out of range, or a group for Muon holds what is no matrix.
+        ConfigError: an option is out of range, or a group for Muon holds no matrix.
     """
 
     averages = {"momentum_buffer": True, **MOMENTS}
@@ -117,7 +121,7 @@ class Muon(NarrowState):
         state_dtype: StateFormat | None = None,
     ) -> None:
         problems = at_least(0.0, lr=lr, weight_decay=weight_decay, eps=eps)
-        problems += format_problems(state_dtype)
+        problems += state_dtype_problems(state_dtype)
         problems += whole_numbers(1, ns_steps=ns_steps) + below_one(
             **{"momentum": momentum, "betas[0]": betas[0], "betas[1]": betas[1]}
         )
@@ -127,7 +131,7 @@ class Muon(NarrowState):
             isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point
         ):
             problems.append(
-                f"ns_dtype={ns_dtype!r}: must be a format of floating point; nearest valid: "
+                f"ns_dtype={ns_dtype!r}: must be a floating-point dtype; nearest valid: "
                 "ns_dtype=torch.bfloat16, or None"
             )
         raise_if_any(problems)
@@ -145,24 +149,26 @@ class Muon(NarrowState):
                 "muon": None,
             },
         )
-        self.keep_in(state_dtype, "state_dtype=None")
+        self.set_state_dtype(state_dtype, "state_dtype=None")
         self._ns_dtype = ns_dtype
-        self._pieces: Mapping[Tensor, Piece] = {}
-        self._ways: dict[tuple[int, torch.dtype], tuple[list[Tensor], Exchange]] = {}
+        self._specs: Mapping[Tensor, ShardSpec] = {}
+        self._exchanges: dict[tuple[int, torch.dtype], tuple[list[Tensor], OwnerAllToAll]] = {}
         raise_if_any(
             [
                 f"Muon group {index}: muon=True, but a parameter has shape {tuple(p.shape)}; "
-                "nearest valid: muon=False for all that are no matrices, as muon_groups(...) does"
+                "nearest valid: muon=False for all parameters that are no matrices, as "
+                "muon_groups(...) does"
                 for index, group in enumerate(self.param_groups)
                 for p in group["params"]
                 if group["muon"] and p.ndim != 2
             ]
         )
 
-    def use_pieces(self, pieces: Mapping[Tensor, Piece]) -> None:
-        """Learn how the parameters are cut (`optim.shard_spec.KnowsPieces`)."""
-        super().use_pieces(pieces)
-        self._pieces, self._ways = pieces, {}
+    def set_shard_specs(self, specs: Mapping[Tensor, ShardSpec]) -> None:
+        """Store how the parameters are sharded (`optim.shard_spec.ShardAware`)."""
+        super().set_shard_specs(specs)
+        self._specs = specs
+        self._exchanges = {}
 
     @override
     @torch.no_grad()
@@ -190,53 +196,55 @@ class Muon(NarrowState):
     def _step_matrices(
         self, index: int, dtype: torch.dtype, members: list[Tensor], group: Mapping[str, Any]
     ) -> None:
-        """One exchange for all matrices of a group."""
+        """Update all matrices of a group, with one exchange."""
         lr = float(group["lr"])
         wide = torch.float64 if dtype == torch.float64 else torch.bfloat16
         ns_dtype = self._ns_dtype or wide
         updates = [self._averaged(p, group).to(ns_dtype) for p in members]
-        way = self._way(index, dtype, members, group["ns_steps"])
-        whole = way.to_owners(updates)
+        exchange = self._exchange(index, dtype, members, group["ns_steps"])
+        whole = exchange.gather_on_owners(updates)
         results = {i: orthogonalize(m, group["ns_steps"]) for i, m in whole.items()}
-        for p, update in zip(members, way.from_owners(results), strict=True):
+        for p, update in zip(members, exchange.scatter_from_owners(results), strict=True):
             p.mul_(1 - lr * group["weight_decay"])
-            shape = self._piece(p).full_shape
+            shape = self._shard_spec(p).full_shape
             p.add_(update.to(p.dtype), alpha=-lr * update_scale(shape, group["scale"]))
 
     def _averaged(self, p: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Take the gradient into the momentum; what of it is to be orthogonalised."""
+        """Update the momentum with the gradient, and return the matrix to orthogonalise."""
         gradient, momentum = p.grad, group["momentum"]
         assert gradient is not None
         averages: dict[str, Tensor] = {}
         if self._format is not None:
-            gradient, (_, averages) = gradient.float(), self.opened(p, ("momentum_buffer",))
+            gradient, (_, averages) = gradient.float(), self.begin_update(p, ("momentum_buffer",))
         elif "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         buffer: Tensor = (averages or self.state[p])["momentum_buffer"]
         buffer.lerp_(gradient, 1 - momentum)
         if averages:
-            self.close(p, averages)
+            self.end_update(p, averages)
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
-    def _way(self, index: int, dtype: torch.dtype, members: list[Tensor], steps: int) -> Exchange:
-        """Kept from step to step, as long as the same matrices have gradients."""
-        known = self._ways.get((index, dtype))
+    def _exchange(
+        self, index: int, dtype: torch.dtype, members: list[Tensor], steps: int
+    ) -> OwnerAllToAll:
+        """Return the exchange of the last step if it had the same matrices, else a new one."""
+        known = self._exchanges.get((index, dtype))
         if known is None or [id(p) for p in known[0]] != [id(p) for p in members]:
-            pieces = [self._piece(p) for p in members]
-            costs = [float(orthogonalize_flops(piece.full_shape, steps)) for piece in pieces]
-            known = self._ways[index, dtype] = (members, Exchange(pieces, costs))
+            specs = [self._shard_spec(p) for p in members]
+            costs = [float(orthogonalize_flops(spec.full_shape, steps)) for spec in specs]
+            known = self._exchanges[index, dtype] = (members, OwnerAllToAll(specs, costs))
         return known[1]
 
-    def _piece(self, p: Tensor) -> Piece:
-        return self._pieces.get(p) or whole_piece(p)
+    def _shard_spec(self, p: Tensor) -> ShardSpec:
+        return self._specs.get(p) or unsharded(p)
 
     def _step_others(self, params: list[Tensor], group: Mapping[str, Any]) -> None:
         if self._format is not None:
             for p in params:
                 assert p.grad is not None
-                time, moments = self.opened(p, MOMENTS)
+                time, moments = self.begin_update(p, MOMENTS)
                 adamw_step(p, p.grad.float(), moments, time, group)
-                self.close(p, moments)
+                self.end_update(p, moments)
             return
         for p in params:
             if not self.state[p]:

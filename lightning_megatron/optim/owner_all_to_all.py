@@ -1,4 +1,4 @@
-"""Whole matrices from pieces, each on one of the ranks that share it, and the results back.
+"""All-to-all that gathers each sharded matrix on one of its ranks and scatters the result.
 
 An operation on whole matrices (Muon's orthogonalisation) can be done on every rank, after each has
 gathered everything, or once, on one rank per matrix. With ``n`` ranks that share matrices of ``P``
@@ -11,16 +11,16 @@ every rank        ``P (n - 1) / n``        all
 one for each      ``2 P (n - 1) / n**2``   1 / n
 ================  =======================  ==========
 
-So handing matrices out is cheaper in both. (Ranks that hold the same, over tp or `dp_replicate`,
-send nothing on the way there, and ``P (n - 1) / n`` on the way back; in return they share the work.
+So one owner for each matrix is cheaper in both. (Ranks with copies, over tp or `dp_replicate`, send
+nothing on the way there, and ``P (n - 1) / n`` on the way back; in return they share the work.
 With bfloat16 on the wire that is 2 bytes an element, against the 30 ``m`` operations an element
 that five iterations on ``m`` rows cost, or 15 ``m`` if the matrix is wide: from ``m = 100`` or so
 the work outweighs the bytes on any network.)
 
-The way leads over one axis after the other, innermost first: along each, every matrix goes to the
-owner's coordinate on that axis, in one all-to-all for all matrices, and is put together there. The
-way back is the same in reverse. Owners are chosen by the operations, largest matrix first, each to
-the rank with the least to do; that is the same on every rank, as all see the same shapes.
+The exchange goes along one axis after the other, innermost first: along each, one all-to-all brings
+all matrices to their owners' coordinates on that axis, where they are concatenated. The way back is
+the same in reverse. Owners are chosen by the number of operations, largest matrix first, each for
+the rank with the least work; all ranks choose the same owners, as all see the same shapes.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.optim.shard_spec import Cut, Piece
+from lightning_megatron.optim.shard_spec import ShardAxis, ShardSpec
 
 
 def choose_owners(costs: Sequence[float], ranks: int) -> list[int]:
-    """A rank for every task, so that the largest load is small.
+    """Choose a rank for every task, so that the largest load is small.
 
     >>> choose_owners([5, 1, 4, 1], 2)
     [0, 1, 1, 0]
@@ -51,7 +51,7 @@ def choose_owners(costs: Sequence[float], ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Hop:
-    """One axis on the way to the owners."""
+    """Axis on the way to the owners."""
 
     name: str
     group: dist.ProcessGroup
@@ -59,22 +59,22 @@ class _Hop:
     rank: int
 
 
-class Exchange:
-    """The way of matrices to their owners and back.
+class OwnerAllToAll:
+    """Exchange that brings matrices to their owners and results back.
 
     Args:
-        pieces: of the matrices, in the same order on all ranks that share them.
-        costs: of the operation on each.
+        specs: shard specs of the matrices, in the same order on all ranks that share them.
+        costs: cost of the operation on each matrix.
     """
 
-    def __init__(self, pieces: Sequence[Piece], costs: Sequence[float]) -> None:
-        self._pieces = pieces
+    def __init__(self, specs: Sequence[ShardSpec], costs: Sequence[float]) -> None:
+        self._specs = specs
         self._empty = torch.empty(0)
         hops: dict[str, _Hop] = {}
-        for piece in pieces:
-            for cut in piece.cuts:
-                hops.setdefault(cut.axis, _Hop(cut.axis, cut.group, cut.size, cut.rank))
-        # Inner axes first, in one order on all ranks: each list of cuts is in that order.
+        for spec in specs:
+            for axis in spec.axes:
+                hops.setdefault(axis.name, _Hop(axis.name, axis.group, axis.size, axis.rank))
+        # Inner axes first, in one order on all ranks: each list of axes is in that order.
         self._hops = sorted(hops.values(), key=lambda hop: _ORDER.get(hop.name, -1))
         owners = choose_owners(costs, prod(hop.size for hop in self._hops))
         self._owner_on: list[dict[str, int]] = []
@@ -84,23 +84,23 @@ class Exchange:
                 owner, place[hop.name] = divmod(owner, hop.size)
             self._owner_on.append(place)
 
-    def to_owners(self, pieces: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Whole matrices of which this rank is the owner, by position; collective."""
-        held = dict(enumerate(pieces))
-        self._empty = pieces[0].new_empty(0)
+    def gather_on_owners(self, shards: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Gather the matrices that this rank owns, keyed by position; collective."""
+        held = dict(enumerate(shards))
+        self._empty = shards[0].new_empty(0)
         for level, hop in enumerate(self._hops):
             held = self._gather(held, hop, level)
         return held
 
-    def from_owners(self, results: dict[int, Tensor]) -> list[Tensor]:
-        """This rank's part of every result, each like its matrix; collective."""
+    def scatter_from_owners(self, results: dict[int, Tensor]) -> list[Tensor]:
+        """Return this rank's shard of every result, sharded like its matrix; collective."""
         held = results
         for level, hop in reversed(list(enumerate(self._hops))):
-            held = self._spread(held, hop, level)
-        return [held[index] for index in range(len(self._pieces))]
+            held = self._scatter(held, hop, level)
+        return [held[index] for index in range(len(self._specs))]
 
     def _present(self, level: int) -> list[int]:
-        """Matrices that have come to this rank's coordinates on the first ``level`` axes."""
+        """Positions of the matrices that this rank holds after the first ``level`` axes."""
         done = self._hops[:level]
         return [
             index
@@ -109,29 +109,29 @@ class Exchange:
         ]
 
     def _gather(self, held: dict[int, Tensor], hop: _Hop, level: int) -> dict[int, Tensor]:
-        cuts = {index: self._cut(index, hop) for index in held}
+        axes = {index: self._axis(index, hop) for index in held}
         outgoing: list[list[Tensor]] = [[] for _ in range(hop.size)]
         for index, tensor in held.items():
-            if cuts[index].dim is not None:
+            if axes[index].dim is not None:
                 outgoing[self._owner_on[index][hop.name]].append(tensor)
         mine = self._present(level + 1)
         shapes = [
-            [cuts[i].shape_of(self._outer(i, hop), rank) for i in mine if cuts[i].dim is not None]
+            [axes[i].shape_of(self._outer(i, hop), rank) for i in mine if axes[i].dim is not None]
             for rank in range(hop.size)
         ]
         received = _all_to_all(outgoing, shapes, hop.group, self._empty)
         arrived = [iter(tensors) for tensors in received]
         return {
             index: held[index]
-            if (dim := cuts[index].dim) is None
+            if (dim := axes[index].dim) is None
             else torch.cat([next(tensors) for tensors in arrived], dim)
             for index in mine
         }
 
-    def _spread(self, held: dict[int, Tensor], hop: _Hop, level: int) -> dict[int, Tensor]:
+    def _scatter(self, held: dict[int, Tensor], hop: _Hop, level: int) -> dict[int, Tensor]:
         present = self._present(level)
         outgoing = [
-            [self._cut(index, hop).part_of(held[index], rank) for index in sorted(held)]
+            [self._axis(index, hop).part_of(held[index], rank) for index in sorted(held)]
             for rank in range(hop.size)
         ]
         from_rank = [
@@ -139,7 +139,7 @@ class Exchange:
             for rank in range(hop.size)
         ]
         shapes = [
-            [self._cut(i, hop).shape_of(self._outer(i, hop), hop.rank) for i in members]
+            [self._axis(i, hop).shape_of(self._outer(i, hop), hop.rank) for i in members]
             for members in from_rank
         ]
         arrived = _all_to_all(outgoing, shapes, hop.group, self._empty)
@@ -149,43 +149,43 @@ class Exchange:
             for index, tensor in zip(members, tensors, strict=True)
         }
 
-    def _cut(self, index: int, hop: _Hop) -> Cut:
-        """How a matrix is cut along an axis; an axis that it does not know has copies of it."""
-        for cut in self._pieces[index].cuts:
-            if cut.axis == hop.name:
-                return cut
-        raise AssertionError(f"{self._pieces[index].name} is not spread over {hop.name}")
+    def _axis(self, index: int, hop: _Hop) -> ShardAxis:
+        """Axis of a matrix's spec that a hop goes along."""
+        for axis in self._specs[index].axes:
+            if axis.name == hop.name:
+                return axis
+        raise AssertionError(f"{self._specs[index].name} is not spread over {hop.name}")
 
     def _outer(self, index: int, hop: _Hop) -> tuple[int, ...]:
-        """Shape of what the ranks of an axis hold together."""
-        piece = self._pieces[index]
-        position = [cut.axis for cut in piece.cuts].index(hop.name)
-        return piece.shapes[position + 1]
+        """Shape that the ranks of an axis hold together."""
+        spec = self._specs[index]
+        position = [axis.name for axis in spec.axes].index(hop.name)
+        return spec.shapes[position + 1]
 
 
 _ORDER = {"dp_shard": 0, "tp": 1, "dp_replicate": 2}
 
 
-def gather_whole(tensors: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
-    """Every tensor whole, on every rank; collective.
+def gather_whole(tensors: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[Tensor]:
+    """Gather every tensor whole on every rank; collective.
 
     Args:
-        tensors: this rank's pieces, all of one dtype.
-        pieces: what they are pieces of.
+        tensors: this rank's shards, all of one dtype.
+        specs: their shard specs.
     """
     held = list(tensors)
-    axes = {cut.axis: cut for piece in pieces for cut in piece.cuts if cut.dim is not None}
-    for axis in sorted(axes, key=lambda name: _ORDER.get(name, -1)):
+    axes = {a.name: a for spec in specs for a in spec.axes if a.dim is not None}
+    for name in sorted(axes, key=lambda name: _ORDER.get(name, -1)):
         where = [
-            (index, cut, piece.shapes[position + 1])
-            for index, piece in enumerate(pieces)
-            for position, cut in enumerate(piece.cuts)
-            if cut.axis == axis and cut.dim is not None
+            (index, axis, spec.shapes[position + 1])
+            for index, spec in enumerate(specs)
+            for position, axis in enumerate(spec.axes)
+            if axis.name == name and axis.dim is not None
         ]
-        cut = axes[axis]
-        outgoing = [[held[index] for index, _, _ in where] for _ in range(cut.size)]
-        shapes = [[c.shape_of(outer, rank) for _, c, outer in where] for rank in range(cut.size)]
-        arrived = _all_to_all(outgoing, shapes, cut.group, held[where[0][0]])
+        axis = axes[name]
+        outgoing = [[held[index] for index, _, _ in where] for _ in range(axis.size)]
+        shapes = [[a.shape_of(outer, rank) for _, a, outer in where] for rank in range(axis.size)]
+        arrived = _all_to_all(outgoing, shapes, axis.group, held[where[0][0]])
         for (index, own, _), parts in zip(where, zip(*arrived, strict=True), strict=True):
             assert own.dim is not None
             held[index] = torch.cat(parts, own.dim)

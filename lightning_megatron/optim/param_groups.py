@@ -1,9 +1,9 @@
 """Parameter groups: with and without weight decay, for Muon, by depth.
 
-Decay pulls matrices towards zero; on the vectors of a model (norms, biases) it only hurts, so they
-are left out, as in GPT-2 and Llama. A tensor-parallel or ZeRO shard has as many dims as the whole
-parameter, so the rule means the same under every layout. Both groups are always there, empty or
-not: the optimizer of a pipeline stage without vectors has the same shape as that of any other.
+Weight decay pulls matrices towards zero. It only hurts the vectors of a model (norms, biases), so
+they do not decay, as in GPT-2 and Llama. A tensor-parallel or ZeRO shard has as many dims as the
+whole parameter, so the rule means the same under every layout. Both groups are always there, empty
+or not: the optimizer of a pipeline stage without vectors has the same groups as any other.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.problems import at_least, lists_of_names
+from lightning_megatron.errors import at_least, lists_of_names, raise_if_any
 
 
 def decay_groups(
@@ -22,9 +21,10 @@ def decay_groups(
     """Split the trainable parameters of ``module`` by whether they decay.
 
     Args:
-        module: its parameters; a tied one counts once.
-        weight_decay: of parameters with two dims or more.
-        no_decay: patterns of names (as in a shell: ``"*embedding*"``) that never decay.
+        module: module with the parameters; a tied one counts once.
+        weight_decay: weight decay of parameters with two dims or more.
+        no_decay: patterns of names (as in a shell: ``"*embedding*"``) of parameters that never
+            decay.
 
     Returns:
         Two groups for an optimizer: decayed, not decayed.
@@ -57,15 +57,14 @@ def muon_groups(
     adamw: Sequence[str] = ("*embed*", "*head*"),
     no_decay: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Split the trainable parameters of ``module`` by who steps on them, for `optim.muon.Muon`.
+    """Split the trainable parameters of ``module`` into those of Muon and those of AdamW.
 
     Args:
-        module: its parameters; a tied one counts once, by its first name.
-        weight_decay: of all matrices.
-        adamw: patterns of names of matrices that AdamW is to step on: embeddings and heads, whose
-            rows stand for tokens. Parameters of modules called ``...Embedding`` are always among
-            them.
-        no_decay: patterns of names that never decay.
+        module: module with the parameters; a tied one counts once, by its first name.
+        weight_decay: weight decay of all matrices.
+        adamw: patterns of names of matrices that AdamW updates: embeddings and heads, whose rows
+            stand for tokens. Parameters of modules called ``...Embedding`` are always among them.
+        no_decay: patterns of names of parameters that never decay.
 
     Returns:
         Three groups: matrices for Muon; for AdamW those that decay, and the rest. Each may be

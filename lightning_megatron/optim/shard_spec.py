@@ -1,17 +1,17 @@
-"""Which part of a parameter of the whole model a rank holds, and with whom it shares the rest.
+"""Which part of a parameter of the whole model a rank holds, and which ranks hold the others.
 
-A parameter is cut along axes of the layout, one after the other: tensor parallelism takes a slice
-along one dimension, ZeRO cuts that slice along dimension 0 (unevenly, where it does not divide).
-A `Piece` lists these cuts from the innermost to the outermost, so that undoing them in this order
-makes the parameter whole. An axis along which every rank holds the same is listed too, as a cut
-along no dimension: its ranks can share the work.
+Axes of the layout shard a parameter one after the other: tensor parallelism takes a slice along one
+dimension, ZeRO shards that slice along dimension 0 (unevenly, where it does not divide). A
+`ShardSpec` lists these axes from the innermost to the outermost, so that gathering along them in
+this order makes the parameter whole. An axis whose ranks all hold the same is listed too, with no
+dimension: its ranks can share the work.
 
-Optimizers that are more than element-wise need two operations, and both exist for many tensors at
-once, as latency is what small tensors cost:
+Optimizers that are more than element-wise need two operations. Both work on many tensors at once,
+as latency is what small tensors cost:
 
-* `sum_over_cuts` completes sums over dimensions that are cut (norms, row and column means): one
+* `reduce_sums` completes sums over dimensions that are sharded (norms, row and column means): one
   all-reduce for each axis, of the sums only;
-* `optim.owner_all_to_all` brings whole tensors together and parts of them back.
+* `optim.owner_all_to_all` gathers whole tensors and scatters the results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 def rows_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Offset and length of a rank's part of ``length`` elements, as ``torch.chunk`` cuts.
+    """Offset and length of a rank's part of ``length`` elements, divided as ``torch.chunk`` does.
 
     >>> [rows_of(5, 3, rank) for rank in range(3)]
     [(0, 2), (2, 2), (4, 1)]
@@ -36,19 +36,19 @@ def rows_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class ShardAxis:
     """How the ranks of one axis share a parameter."""
 
-    axis: str
-    """Its name; cuts of several parameters along one axis have the same group."""
+    name: str
+    """Name of the axis; axes of several parameters with one name have the same group."""
     group: dist.ProcessGroup
-    """The ranks of the axis."""
+    """Process group of the axis."""
     size: int
-    """How many they are."""
+    """Number of ranks in the group."""
     rank: int
-    """Which of them this is."""
+    """This process's rank in the group."""
     dim: int | None
-    """Dimension along which each holds a part; None if all hold the same."""
+    """Dimension along which each rank holds a part; None if all hold the same."""
 
     def extent(self, length: int, rank: int) -> tuple[int, int]:
         """Offset and length of a rank's part of ``length`` elements."""
@@ -62,91 +62,91 @@ class Cut:
         return tuple(shape)
 
     def part_of(self, outer: Tensor, rank: int) -> Tensor:
-        """A view of the part that a rank holds."""
+        """View of the part that a rank holds of ``outer``."""
         if self.dim is None:
             return outer
         return outer.narrow(self.dim, *self.extent(outer.shape[self.dim], rank))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A part of a parameter."""
+class ShardSpec:
+    """Position of this rank's shard in a parameter of the whole model."""
 
     name: str
     """Canonical name of the parameter."""
     full_shape: tuple[int, ...]
     """Shape in the whole model."""
-    cuts: tuple[Cut, ...] = ()
-    """From the innermost to the outermost."""
+    axes: tuple[ShardAxis, ...] = ()
+    """Axes that share the parameter, from the innermost to the outermost."""
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shape of this rank's piece, and of what it is part of after undoing each of the cuts."""
+        """Shape of this rank's shard, then the shape after gathering along each of the axes."""
         shapes = [self.full_shape]
-        for cut in reversed(self.cuts):
-            shapes.append(cut.shape_of(shapes[-1], cut.rank))
+        for axis in reversed(self.axes):
+            shapes.append(axis.shape_of(shapes[-1], axis.rank))
         return tuple(reversed(shapes))
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank holds all of it."""
-        return all(cut.dim is None for cut in self.cuts)
+        """Whether this rank holds the whole parameter."""
+        return all(axis.dim is None for axis in self.axes)
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the whole parameter."""
         return torch.Size(self.full_shape).numel()
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """A view of this rank's part of the whole parameter, or of a tensor of its shape."""
-        for cut in reversed(self.cuts):
-            whole = cut.part_of(whole, cut.rank)
+        """View of this rank's part of the whole parameter, or of a tensor of its shape."""
+        for axis in reversed(self.axes):
+            whole = axis.part_of(whole, axis.rank)
         return whole
 
 
 @runtime_checkable
-class KnowsPieces(Protocol):
-    """An optimizer that steps on pieces and asks the other ranks where it needs the whole."""
+class ShardAware(Protocol):
+    """Optimizer that steps on shards and asks the other ranks where it needs whole tensors."""
 
-    def use_pieces(self, pieces: Mapping[Tensor, Piece]) -> None:
-        """Learn what the tensors in the parameter groups are parts of; before the next step."""
+    def set_shard_specs(self, specs: Mapping[Tensor, ShardSpec]) -> None:
+        """Store the spec of each tensor in the parameter groups; called before the next step."""
         ...
 
 
-def whole_piece(tensor: Tensor, name: str = "") -> Piece:
-    """The piece of a process that holds everything."""
-    return Piece(name=name, full_shape=tuple(tensor.shape))
+def unsharded(tensor: Tensor, name: str = "") -> ShardSpec:
+    """Spec of a tensor that this process holds whole."""
+    return ShardSpec(name=name, full_shape=tuple(tensor.shape))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sum:
-    """A sum of which this rank has a part."""
+class PartialSum:
+    """Sum to which each rank contributes a part."""
 
     value: Tensor
-    """What the local elements contribute; is completed in place. Contiguous."""
-    piece: Piece
-    """Of the tensor that was summed."""
+    """Contribution of the local elements, contiguous; `reduce_sums` completes it in place."""
+    spec: ShardSpec
+    """Spec of the tensor that was summed."""
     dims: tuple[int, ...] | None = None
-    """The dimensions that were summed over (not negative); all of them if None."""
+    """Dimensions that were summed over (not negative); all of them if None."""
 
-    def crosses(self, cut: Cut) -> bool:
-        """Whether the ranks of ``cut`` have other parts of the sum."""
-        return cut.dim is not None and (self.dims is None or cut.dim in self.dims)
+    def crosses(self, axis: ShardAxis) -> bool:
+        """Whether the ranks of ``axis`` have other parts of the sum."""
+        return axis.dim is not None and (self.dims is None or axis.dim in self.dims)
 
 
-def sum_over_cuts(sums: Sequence[Sum]) -> None:
+def reduce_sums(sums: Sequence[PartialSum]) -> None:
     """Add up the parts of every sum over the ranks that hold them, in place; collective.
 
-    Every rank of a group gives the same sums in the same order.
+    Every rank of a group passes the same sums in the same order.
     """
-    axes: dict[tuple[str, torch.dtype], tuple[dist.ProcessGroup, list[Tensor]]] = {}
+    by_axis: dict[tuple[str, torch.dtype], tuple[dist.ProcessGroup, list[Tensor]]] = {}
     for entry in sums:
-        for cut in entry.piece.cuts:
-            if entry.crosses(cut):
-                key = cut.axis, entry.value.dtype
-                axes.setdefault(key, (cut.group, []))[1].append(entry.value)
+        for axis in entry.spec.axes:
+            if entry.crosses(axis):
+                key = axis.name, entry.value.dtype
+                by_axis.setdefault(key, (axis.group, []))[1].append(entry.value)
     # In one order on all ranks, whichever parameter comes first on them.
-    for _, (group, values) in sorted(axes.items(), key=lambda item: str(item[0])):
+    for _, (group, values) in sorted(by_axis.items(), key=lambda item: str(item[0])):
         flat = torch.cat([value.reshape(-1) for value in values])
         dist.all_reduce(flat, group=group)
         parts = torch.split(flat, [value.numel() for value in values])

@@ -1,21 +1,21 @@
-"""Optimizer steps on what this rank owns of parameters.
+"""Optimizer steps on the shards of parameters that this rank owns.
 
 An element-wise optimizer computes the same numbers on a part of a tensor as on the whole. Below
-ZeRO 3 a rank owns rows of plain tensors (`LentRows`), under ZeRO 3 the shard inside a DTensor,
+ZeRO 3 a rank owns rows of plain tensors (`RowShard`), under ZeRO 3 the shard inside a DTensor,
 whose dispatch for every operation would cost several times the arithmetic on small parameters.
-`LocalStep` lends the optimizer these parts for the duration of a step; before and after it the
-parameter groups and the state are keyed by the module's own parameters, as users and checkpoints
+`ShardedStep` puts these shards into the optimizer for the duration of a step; before and after the
+step, parameter groups and state are keyed by the module's own parameters, as users and checkpoints
 expect.
 
-Lending must cost next to nothing beside a fused step of 5 us a parameter. So nothing is keyed anew
-from step to step: there are two dictionaries of state, one with the parameters as keys and one with
-the shards, whose values are the same inner dictionaries, and two lists for each group. A step
-exchanges the outer dictionary and the lists. What is done for each parameter is to hand on its
-gradient, and to look whether shard and state are still the objects of the step before; where they
-are not (a checkpoint was loaded, a group was added, parameters moved), all is made anew.
+The swap must cost next to nothing beside a fused step of 5 us a parameter. So no dictionary is
+rebuilt from step to step: there are two dictionaries of state, one with the parameters as keys and
+one with the shards, which share their inner dictionaries, and two lists for each group. A step
+swaps the outer dictionaries and the lists. For each parameter it passes on the gradient and checks
+that shard and state are the objects of the step before. If they are not (a checkpoint was loaded, a
+group was added, parameters moved), both dictionaries are rebuilt.
 
-An optimizer that works on more than single elements, but knows how parameters are cut
-(`optim.shard_spec.KnowsPieces`), is lent the shards too, and told what they are pieces of.
+An optimizer that is not element-wise but supports shards (`optim.shard_spec.ShardAware`) gets the
+shards too, with their specs.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_megatron._torch import lend_gradients, shard_of, shards_of
-from lightning_megatron.optim.shard_spec import KnowsPieces, Piece
+from lightning_megatron.optim.shard_spec import ShardAware, ShardSpec
 
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
@@ -47,24 +47,24 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         torch.optim.SGD,
     }
 )
-"""Optimizers of torch that treat every element by itself."""
+"""Element-wise optimizers of torch."""
 
 
 def steps_on_shards(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` is right when it is given shards in place of whole parameters.
+    """Whether ``optimizer`` is right on shards in place of whole parameters.
 
-    Those of torch that are element-wise are known; others say so by an attribute ``elementwise =
-    True`` of their class, or by being told of the pieces.
+    torch's element-wise optimizers are known; the class of another has ``elementwise = True`` or is
+    `ShardAware`.
     """
-    known = type(optimizer) in ELEMENTWISE or isinstance(optimizer, KnowsPieces)
+    known = type(optimizer) in ELEMENTWISE or isinstance(optimizer, ShardAware)
     return known or bool(type(optimizer).__dict__.get("elementwise", False))
 
 
-class LentRows(Protocol):
-    """Rows that an optimizer steps on in place of a plain parameter."""
+class RowShard(Protocol):
+    """Rows of a plain parameter on which an optimizer steps in its place."""
 
     def refresh(self) -> Tensor:
-        """A plain tensor with the newest values; the same object as long as nothing was moved."""
+        """Return a plain tensor with the newest values, the same object until parameters move."""
         ...
 
     def lend_gradient(self) -> None:
@@ -72,24 +72,25 @@ class LentRows(Protocol):
         ...
 
 
-class LocalStep:
-    """Lends one optimizer its shards, step after step.
+class ShardedStep:
+    """Gives one optimizer shards in place of its parameters, for each step.
 
     Args:
-        optimizer: for which `steps_on_shards` holds, or whose parameters this rank owns whole.
-        pieces: of which whole each parameter is a part.
-        rows: what to lend in place of plain parameters.
+        optimizer: optimizer that `steps_on_shards`, or whose parameters this rank owns whole.
+        specs: shard spec of each parameter.
+        rows: rows of plain parameters that this rank owns.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        pieces: Mapping[Tensor, Piece],
-        rows: Mapping[Any, LentRows] | None = None,
+        specs: Mapping[Tensor, ShardSpec],
+        rows: Mapping[Any, RowShard] | None = None,
     ) -> None:
-        self._optimizer, self._pieces = optimizer, pieces
+        self._optimizer = optimizer
+        self._specs = specs
         self._all_rows = {} if rows is None else rows
-        self._rows: list[LentRows] = []
+        self._rows: list[RowShard] = []
         self._row_values: list[Tensor] = []
         self._lists: list[list[Tensor]] = []
         self._lent_lists: list[list[Tensor]] = []
@@ -101,8 +102,8 @@ class LocalStep:
         self._lent_state: defaultdict[Tensor, Any] = defaultdict(dict)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Within the block the optimizer holds local tensors."""
+    def tensors_swapped(self) -> Iterator[None]:
+        """Context in which the optimizer holds local tensors."""
         optimizer = self._optimizer
         if not self._is_current():
             self._prepare()
@@ -128,7 +129,7 @@ class LocalStep:
                 lent.grad = None
 
     def _is_current(self) -> bool:
-        """Whether groups, shards and state are the objects that everything was prepared for."""
+        """Whether groups, shards and state are the objects that `_prepare` saw."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
         return (
             len(groups) == len(self._lists)
@@ -159,14 +160,14 @@ class LocalStep:
             values.update(_brought_to(held, values))
             self._lent_state[held] = values
         self._values = list(self._state.values())
-        if isinstance(self._optimizer, KnowsPieces):
+        if isinstance(self._optimizer, ShardAware):
             held = [p for members in self._lists for p in members]
             # An empty stage's placeholder is no part of anything.
-            known = {lent.get(p, p): self._pieces[p] for p in held if p in self._pieces}
-            self._optimizer.use_pieces(known)
+            known = {lent.get(p, p): self._specs[p] for p in held if p in self._specs}
+            self._optimizer.set_shard_specs(known)
 
     def _take_back_state(self) -> None:
-        """Put what the step has added to the state under the module's parameters."""
+        """Move state that the step has added to the module's parameters."""
         self._state.clear()
         for lent, values in self._lent_state.items():
             self._state[self._parameter_of.get(lent, lent)] = values
@@ -174,7 +175,7 @@ class LocalStep:
 
 
 def _brought_to(lent: Tensor, values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """State of the shape of what is lent that a checkpoint has put on another device."""
+    """State of the shard's shape that a checkpoint left on another device, moved to the shard's."""
     return {
         key: value.to(lent.device)
         for key, value in values.items()

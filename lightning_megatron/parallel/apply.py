@@ -30,8 +30,12 @@ from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init import materialize
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.layers.written_values import WrittenValues
-from lightning_megatron.parallel.activations.config import MemoryConfig, blocks_to_recompute
+from lightning_megatron.parallel.activations.config import (
+    ActivationConfig,
+    blocks_to_recompute,
+)
 from lightning_megatron.parallel.block_transforms import transform_blocks
+from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
@@ -51,16 +55,16 @@ from lightning_megatron.topology.mesh import Topology
 class Transforms:
     """Transforms of the module beyond the layout itself."""
 
-    zero: int
-    """ZeRO stage."""
     types: ComputeTypes
     """Number formats."""
     pipeline: PipelineConfig
     """Partition of the trunk."""
     sharding: ShardingConfig
-    """Units of ZeRO."""
-    memory: MemoryConfig = MemoryConfig()
+    """ZeRO stage and the units of ZeRO."""
+    activations: ActivationConfig = ActivationConfig()
     """Blocks whose activations are recomputed or offloaded."""
+    compile: CompileConfig = CompileConfig()
+    """Parts that run compiled."""
     stage_ranks: tuple[int, ...] | None = None
     """Pipeline rank of every stage; one stage per rank by default."""
     lasting: str = ""
@@ -216,16 +220,24 @@ def _spread(
 ) -> ParallelModule:
     """Steps 3 to 6; ``new`` is the part that is not on the layout yet."""
     tied_groups = _tied_groups(plan, topology)
-    recomputed = blocks_to_recompute(module, transforms.memory)
+    recomputed = blocks_to_recompute(module, transforms.activations)
     if topology.pp.size > 1:
         assert plan.trunk is not None
         plan.trunk.keep(plan.stages, plan.stages_of_rank(topology.pp.rank))
         _avoid_empty_stage(plan.trunk)
     _distribute(module if new is None else new, topology)
-    transform_blocks(module, recomputed, transforms.memory, topology.device, topology.tp)
+    transform_blocks(
+        module,
+        recomputed,
+        transforms.activations,
+        topology.device,
+        topology.tp,
+        transforms.compile,
+    )
     if topology.rank == 0:
         _warn_of_idle_options(transforms, topology.device)
-    if transforms.zero == 3 and (topology.batch.size > 1 or transforms.sharding.offload_parameters):
+    sharding = transforms.sharding
+    if sharding.stage == 3 and (topology.batch.size > 1 or sharding.offload_parameters):
         data, step, roles = _shard(module, plan, topology, transforms, tied_groups, ready)
     else:
         data, step, roles = _keep_whole(module, plan, topology, transforms, tied_groups, ready)
@@ -248,15 +260,15 @@ def _warn_of_idle_options(transforms: Transforms, device: torch.device) -> None:
     for option in ("offload_optimizer", "offload_parameters"):
         if getattr(sharding, option) and device.type == "cpu":
             warnings.warn(
-                f"sharding.{option}=True: this run is on CPUs, in whose memory everything is "
+                f"zero.{option}=True: this run is on CPUs, in whose memory everything is "
                 "anyway; it saves nothing",
                 stacklevel=2,
             )
     for option in ("wrap", "min_numel"):
         given = getattr(sharding, option)
-        if transforms.zero < 3 and given != getattr(plain, option):
+        if sharding.stage < 3 and given != getattr(plain, option):
             warnings.warn(
-                f"sharding.{option}={given!r}, zero={transforms.zero}: only zero=3 has units, so "
+                f"zero.{option}={given!r}, zero={sharding.stage}: only zero=3 has units, so "
                 "it changes nothing",
                 stacklevel=2,
             )
@@ -349,7 +361,7 @@ def _keep_whole(
     """ZeRO 0 to 2; also ZeRO 3 where there is nothing to divide."""
     sharding = transforms.sharding
     data = WholeParameters(
-        topology, min(transforms.zero, 2), transforms.types, offload=sharding.offload_optimizer
+        topology, min(sharding.stage, 2), transforms.types, offload=sharding.offload_optimizer
     )
     pipelined = topology.pp.size > 1
     # What lies outside the trunk of a pipeline is held and reduced by `GradientSet`.

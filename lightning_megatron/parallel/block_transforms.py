@@ -17,50 +17,56 @@ from torch import nn
 
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.parallel.activations.checkpointing import recompute
-from lightning_megatron.parallel.activations.config import MemoryConfig, find_blocks
+from lightning_megatron.parallel.activations.config import ActivationConfig, find_blocks
 from lightning_megatron.parallel.activations.distribute_inputs import SharedInputs
 from lightning_megatron.parallel.activations.groups import recompute_groups
 from lightning_megatron.parallel.activations.offload import Offloader, offload
-from lightning_megatron.parallel.compile import compile_if_alone, compile_parts
+from lightning_megatron.parallel.compile import CompileConfig, compile_if_alone, compile_parts
 from lightning_megatron.parallel.forward_wrapper import unwrap
 from lightning_megatron.topology.mesh import Axis
+
+_NOTHING = CompileConfig()
 
 
 def transform_blocks(
     module: nn.Module,
     recomputed: Collection[nn.Module],
-    config: MemoryConfig,
+    activations: ActivationConfig,
     device: torch.device,
     tp: Axis | None = None,
+    compiled: CompileConfig = _NOTHING,
 ) -> None:
-    """Run the blocks of ``module`` as ``config`` says, whatever was put around them before.
+    """Run the blocks of ``module`` as options say, whatever was put around them before.
 
     Args:
         module: the network, or the stages of it that this rank has.
         recomputed: blocks of the whole network that are recomputed.
-        config: the options.
+        activations: what becomes of what autograd keeps.
         device: where the network computes.
         tp: the ranks that compute each block together.
+        compiled: what runs compiled.
     """
     unwrap(module)
     offloader = None
-    if config.offload_activations:
-        offloader = Offloader(device, config.offload_min_bytes)
-    inside = config.forgets_in_graphs
+    if activations.offload:
+        offloader = Offloader(device, activations.offload_min_bytes)
+    inside = compiled.contains_recomputation(activations)
     if inside:
         here = set(module.modules())
-        compile_if_alone([block for block in recomputed if block in here], config)
+        alone = [block for block in recomputed if block in here]
+        compile_if_alone(alone, compiled, activations)
     else:
-        compile_parts(module, config)
-    grouped = recompute_groups(module, recomputed, config.group, traced=inside)
-    recompute(module, [block for block in recomputed if block not in grouped], config, offloader)
+        compile_parts(module, compiled, activations)
+    grouped = recompute_groups(module, recomputed, activations.group, traced=inside)
+    single = [block for block in recomputed if block not in grouped]
+    recompute(module, single, activations, offloader, traced=inside)
     if inside:
-        compile_parts(module, config)
-    if config.distribute_inputs and tp is not None and tp.size > 1:
+        compile_parts(module, compiled, activations)
+    if activations.distribute_inputs and tp is not None and tp.size > 1:
         for block in recomputed:
             if not isinstance(block, RemoteItem):
                 SharedInputs(block, tp, offloader)
     if offloader is not None:
-        for position, block in enumerate(find_blocks(module, config.blocks)):
+        for position, block in enumerate(find_blocks(module, activations.blocks)):
             if not isinstance(block, RemoteItem):
                 offload(block, position, offloader)

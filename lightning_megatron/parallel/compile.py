@@ -40,11 +40,12 @@ without, with sequence parallelism too, forward and backward. What breaks it are
   can wait, as the backward of one graph is one piece (`layers.delayed_wgrad`);
 * dropout on what tp shards, attention weights and under sequence parallelism the residual stream:
   it draws from another place than the generator that a compiler knows of (`topology.rng`);
-* under tp, products in FP8: ranks agree on scales, and layers keep them (`precision.fp8_products`).
+* under tp, products in FP8: ranks agree on scales, and layers keep them (`precision.fp8_gemm`).
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -53,35 +54,109 @@ from typing_extensions import override
 from lightning_megatron.layers.delayed_wgrad import end_graphs
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.sequential import PipelineSequential, StageItems
-from lightning_megatron.parallel.activations.config import MemoryConfig, find_blocks
+from lightning_megatron.parallel.activations.config import ActivationConfig, Mode, find_blocks
 from lightning_megatron.parallel.forward_wrapper import BlockForward
 from lightning_megatron.parallel.whole_reductions import unseen
 
+Scope = Literal["none", "block", "model"]
 
-def compile_parts(module: nn.Module, config: MemoryConfig) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """What of the network runs through ``torch.compile``, and by which compiler."""
+
+    scope: Scope = "none"
+    """Whether the blocks of the network, one by one, or all of it (each stage of a pipeline) are
+    compiled (`parallel.compile`), which saves time and the memory of what is fused. The compiler
+    recomputes what ``ActivationConfig(recompute=...)`` names, unless it is whole blocks that are
+    compiled one by one."""
+    backend: str = "inductor"
+    """What makes code of their graphs, as ``torch.compile`` names it."""
+
+    def contains_recomputation(self, activations: ActivationConfig) -> bool:
+        """Whether what is recomputed lies inside of what is compiled."""
+        parts = activations.recompute == "selective" or activations.blocks is not None
+        inside = self.scope == "model" or (self.scope == "block" and parts)
+        return inside and activations.recompute != "none"
+
+    def problems(self, activations: ActivationConfig, module: nn.Module | None) -> list[str]:
+        """Faults of the options, also beside those for activations, and of applying them."""
+        if self.scope == "none":
+            return []
+        if self.scope not in get_args(Scope):
+            return [
+                f"compile.scope={self.scope!r}: must be one of {', '.join(get_args(Scope))}; "
+                "nearest valid: 'block'"
+            ]
+        problems = []
+        if self.backend not in torch.compiler.list_backends(exclude_tags=()):
+            problems.append(
+                f"compile.backend={self.backend!r}: torch has no such backend; nearest valid: "
+                "'inductor'"
+            )
+        if self.scope == "block" and module is not None and not find_blocks(module, None):
+            problems.append(
+                "compile.scope='block': the module has no lists of composite modules, so there is "
+                "nothing to compile; nearest valid: scope='none'"
+            )
+        if activations.recompute not in get_args(Mode):
+            return problems  # which `ActivationConfig.problems` tells
+        return problems + self._problems_beside(activations)
+
+    def _problems_beside(self, activations: ActivationConfig) -> list[str]:
+        blocks, problems = activations.blocks, []
+        moves = activations.offload or activations.distribute_inputs
+        if moves and (self.scope == "model" or self.contains_recomputation(activations)):
+            problems.append(
+                f"compile.scope={self.scope!r}, activations.recompute={activations.recompute!r}, "
+                f"blocks={blocks}, offload={activations.offload}, distribute_inputs="
+                f"{activations.distribute_inputs}: what is kept inside of a graph cannot be moved; "
+                "nearest valid: compile.scope='block' with recompute='none' or 'full' and "
+                "blocks=None, or the same without these"
+            )
+        adaptive = activations.recompute == "adaptive"
+        if adaptive and self.scope == "model":
+            problems.append(
+                "activations.recompute='adaptive', compile.scope='model': blocks inside of one "
+                "graph are not measured; nearest valid: compile.scope='block', or recompute='full'"
+            )
+        if adaptive and self.scope == "block" and (activations.keep, blocks) != (None, None):
+            problems.append(
+                f"activations.recompute='adaptive', keep={activations.keep}, blocks={blocks}, "
+                "compile.scope='block': compiled blocks are measured, and recomputed, as a whole; "
+                "nearest valid: keep=None with blocks=None, or compile.scope='none'"
+            )
+        return problems
+
+
+def compile_parts(module: nn.Module, config: CompileConfig, activations: ActivationConfig) -> None:
     """Let the parts of ``module`` that ``config`` names run compiled."""
     parts: Iterable[nn.Module] = ()
-    if config.compile == "block":
+    if config.scope == "block":
         parts = find_blocks(module, None)
-    elif config.compile == "model":
+    elif config.scope == "model":
         parts = _models(module)
-    twice = config.recompute != "none" and not config.forgets_in_graphs
-    if config.compile != "none":
+    inside = config.contains_recomputation(activations)
+    twice = activations.recompute != "none" and not inside
+    if config.scope != "none":
         end_graphs(module)
     for part in parts:
-        _Compiled(part, config.compile_backend, twice=twice)
+        _Compiled(part, config.backend, twice=twice)
 
 
-def compile_if_alone(blocks: Iterable[nn.Module], config: MemoryConfig) -> None:
+def compile_if_alone(
+    blocks: Iterable[nn.Module], config: CompileConfig, activations: ActivationConfig
+) -> None:
     """Let blocks run compiled that a graph around them has to leave out.
 
     Args:
         blocks: about to be recomputed inside of that graph.
-        config: how.
+        config: how they are compiled.
+        activations: how they are recomputed.
     """
-    if config.recompute == "full":
+    if activations.recompute == "full":
         for block in blocks:
-            _Compiled(block, config.compile_backend, twice=True)
+            _Compiled(block, config.backend, twice=True)
 
 
 def _models(module: nn.Module) -> list[nn.Module]:

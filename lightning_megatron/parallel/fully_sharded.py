@@ -36,7 +36,7 @@ from lightning_megatron._torch import (
 )
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
-from lightning_megatron.optim.sharded_step import LentRows
+from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.fsdp_comm import (
     END_BACKWARD,
     END_FORWARD,
@@ -85,7 +85,7 @@ class FullySharded(ZeroDataParallel):
             self._offload = CPUOffloadPolicy(pin_memory=topology.device.type != "cpu")
         self._host_steps = offload_optimizer and not offload
         self.rows: dict[nn.Parameter, OwnedRows] = {}
-        self.lends: dict[nn.Parameter, LentRows] = {}
+        self.lends: dict[nn.Parameter, RowShard] = {}
         self._units: list[FSDPModule] = []
         self._stages: list[_Stage] = []
         self.copies: TiedHalfParams | None = None

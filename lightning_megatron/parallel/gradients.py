@@ -43,8 +43,8 @@ from lightning_megatron.optim.clip import (
     scale_,
 )
 from lightning_megatron.optim.clip_rules import UnitClip
-from lightning_megatron.optim.shard_spec import Cut, Piece, Sum, sum_over_cuts
-from lightning_megatron.optim.sharded_step import LentRows
+from lightning_megatron.optim.shard_spec import PartialSum, ShardAxis, ShardSpec, reduce_sums
+from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.mesh import Axis, Topology
 
@@ -130,10 +130,10 @@ class GradientSet:
         self,
         roles: Sequence[ParameterRole],
         topology: Topology,
-        lends: Mapping[nn.Parameter, LentRows] | None = None,
+        lends: Mapping[nn.Parameter, RowShard] | None = None,
     ) -> None:
         self.roles = tuple(roles)
-        self.lends: Mapping[Any, LentRows] = lends or {}
+        self.lends: Mapping[Any, RowShard] = lends or {}
         self._topology = topology
         self.last_norm: Tensor | None = None
         self._known: _Squares | None = None
@@ -169,19 +169,19 @@ class GradientSet:
         return [role.parameter for role in self.roles]
 
     @cached_property
-    def pieces(self) -> Mapping[Tensor, Piece]:
+    def shard_specs(self) -> Mapping[Tensor, ShardSpec]:
         """Shard specs of the parameters, for the optimizers."""
-        return {role.parameter: _piece(role, self._topology) for role in self.roles}
+        return {role.parameter: _shard_spec(role, self._topology) for role in self.roles}
 
-    def forget_pieces(self) -> None:
-        """Let go of the process groups that `pieces` knows."""
-        self.__dict__.pop("pieces", None)
+    def forget_shard_specs(self) -> None:
+        """Let go of the process groups that `shard_specs` knows."""
+        self.__dict__.pop("shard_specs", None)
 
     def lends_nothing(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` steps on its parameters as they are, all of them whole."""
         members = [p for group in optimizer.param_groups for p in group["params"]]
         return all(p not in self.lends for p in members) and all(
-            self.pieces[p].is_whole for p in members if p in self.pieces
+            self.shard_specs[p].is_whole for p in members if p in self.shard_specs
         )
 
     @property
@@ -384,7 +384,7 @@ class GradientSet:
         """Scale down the gradient of every output unit that is large beside its weights.
 
         A unit is what one index of dimension 0 belongs to; of a vector all of it. Norms run over
-        whole units: two all-reduces for each axis along which any is cut.
+        whole units: two all-reduces for each axis along which any unit is sharded.
 
         Args:
             rule: how much is large.
@@ -397,21 +397,21 @@ class GradientSet:
             and not any(fnmatchcase(role.name, pattern) for pattern in rule.exclude)
         ]
         sums = []
-        for values, gradient, piece in members:
+        for values, gradient, spec in members:
             dims = tuple(range(min(1, max(gradient.ndim - 1, 0)), gradient.ndim))
             for tensor in (values, gradient):
                 squares = tensor.square().sum(dims, keepdim=True) if dims else tensor.square()
-                sums.append(Sum(value=squares.contiguous(), piece=piece, dims=dims))
-        sum_over_cuts(sums)
+                sums.append(PartialSum(value=squares.contiguous(), spec=spec, dims=dims))
+        reduce_sums(sums)
         for (_, gradient, _), weights, own in zip(members, sums[::2], sums[1::2], strict=True):
             most = weights.value.sqrt().clamp(min=rule.eps) * rule.ratio
             gradient.mul_((most / own.value.sqrt().clamp(min=EPSILON)).clamp(max=1.0))
 
-    def _as_held(self, role: ParameterRole, gradient: Tensor) -> tuple[Tensor, Tensor, Piece]:
-        """Values and gradient as this rank has them, and what they are a piece of."""
+    def _as_held(self, role: ParameterRole, gradient: Tensor) -> tuple[Tensor, Tensor, ShardSpec]:
+        """Values and gradient as this rank has them, and the spec of both."""
         if role.rows is None or gradient is role.rows.gradient:
-            return role.values, gradient, self.pieces[role.parameter]
-        return role.parameter.detach(), gradient, _piece(role, self._topology, divided=False)
+            return role.values, gradient, self.shard_specs[role.parameter]
+        return role.parameter.detach(), gradient, _shard_spec(role, self._topology, divided=False)
 
     def clip_value(self, value: float, optimizer: Optimizer | None = None) -> None:
         """Clamp every gradient element to ``[-value, value]``; of an optimizer's, or of all."""
@@ -478,29 +478,31 @@ def _members(groups: ParameterGroups | None) -> set[int]:
     return {id(parameter) for group in groups or () for parameter in group["params"]}
 
 
-def _piece(role: ParameterRole, topology: Topology, *, divided: bool = True) -> Piece:
-    """ZeRO has cut what tensor parallelism left, so its cut is undone first."""
+def _shard_spec(role: ParameterRole, topology: Topology, *, divided: bool = True) -> ShardSpec:
+    """ZeRO shards what tensor parallelism leaves, so its axis is the innermost."""
     shape = tuple(role.parameter.shape) if role.shard is None else role.shard.full_shape
-    cuts = [*_mesh_cuts(role.parameter)]
+    axes = [*_mesh_axes(role.parameter)]
     if role.rows is not None and not role.rows.is_whole and divided:
-        cuts.append(_cut(topology.dp_shard, 0))
-    cut_axes = {cut.axis for cut in cuts}
+        axes.append(_shard_axis(topology.dp_shard, 0))
+    known = {axis.name for axis in axes}
     tp_dim = None if role.shard is None else role.shard.dim
-    axes = ((topology.dp_shard, None), (topology.tp, tp_dim), (topology.dp_replicate, None))
-    cuts += [_cut(axis, dim) for axis, dim in axes if axis.size > 1 and axis.name not in cut_axes]
-    return Piece(name=role.name, full_shape=shape, cuts=tuple(cuts))
+    others = ((topology.dp_shard, None), (topology.tp, tp_dim), (topology.dp_replicate, None))
+    axes += [
+        _shard_axis(axis, dim) for axis, dim in others if axis.size > 1 and axis.name not in known
+    ]
+    return ShardSpec(name=role.name, full_shape=shape, axes=tuple(axes))
 
 
-def _mesh_cuts(parameter: Tensor) -> Iterator[Cut]:
-    """The cuts of a DTensor, from the innermost mesh dimension outwards."""
+def _mesh_axes(parameter: Tensor) -> Iterator[ShardAxis]:
+    """Axes that shard a DTensor, from the innermost mesh dimension outwards."""
     if not isinstance(parameter, DTensor):
         return
     mesh = parameter.device_mesh
     for index in reversed(range(mesh.ndim)):
         dim = getattr(parameter.placements[index], "dim", None)
         if dim is not None and mesh.size(index) > 1:
-            yield Cut(
-                axis=(mesh.mesh_dim_names or ())[index],
+            yield ShardAxis(
+                name=(mesh.mesh_dim_names or ())[index],
                 group=mesh.get_group(index),
                 size=mesh.size(index),
                 rank=mesh.get_local_rank(index),
@@ -508,9 +510,9 @@ def _mesh_cuts(parameter: Tensor) -> Iterator[Cut]:
             )
 
 
-def _cut(axis: Axis, dim: int | None) -> Cut:
+def _shard_axis(axis: Axis, dim: int | None) -> ShardAxis:
     assert axis.group is not None
-    return Cut(axis=axis.name, group=axis.group, size=axis.size, rank=axis.rank, dim=dim)
+    return ShardAxis(name=axis.name, group=axis.group, size=axis.size, rank=axis.rank, dim=dim)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def spare_items(module: nn.Module) -> list[nn.Module]:
             copies.append(copy.deepcopy(item, memo))
         except Exception as error:
             raise ConfigError(
-                f"partition='measured': item {name!r} ({type(item).__name__}) cannot be copied: "
+                f"pp.partition='measured': item {name!r} ({type(item).__name__}) cannot be copied: "
                 f"{error}; nearest valid: an item that copy.deepcopy can copy, or "
                 "partition='parameters'"
             ) from error
@@ -70,16 +70,16 @@ def spare_problems(module: nn.Module, trunk: PipelineSequential, trunk_name: str
     parts = {id(m) for m in inside} | {id(p) for m in inside for p in m.parameters(recurse=False)}
     containers = {m for m in trunk.modules() if m not in inside}
     problems = [
-        f"partition='measured': {place} refers to a part of the PipelineSequential, which is built "
-        f"anew when the stages change; nearest valid: reach it through self.{trunk_name} in every "
-        "step, or partition='parameters'"
+        f"pp.partition='measured': {place} refers to a part of the PipelineSequential, which is "
+        f"built anew when the stages change; nearest valid: reach it through self.{trunk_name} in "
+        "every step, or partition='parameters'"
         for name, child in module.named_modules()
         if child not in inside and child not in containers
         for place in _references(name, child, parts)
     ]
     problems += [
-        f"partition='measured': item {name!r} is compiled in place, which its copy would not be; "
-        "nearest valid: an item made by torch.compile(item), or partition='parameters'"
+        f"pp.partition='measured': item {name!r} is compiled in place, which its copy would not "
+        "be; nearest valid: an item made by torch.compile(item), or partition='parameters'"
         for name, item in zip(trunk.item_names, trunk.items(), strict=True)
         if any(getattr(m, "_compiled_call_impl", None) is not None for m in item.modules())
     ]

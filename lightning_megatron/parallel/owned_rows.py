@@ -11,7 +11,7 @@ The rows are a view of the parameter, and so always true, unless they must diffe
 * *wider*: under ``bf16-mixed`` and its like the parameter is narrow, as the layers compute with it,
   and the rows are float32 (the "master weights"). A parameter of which this rank owns everything,
   because nothing is divided, then has a float32 twin;
-* *elsewhere*: with ``sharding.offload_optimizer`` the rows lie in host memory.
+* *elsewhere*: with ``zero.offload_optimizer`` the rows lie in host memory.
 
 Such rows are a copy. Somebody may write to the parameter itself (an average of another network, a
 clamp, ``load_state_dict``), by whatever way, of which only some move torch's version counters.

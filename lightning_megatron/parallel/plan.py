@@ -42,8 +42,15 @@ PARTITIONS = ("parameters", "flops", MEASURED)
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the trunk is cut into stages."""
+    """Pipeline parallelism: how many ranks, in which order, and how the trunk is cut."""
 
+    degree: int
+    """Pipeline ranks; 1 is no pipeline."""
+    schedule: str = "1f1b"
+    """Order of forwards and backwards (`schedules.schedule`): ``"1f1b"``, ``"gpipe"``,
+    ``"interleaved"``, ``"breadth-first"``, ``"zb-h1"``, ``"zb-h2"``, ``"zbv"``, ``"v-half"``,
+    ``"v-min"``, ``"dualpipev"``, ``"custom"`` or ``"auto"`` (the fastest, by the times of the first
+    steps)."""
     partition: list[int] | str | None = None
     """Which items go to which stage: ``"parameters"`` (what None stands for) or ``"flops"`` make
     contiguous stages of which the largest is as small as possible, embedding, head and loss
@@ -67,15 +74,15 @@ class PipelineConfig:
     different nodes whose tp ranks share a node. Under ``sequence_parallel`` ranks hold parts
     anyway."""
 
-    def placement(self, schedule: str, pp: int) -> tuple[int, ...]:
-        """Pipeline rank of every stage.
+    def placement(self, schedule: str) -> tuple[int, ...]:
+        """Pipeline rank of every stage under a schedule.
 
         Raises:
             ConfigError: the schedule is not legal.
         """
         if schedule == CUSTOM and self.table is not None:
             return load_schedule(self.table).stage_ranks
-        return make_schedule(schedule, pp, 1, self.stages_per_rank).stage_ranks
+        return make_schedule(schedule, self.degree, 1, self.stages_per_rank).stage_ranks
 
     @property
     def layout(self) -> str | None:
@@ -83,33 +90,33 @@ class PipelineConfig:
         given = self.partition
         return given if isinstance(given, str) and is_layout(given) else None
 
-    def problems(self, pp: int) -> list[str]:
+    def problems(self) -> list[str]:
         """Faults of the partition that show without the module."""
         given, layout, length = self.partition, self.layout, self.sequence_length
         problems = []
         if isinstance(given, str) and layout is None and given not in PARTITIONS:
             close = difflib.get_close_matches(given, PARTITIONS, n=1, cutoff=0.0)
             problems.append(
-                f"partition={given!r}: it is one of {', '.join(map(repr, PARTITIONS))}, a list of "
-                f"numbers of items, or a layout string such as 'Ett|ttL'; nearest valid: "
+                f"pp.partition={given!r}: it is one of {', '.join(map(repr, PARTITIONS))}, a list "
+                f"of numbers of items, or a layout string such as 'Ett|ttL'; nearest valid: "
                 f"partition={(close or PARTITIONS)[0]!r}"
             )
-        elif pp == 1 and (isinstance(given, list) or layout is not None):
+        elif self.degree == 1 and (isinstance(given, list) or layout is not None):
             stages = len(given) if isinstance(given, list) else str(layout).count("|") + 1
             problems.append(
-                f"pipeline.partition={given!r}, pp=1: the partition says how a pipeline is cut, "
+                f"pp.partition={given!r}, pp=1: the partition says how a pipeline is cut, "
                 f"and there is none; nearest valid: partition=None, or pp={max(stages, 2)}"
             )
         elif layout is not None:
-            problems += syntax_problems(layout)
+            problems += [f"pp.{problem}" for problem in syntax_problems(layout)]
         if self.scatter_gather not in ("auto", True, False):
             problems.append(
-                f"pipeline.scatter_gather={self.scatter_gather!r}: must be 'auto', True or False; "
+                f"pp.scatter_gather={self.scatter_gather!r}: must be 'auto', True or False; "
                 "nearest valid: scatter_gather='auto'"
             )
         if length is not None and (not isinstance(length, int) or length < 1):
             problems.append(
-                f"pipeline.sequence_length={length!r}: must be a whole number of at least 1; "
+                f"pp.sequence_length={length!r}: must be a whole number of at least 1; "
                 "nearest valid: sequence_length=1"
             )
         return problems
@@ -274,12 +281,13 @@ class ModulePlan:
         elif given == "flops" and self._config.sequence_length is None and self._example is None:
             problems.append(
                 "partition='flops', sequence_length=None: operations are counted for samples of "
-                "some length; nearest valid: pipeline.sequence_length=<tokens of a sample>, or "
+                "some length; nearest valid: sequence_length=<tokens of a sample>, or "
                 "example_input_array in the module, or partition='parameters'"
             )
         elif self._item_flops is not None and not problems:  # an item's own may be negative
             problems = partition_problems(num_items, num_stages, costs=self._item_flops.flops)
-        return problems
+        # Where there are too few items the problem is about pp, else about its partition.
+        return [f"pp.{p}" if p.startswith("partition=") else p for p in problems]
 
     @property
     def _example(self) -> Any:

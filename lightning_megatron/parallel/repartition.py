@@ -295,10 +295,10 @@ def group_problems(
     if all(other == everyone[0] for other in everyone):
         return []
     return [
-        "partition='measured': the optimizers have other parameter groups on some pipeline stages "
-        f"than on others ({[[len(g) for g in other] for other in everyone]} groups), so that it is "
-        "not known which one a parameter would join; nearest valid: the same groups with the same "
-        "options on every stage, empty where need be, or partition='parameters'"
+        "pp.partition='measured': the optimizers have other parameter groups on some pipeline "
+        f"stages than on others ({[[len(g) for g in other] for other in everyone]} groups), so "
+        "that it is not known which one a parameter would join; nearest valid: the same groups "
+        "with the same options on every stage, empty where need be, or partition='parameters'"
     ]
 
 
@@ -345,7 +345,7 @@ def _change_attributes(
 def _cut_anew(key: Key, whole: Tensor, cut: ZeroShard) -> Tensor:
     if tuple(whole.shape) != cut.shape:
         raise ConfigError(
-            f"partition='measured': optimizer state {key[-1]!r} of {key[2]!r} has shape "
+            f"pp.partition='measured': optimizer state {key[-1]!r} of {key[2]!r} has shape "
             f"{tuple(whole.shape)}, which cannot be sharded like the parameter; nearest valid: an "
             "optimizer with element-wise state, or partition='parameters'"
         )

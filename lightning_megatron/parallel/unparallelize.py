@@ -15,7 +15,7 @@ from torch import nn
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.batch_norm import use_own_statistics
-from lightning_megatron.layers.delayed_wgrad import PRODUCTS, multiply_with
+from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.forward_wrapper import BlockForward, unwrap
@@ -38,8 +38,8 @@ def restore(parallel: ParallelModule) -> None:
         held = getattr(child.__dict__.get("forward"), "__self__", None)
         if isinstance(held, BlockForward):
             held.remove()
-        if getattr(child, PRODUCTS, None) is not None:
-            multiply_with(child, None)
+        if getattr(child, GEMM_BACKEND, None) is not None:
+            set_gemm_backend(child, None)
         if isinstance(child, ParallelLayer):
             child.withdraw()
         if isinstance(child, PipelineSequential):

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.comm.scratch import Scratch
-from lightning_megatron.optim.sharded_step import LentRows
+from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.row_gather import RowCodec, RowGather
@@ -66,7 +66,7 @@ class WholeParameters(ZeroDataParallel):
         )
         self._reduced: set[nn.Parameter] = set()
         self.rows: dict[nn.Parameter, OwnedRows] = {}
-        self.lends: Mapping[nn.Parameter, LentRows] = self.rows
+        self.lends: Mapping[nn.Parameter, RowShard] = self.rows
 
     def own(self, parameters: Collection[nn.Parameter], *, narrow: bool) -> None:
         """Give this rank's optimizer its rows, and the layers narrow parameters.

@@ -22,37 +22,40 @@ arXiv 1910.02054.) Reduction is a mean over the data-parallel ranks.
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_megatron.optim.sharded_step import LentRows
+from lightning_megatron.errors import lists_of_names, switches, whole_numbers
+from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.problems import lists_of_names, switches, whole_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """Over how many ranks ZeRO divides what, in which units, and where it keeps its part."""
+    """ZeRO: what it divides, over how many ranks, in which units, and where it keeps its part."""
 
+    stage: Literal[0, 1, 2, 3] = 1
+    """0 replicates; 1 shards optimizer state and reduces gradients once per step; 2 reduces them
+    every microbatch; 3 shards parameters too (`parallel.zero`)."""
     wrap: list[str] | None = None
-    """With ``zero=3``, class names of the modules to treat as units. None: the items of a
+    """In stage 3, class names of the modules to treat as units. None: the items of a
     PipelineSequential and of every other ``nn.ModuleList`` or ``nn.Sequential``. An empty list: the
     whole module is one unit."""
     min_numel: int = 1
-    """With ``zero=3``, units with fewer parameters are joined with the rest of the module, so that
+    """In stage 3, units with fewer parameters are joined with the rest of the module, so that
     a collective is worth its latency."""
     dp_replicate: int = 1
-    """With ``zero`` 1 to 3, number of copies of the shards (hybrid sharding)."""
+    """In stages 1 to 3, number of copies of the shards (hybrid sharding)."""
     offload_optimizer: bool = False
-    """With ``zero`` 1 to 3 on GPUs, keep the optimizer state, and the values on which the optimizer
+    """In stages 1 to 3 on GPUs, keep the optimizer state, and the values on which the optimizer
     steps, in host memory. Gradients come there after their reduction, values go back after the
     step; nothing runs beside it."""
     offload_parameters: bool = False
-    """With ``zero=3`` on GPUs, keep shards of parameters and gradients in pinned host memory, too.
+    """In stage 3 on GPUs, keep shards of parameters and gradients in pinned host memory, too.
     Beside the computation, parameters of a unit come ahead of their gather and gradients leave
     behind their reduction; the host waits for these after the backward."""
 
@@ -62,7 +65,7 @@ class ShardingConfig:
         faults += switches(
             offload_optimizer=self.offload_optimizer, offload_parameters=self.offload_parameters
         )
-        problems = [f"sharding.{fault}" for fault in faults]
+        problems = [f"zero.{fault}" for fault in faults]
         if module is None or isinstance(cast(object, self.wrap), str):
             return problems
         classes = sorted({class_name(child) for child in module.modules()})
@@ -70,7 +73,7 @@ class ShardingConfig:
             if name not in classes:
                 close = difflib.get_close_matches(str(name), classes, n=1, cutoff=0.0)
                 problems.append(
-                    f"sharding.wrap={name!r}: the module holds no {name}, so nothing would be "
+                    f"zero.wrap={name!r}: the module holds no {name}, so nothing would be "
                     f"wrapped; nearest valid: {close[0]!r}, or wrap=None"
                 )
         return problems
@@ -102,7 +105,7 @@ class ZeroDataParallel(Protocol):
     """
 
     rows: Mapping[nn.Parameter, OwnedRows]
-    lends: Mapping[nn.Parameter, LentRows]
+    lends: Mapping[nn.Parameter, RowShard]
 
     @property
     def accumulates_in_grad(self) -> bool:

@@ -13,8 +13,8 @@ Sends return at once; receives are posted ahead of time (`links`). After a send 
 here.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten, tree_map
-from lightning_megatron.layers.delayed_wgrad import Piece, WeightGradients, add_gradients, attach
+from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_gradients, attach
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
@@ -227,7 +227,7 @@ class Pipeline(Executor):
         self._measures = False
         self._profile: ItemTimes | None = None
         self._measured: Schedule | None = None
-        self._deferral = WeightGradients()
+        self._deferral = WgradQueue()
         self._defers = False
 
         self.clock = SectionClock()
@@ -296,7 +296,7 @@ class Pipeline(Executor):
         row = traffic.schedule.row(self._rank)
         lasts = _completing(row)
         saved: dict[tuple[int, int], _Saved] = {}
-        deferred: dict[tuple[int, int], list[Piece]] = {}
+        deferred: dict[tuple[int, int], list[WgradTask]] = {}
         outputs: dict[int, Any] = {}
         for number, action in enumerate(row):
             kind, stage, microbatch = action
@@ -305,7 +305,7 @@ class Pipeline(Executor):
             self._deferral.enabled = traffic.schedule.is_split(stage, microbatch)
             if kind is Kind.FORWARD:
                 reduction.before_forward(self._position[stage])
-                saved[key] = self._forward(step, loss_of, action, outputs)
+                saved[key] = self._pass_on(action, *self._run_step(step, action), loss_of, outputs)
             elif kind is Kind.BACKWARD_WEIGHT:
                 self._started()
                 add_gradients(deferred.pop(key))
@@ -350,10 +350,10 @@ class Pipeline(Executor):
         if self._clock is not None:
             self._clock.start()
 
-    def _forward(
-        self, step: Step, loss_of: LossOf, action: Action, outputs: dict[int, Any]
+    def _pass_on(
+        self, action: Action, output: Any, received: Any, loss_of: LossOf, outputs: dict[int, Any]
     ) -> _Saved:
-        output, received = self._run_step(step, action)
+        """Send what a stage has computed, or take its loss; keep what the backward needs."""
         inputs = [t for t in _tensors(received) if t.requires_grad]
         if action.stage == self._final:
             loss = loss_of(output, action.microbatch)
@@ -373,8 +373,10 @@ class Pipeline(Executor):
             entering = tree_map(_copied, entering)
         port = _Port(position, self._random, first=first, last=last, received=entering)
         self._trunk.connect(port)
+        counting = nullcontext() if self.activation_bytes is None else self._counting(stage)
         try:
-            output = self._counted(step, action.microbatch, last, stage)
+            with counting:
+                output = step(action.microbatch, last)
         except StageBoundary as boundary:
             output = boundary.output
             boundary.output = None
@@ -388,12 +390,13 @@ class Pipeline(Executor):
             )
         return output, received
 
-    def _counted(self, step: Step, microbatch: int, last: bool, stage: int) -> Any:
-        if self.activation_bytes is None:
-            return step(microbatch, last)
+    @contextmanager
+    def _counting(self, stage: int) -> Iterator[None]:
+        """Note what autograd keeps of a stage's forward within the block."""
+        assert self.activation_bytes is not None
         with saved_bytes() as count:
             try:
-                return step(microbatch, last)
+                yield
             finally:
                 known = self.activation_bytes.get(stage, 0)
                 self.activation_bytes[stage] = max(known, count[0])

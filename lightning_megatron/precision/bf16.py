@@ -19,14 +19,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron._torch import shard_of
-from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.optim.shard_spec import KnowsPieces
+from lightning_megatron.errors import ConfigError, raise_if_any, switches
+from lightning_megatron.optim.shard_spec import ShardAware
 from lightning_megatron.optim.sharded_step import steps_on_shards
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.zero import ComputeTypes
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.precision.stochastic import widened
-from lightning_megatron.problems import switches
 from lightning_megatron.topology.rng import derive_seed
 
 
@@ -93,7 +92,7 @@ class Bf16TruePrecision(HalfShardedPrecision):
         **kwargs: Any,
     ) -> Any:
         if self._stochastic and (
-            not steps_on_shards(optimizer) or isinstance(optimizer, KnowsPieces)
+            not steps_on_shards(optimizer) or isinstance(optimizer, ShardAware)
         ):
             raise ConfigError(
                 f"stochastic_rounding=True, optimizer={type(optimizer).__name__}: the step runs on "

@@ -1,4 +1,4 @@
-"""FP8 training: `Fp8Precision` has linear layers multiply in FP8 (see `precision.recipe`).
+"""FP8 training: `Fp8Precision` has linear layers multiply in FP8 (see `precision.fp8_recipes`).
 
 Everything else is ``bf16-mixed``: master weights and optimizer in float32, parameters gathered and
 activations passed on in bfloat16, gradients reduced in float32. The layers at both ends of a
@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron._torch import gather_through
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.layers.delayed_wgrad import PRODUCTS, multiply_with
-from lightning_megatron.layers.gemm import Products
+from lightning_megatron.errors import lists_of_names, raise_if_any, switches, whole_numbers
+from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
+from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.fully_sharded import FullySharded
@@ -33,33 +33,27 @@ from lightning_megatron.parallel.gradients import GradientSet, local
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.precision.bf16 import MixedShardedPrecision
-from lightning_megatron.precision.fp8_blocks import BlockProducts, lack_of_kernels
+from lightning_megatron.precision.fp8_blocks import BlockwiseGemm, lack_of_kernels
 from lightning_megatron.precision.fp8_gather import Fp8Codec, Fp8Extension, WeightScales
-from lightning_megatron.precision.fp8_options import (
+from lightning_megatron.precision.fp8_gemm import (
+    DelayedGemm,
+    RowwiseGemm,
+    Split,
+    TensorwiseGemm,
+)
+from lightning_megatron.precision.fp8_recipes import (
+    IN_BLOCKS,
+    Backend,
+    Recipe,
     device_problems,
     gather_problems,
     offload_problems,
     option_problems,
     unmatched,
 )
-from lightning_megatron.precision.fp8_products import (
-    DelayedProducts,
-    RowProducts,
-    Split,
-    TensorProducts,
-)
-from lightning_megatron.precision.fp8_te import TE_ALIGNMENT, TeProducts
-from lightning_megatron.precision.fp8_torchao import TorchaoProducts
-from lightning_megatron.precision.recipe import (
-    ALIGNMENT,
-    BLOCK,
-    IN_BLOCKS,
-    MX_BLOCK,
-    Backend,
-    Recipe,
-)
-from lightning_megatron.precision.scaling import E4M3, E5M2
-from lightning_megatron.problems import lists_of_names, switches, whole_numbers
+from lightning_megatron.precision.fp8_te import TE_ALIGNMENT, TransformerEngineGemm
+from lightning_megatron.precision.fp8_torchao import TorchaoGemm
+from lightning_megatron.precision.scaling import ALIGNMENT, BLOCK, E4M3, E5M2, MX_BLOCK
 from lightning_megatron.topology.mesh import Topology
 
 log = logging.getLogger(__name__)
@@ -72,7 +66,7 @@ class Fp8Precision(MixedShardedPrecision):
 
     Args:
         recipe: ``"tensorwise"``, ``"rowwise"``, ``"delayed"``, ``"blockwise"`` or ``"mxfp8"``, see
-            `precision.recipe`.
+            `precision.fp8_recipes`.
         backend: what computes: ``"torch"`` every recipe (``"auto"`` means this), ``"te"``
             (`precision.fp8_te`) and ``"torchao"`` (`precision.fp8_torchao`) some.
         keep_first: blocks at the start of the stack that stay in bfloat16.
@@ -114,7 +108,7 @@ class Fp8Precision(MixedShardedPrecision):
         self._alignment = TE_ALIGNMENT[recipe] if backend == "te" else ALIGNMENT
         self._keep, self._history = (keep_first, keep_last), history
         self._include, self._exclude, self._plain = tuple(include), tuple(exclude), plain_linear
-        self._delayed: dict[str, DelayedProducts] = {}
+        self._delayed: dict[str, DelayedGemm] = {}
         self._topology: Topology | None = None
         self._gather, self._scales = gather, cast(WeightScales | None, None)
         self._said = False
@@ -136,7 +130,7 @@ class Fp8Precision(MixedShardedPrecision):
         )
         names = [name.rpartition(".")[0] for name in parallel.canonical]
         problems = unmatched(names, include=self._include, exclude=self._exclude)
-        if self._gather == "fp8" and transforms.zero == 0:
+        if self._gather == "fp8" and transforms.sharding.stage == 0:
             problems.append(
                 "gather='fp8', zero=0: weights are whole, so that none is gathered; nearest valid: "
                 "zero=1, or gather='bf16'"
@@ -146,10 +140,10 @@ class Fp8Precision(MixedShardedPrecision):
         self._delayed = {}
         chosen, misfits = self._choose(parallel.module)
         for name, layer in chosen.items():
-            products = self._products(layer, topology)
-            if isinstance(products, DelayedProducts):
-                self._delayed[name] = products
-            multiply_with(layer, products)
+            gemm = self._gemm(layer, topology)
+            if isinstance(gemm, DelayedGemm):
+                self._delayed[name] = gemm
+            set_gemm_backend(layer, gemm)
         for name, history in known.items():  # of before a measured partition
             self._restore(name, history.tolist())
         if self._gather == "fp8" and topology.dp_shard.size > 1:
@@ -184,9 +178,9 @@ class Fp8Precision(MixedShardedPrecision):
                 packer = Fp8Codec(found)
                 packers.append((weight, packer))
                 data.pack_with(weight, packer)
-            products = getattr(layer, PRODUCTS)
-            assert isinstance(products, TensorProducts)
-            products.weight_scale = packer.scale
+            gemm = getattr(layer, GEMM_BACKEND)
+            assert isinstance(gemm, TensorwiseGemm)
+            gemm.weight_scale = packer.scale
         with torch.no_grad():
             for weight, codec in packers:  # as they will look after every step
                 weight.copy_(codec.begin(weight))
@@ -222,11 +216,11 @@ class Fp8Precision(MixedShardedPrecision):
         first, last = self._keep
         return first <= int(path[place]) < len(stack) - last
 
-    def _products(self, layer: nn.Module, topology: Topology) -> Products:
+    def _gemm(self, layer: nn.Module, topology: Topology) -> GemmBackend:
         group = topology.tp.group
         if self.backend == "te":
             rows, columns = _local_sizes(layer)
-            return TeProducts(self.recipe, rows, columns, group)
+            return TransformerEngineGemm(self.recipe, rows, columns, group)
         split: Split = (False, False, False)
         if isinstance(layer, ColumnParallelLinear):
             split = (False, True, True)
@@ -234,18 +228,18 @@ class Fp8Precision(MixedShardedPrecision):
             split = (True, True, False)
         if self.backend == "torchao":
             mesh = None if group is None else topology.mesh["tp"]
-            return TorchaoProducts(self.recipe, mesh, split)
+            return TorchaoGemm(self.recipe, mesh, split)
         coarse = self.recipe in ("tensorwise", "delayed", "rowwise")
         gradients = E5M2 if coarse else E4M3
         if self.recipe == "rowwise":
-            return RowProducts(gradients)
+            return RowwiseGemm(gradients)
         if not coarse:
             mx = self.recipe == "mxfp8"
             native = lack_of_kernels(self.recipe, topology.device) is None
-            return BlockProducts(gradients, MX_BLOCK if mx else BLOCK, not mx, native)
+            return BlockwiseGemm(gradients, MX_BLOCK if mx else BLOCK, not mx, native)
         if self.recipe == "tensorwise":
-            return TensorProducts(gradients, group, split)
-        return DelayedProducts(gradients, group, split, self._history, topology.device)
+            return TensorwiseGemm(gradients, group, split)
+        return DelayedGemm(gradients, group, split, self._history, topology.device)
 
     def _report(
         self, parallel: ParallelModule, chosen: Mapping[str, Any], misfits: Sequence[str]
@@ -308,14 +302,14 @@ class Fp8Precision(MixedShardedPrecision):
 
     @override
     def forget_batch(self) -> None:
-        for products in self._delayed.values():
-            products.current.zero_()
+        for gemm in self._delayed.values():
+            gemm.current.zero_()
 
     def _watch(self, on: bool) -> None:
         if not on:
             self.forget_weights()
-        for products in self._delayed.values():
-            products.watching = on
+        for gemm in self._delayed.values():
+            gemm.watching = on
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -343,15 +337,15 @@ class Fp8Precision(MixedShardedPrecision):
 
     def _advance(self) -> None:
         """Give the largest magnitudes of this step to the history; collective over the stage."""
-        products = list(self._delayed.values())
-        if not products or self.will_skip:
+        gemm = list(self._delayed.values())
+        if not gemm or self.will_skip:
             return
         assert self._topology is not None
-        found = torch.stack([p.current for p in products])
+        found = torch.stack([p.current for p in gemm])
         for axis in (self._topology.tp, self._topology.batch):
             if axis.group is not None:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
-        for held, amax in zip(products, found, strict=True):
+        for held, amax in zip(gemm, found, strict=True):
             held.advance(amax)
 
     @override

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.precision.recipe import ALIGNMENT, BLOCK, MX_BLOCK
-from lightning_megatron.precision.scaling import E4M3, Blocks, in_blocks
+from lightning_megatron.precision.scaling import ALIGNMENT, BLOCK, E4M3, MX_BLOCK, Blocks, in_blocks
 
 _TILE_ROWS, _TILE_BLOCKS = 128, 4
 """Scales of ``mxfp8`` that lie together."""
@@ -52,7 +51,7 @@ def _numbers(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-class BlockProducts:
+class BlockwiseGemm:
     """Power-of-two scales for blocks.
 
     Args:
@@ -74,7 +73,7 @@ class BlockProducts:
         """See `layers.gemm`."""
         return self._product(x_ni, E4M3, weight_oi, self._weight), ()
 
-    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+    def prepare_gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         """See `layers.gemm`."""
         del kept
         return grad_no

@@ -7,7 +7,7 @@ the whole tensor, sends that, and what arrives is widened to bfloat16::
     rest     float32 shards --round(w / s)--> e4m3 --gather--> e4m3 --times s--> bfloat16 --> layer
     scale    s = amax / 448 over all shards, of all weights at once, after an optimizer step
 
-``s`` is the scale that the layer would have found (`TensorProducts` is given it), and an e4m3 value
+``s`` is the scale that the layer would have found (`TensorwiseGemm` is given it), and an e4m3 value
 survives the way through bfloat16: rounding moves it by at most 2**-8 of itself, and the next e4m3
 value is 2**-4 away. So the products are those without it, to the bit.
 

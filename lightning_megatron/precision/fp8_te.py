@@ -80,8 +80,8 @@ class Gradients(NamedTuple):
     weight_oi: Tensor
 
 
-class TeProducts:
-    """Products that Transformer Engine computes.
+class TransformerEngineGemm:
+    """GemmBackend that Transformer Engine computes.
 
     Args:
         recipe: one of `TE_RECIPES`.
@@ -112,7 +112,7 @@ class TeProducts:
         kept = Kept(get_gradient_edge(y), get_gradient_edge(x), get_gradient_edge(weight))
         return y.detach(), kept
 
-    def gradient(self, grad_no: Tensor, kept: Kept) -> Gradients:
+    def prepare_gradient(self, grad_no: Tensor, kept: Kept) -> Gradients:
         """See `layers.gemm`."""
         found = torch.autograd.grad([kept.output], [kept.x, kept.weight], [grad_no])
         return Gradients(*found)

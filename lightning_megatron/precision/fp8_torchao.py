@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron.precision.fp8_products import GRADIENT, WEIGHT, Split, X
+from lightning_megatron.precision.fp8_gemm import GRADIENT, WEIGHT, Split, X
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ def missing() -> str | None:
     return None
 
 
-class TorchaoProducts:
-    """Products in which torchao scales, casts and multiplies.
+class TorchaoGemm:
+    """GemmBackend in which torchao scales, casts and multiplies.
 
     Args:
         recipe: torchao's name of one.
@@ -68,7 +68,7 @@ class TorchaoProducts:
         weight = self._cast(WEIGHT, weight_oi.t(), config.cast_config_weight, 0)
         return torch.mm(x, weight), ()
 
-    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+    def prepare_gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         """See `layers.gemm`."""
         del kept
         return grad_no

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron._torch import unscale_
-from lightning_megatron.errors import raise_if_any
-from lightning_megatron.problems import holds, whole_numbers
+from lightning_megatron.errors import holds, raise_if_any, whole_numbers
 
 SMALLEST = 2.0**-16
 """Scale at which gradients that overflow are no longer laid to it, unless another is given."""

@@ -22,6 +22,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+BLOCK, MX_BLOCK = 128, 32
+"""Elements along the sum that share a scale, in ``blockwise`` and ``mxfp8``."""
+
+ALIGNMENT = 16
+"""Sizes of a product must be multiples of this: FP8 kernels load 16 bytes at a time."""
+
 _TINY = 2.0**-120
 """Least scale: of a tensor of zeros too a scale must be something to divide by."""
 _SIGNIFICAND = (1 << 23) - 1

@@ -17,9 +17,9 @@ from typing_extensions import override
 
 from lightning_megatron._lightning import PrecisionAroundClosure
 from lightning_megatron._torch import gather_through, gathers_through
-from lightning_megatron.layers.delayed_wgrad import PRODUCTS, multiply_with
-from lightning_megatron.optim.gathered_step import WholeStep, steps_on_whole
-from lightning_megatron.optim.sharded_step import LocalStep, steps_on_shards
+from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
+from lightning_megatron.optim.gathered_step import GatheredStep, steps_on_whole
+from lightning_megatron.optim.sharded_step import ShardedStep, steps_on_shards
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import GradientSet
@@ -50,7 +50,7 @@ class ShardedPrecision(PrecisionAroundClosure):
     _skip = False
     gradients: GradientSet | None = None
     around_step: Callable[[], AbstractContextManager[None]] = nullcontext
-    _local_steps: dict[Optimizer, LocalStep | WholeStep] | None = None
+    _local_steps: dict[Optimizer, ShardedStep | GatheredStep] | None = None
 
     @property
     def types(self) -> ComputeTypes:
@@ -132,8 +132,8 @@ class ShardedPrecision(PrecisionAroundClosure):
     def prepare(self, parallel: ParallelModule) -> None:
         """Fit the layers of a module that was put on its layout; called before it runs."""
         for layer in parallel.module.modules():
-            if getattr(layer, PRODUCTS, None) is not None:  # of an earlier Trainer's plugin
-                multiply_with(layer, None)
+            if getattr(layer, GEMM_BACKEND, None) is not None:  # of an earlier Trainer's plugin
+                set_gemm_backend(layer, None)
         if isinstance(parallel.data, WholeParameters):
             parallel.data.pack_plainly()
         if isinstance(parallel.data, FullySharded):
@@ -151,16 +151,16 @@ class ShardedPrecision(PrecisionAroundClosure):
             return None
         if self._local_steps is None:
             self._local_steps = {}
-        pieces = self._gradients().pieces
+        specs = self._gradients().shard_specs
         if optimizer not in self._local_steps:
-            kind = WholeStep if steps_on_whole(optimizer, pieces) else LocalStep
-            self._local_steps[optimizer] = kind(optimizer, pieces, self._gradients().lends)
-        lent = self._local_steps[optimizer].lent()
-        with self.around_step(), lent, self._around(optimizer):
+            kind = GatheredStep if steps_on_whole(optimizer, specs) else ShardedStep
+            self._local_steps[optimizer] = kind(optimizer, specs, self._gradients().lends)
+        swapped = self._local_steps[optimizer].tensors_swapped()
+        with self.around_step(), swapped, self._around(optimizer):
             return optimizer.step(**kwargs)
 
     def _around(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """What surrounds a step of an optimizer that has been lent its tensors."""
+        """Context of an optimizer's step, entered once the optimizer holds local tensors."""
         del optimizer
         return nullcontext()
 

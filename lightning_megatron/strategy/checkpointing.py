@@ -252,7 +252,7 @@ class Checkpointing:
         topology, trainer = self._run.parallel.topology, self._run.trainer
         data = self._data.position.save(checkpoint, trainer, topology, self._run.host_group)
         at = data.get("epoch", -1), data.get("batch", -1)
-        by_token = self._run.loss_per_token
+        by_token = self._run.steps.loss_per_token
         random = self._run.random_state.save(at, model, by_token, self._run.host_group)
         checkpoint[KEY] = {"data": data, "random": random, "run": self._processes.attempt.run_id}
         layout = {axis: getattr(topology.degrees, axis) for axis in AXES}
@@ -491,7 +491,7 @@ class Checkpointing:
         topology, step = self._run.parallel.topology, checkpoint.get("global_step", 0)
         self._data.position.load(saved.get("data", {}), checkpoint, trainer, topology)
         if "random" in saved:
-            self._run.loss_per_token = self._run.random_state.load(saved["random"], step)
+            self._run.steps.loss_per_token = self._run.random_state.load(saved["random"], step)
 
     def load_weights(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what ``on_load_checkpoint`` has left of the weights, and the optimizers."""

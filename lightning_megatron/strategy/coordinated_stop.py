@@ -23,15 +23,11 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
-from typing_extensions import override
 
 from lightning_megatron._lightning import (
     broadcast_no_signals,
@@ -48,70 +44,68 @@ from lightning_megatron._lightning import (
     trainer_of,
     validates_after_batch,
 )
-from lightning_megatron.comm.votes import PerBatchVotes
+from lightning_megatron.comm.votes import Vote
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
 from lightning_megatron.strategy.data.loaders import DataLoading
+from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.stop_connector import StopConnector
 
 _PATIENCE_S = 20.0
 """How long the processes that Lightning started may take to leave by themselves."""
 
 
-@dataclass
-class StopControl:
-    """What the strategy and callbacks tell each other of the end of a run; see `Stopping`."""
+class CoordinatedStop:
+    """Settles the votes of every batch, and ends the run when a signal asks one rank to.
 
-    flag: StopFlag = field(default_factory=StopFlag)
-    """Set by the handlers of signals."""
-    signals: tuple[int, ...] = ()
-    """Numbers that end the run, beside SIGTERM."""
-    replaces_requeue: bool = False
-    """Whether a callback does what Slurm's requeue signal asks for."""
-    requested: Stop | None = None
-    """Set on all ranks at the same batch, when they have agreed to end; None until then."""
-    before_leaving: Callable[[Stop], None] | None = None
-    """Called on all ranks, where they may save a checkpoint."""
-
-
-class StopHooks(ParallelStrategy):
-    """The part of the strategy that settles the votes and ends the run; mixed in first.
+    Args:
+        run: that ends.
+        data: is told of the end of an epoch.
 
     Attributes:
-        votes: what ranks tell each other in every batch.
-        stop: what callbacks set, and what was agreed on.
+        flag: set by the handlers of signals.
+        signals: numbers that end the run, beside SIGTERM.
+        replaces_requeue: whether a callback does what Slurm's requeue signal asks for.
+        requested: set on all ranks at the same batch, when they have agreed to end; None until
+            then.
+        before_leaving: called on all ranks, where they may save a checkpoint.
     """
 
-    data: DataLoading
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.votes = PerBatchVotes()
-        self.stop = StopControl()
+    def __init__(self, run: Run, data: DataLoading) -> None:
+        self._run = run
+        self._data = data
+        self.flag = StopFlag()
+        self.signals: tuple[int, ...] = ()
+        self.replaces_requeue = False
+        self.requested: Stop | None = None
+        self.before_leaving: Callable[[Stop], None] | None = None
+        self._vote: Vote
+        self._should_stop: Vote
         self._settled: int | None = None
-        self._sent = 0.0
         self._evaluates_evenly = False
         self._requeues = False
         self._mend: Callable[[dict[str, Any]], None] | None = None
         self._children: list[subprocess.Popen[Any]] = []
 
-    def start_votes(self, trainer: pl.Trainer, group: Any) -> None:
+    def begin(self) -> None:
         """Begin a run: before Lightning installs its handlers, after callbacks have been set up.
 
-        Args:
-            trainer: whose handlers and broadcast are replaced, in this instance.
-            group: all processes, for tensors on the host; None for the default group.
+        Handlers and broadcasts of the Trainer are replaced, in this instance.
         """
-        self.stop.requested = None
-        self._settled, self._requeues, self._mend = None, False, None
-        self._vote = self.votes.register("stop signal", by_rank=False)
-        self._should_stop = self.votes.register("trainer.should_stop", by_rank=False)
-        self.votes.start(group)
+        trainer = self._run.trainer
+        self.requested = None
+        self._settled = None
+        self._requeues = False
+        self._mend = None
+        votes = self._run.votes
+        self._vote = votes.register("stop signal", by_rank=False)
+        self._should_stop = votes.register("trainer.should_stop", by_rank=False)
+        votes.start(self._run.host_group)
         connector = StopConnector(
             trainer,
-            self.stop.flag,
-            self.stop.signals,
-            replaces_requeue=self.stop.replaces_requeue,
+            self.flag,
+            self.signals,
+            replaces_requeue=self.replaces_requeue,
         )
         replace_signal_connector(trainer, connector)
         broadcast_no_signals(trainer)  # before every batch: the votes take its place
@@ -120,68 +114,32 @@ class StopHooks(ParallelStrategy):
 
     # Agreeing -------------------------------------------------------------------------------------
 
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._settle()
+    def vote(self) -> None:
+        """Let ranks tell each other what they found; once per batch, though it may be called more.
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            self._settle()  # unless a manual backward did
-        return output
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._end_evaluation(super().validation_step(*args, **kwargs))
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._end_evaluation(super().test_step(*args, **kwargs))
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._end_evaluation(super().predict_step(*args, **kwargs))
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._compare_evaluations()
-
-    @override
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._compare_evaluations()
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._compare_evaluations()
-
-    def _settle(self) -> None:
-        """Once per batch, though a backward may run more often."""
-        trainer = self._trainer_of_run()
+        Collective. A backward may run several times, and under manual optimization not at all.
+        """
+        trainer = self._run.trainer
         batch = trainer.fit_loop.epoch_loop.total_batch_idx
         if batch == self._settled:
             return
         self._settled = batch
-        self._sent = float(self.stop.flag.number)
-        self._vote.put(self._sent)
+        mine = float(self.flag.number)
+        self._vote.put(mine)
         self._should_stop.put(trainer.should_stop)
-        self.votes.settle()
+        self._run.votes.settle()
         # A step may set it by what one rank sees; who went on alone would wait for ever.
         trainer.should_stop = trainer.should_stop or bool(self._should_stop.max)
-        self._decide(self._vote.max, self._sent)
+        self._decide(self._vote.max, mine)
 
-    def _compare_evaluations(self) -> None:
-        trainer = self._trainer_of_run()
+    def begin_evaluation(self) -> None:
+        """Find out whether all ranks evaluate the same number of batches; collective."""
+        trainer = self._run.trainer
         loop = trainer.predict_loop if trainer.predicting else evaluation_loop(trainer)
         batches = [float(count) for count in loop.max_batches]
         known = all(count != float("inf") for count in batches)
         digest = float(zlib.crc32(repr(batches).encode())) if known else float("nan")
-        highest, lowest = self.votes.largest([digest, -digest])
+        highest, lowest = self._run.votes.largest([digest, -digest])
         self._evaluates_evenly = highest == -lowest  # not if one is NaN
 
     def _decide(self, highest: float, mine: float) -> None:
@@ -191,33 +149,33 @@ class StopHooks(ParallelStrategy):
             highest: number of a signal, of all ranks; 0 if none got one.
             mine: the number that this rank has put.
         """
-        if not highest or self.stop.requested is not None:
+        if not highest or self.requested is not None:
             return
-        [numbers] = self.votes.exchange([mine])
+        [numbers] = self._run.votes.exchange([mine])
         ranks = tuple(rank for rank, number in enumerate(numbers) if number)
         connector = self._connector()
         number = int(numbers[ranks[0]])
         if number == connector.requeue_signal:
             self._requeues = True
-            self.stop.flag.clear()
+            self.flag.clear()
             return
-        self.stop.requested = Stop(number, ranks)
+        self.requested = Stop(number, ranks)
         connector.received_sigterm = True
-        self._children = take_children(self.launcher)
+        self._children = take_children(self._run.launcher)
 
     # Leaving --------------------------------------------------------------------------------------
 
     def _end_batch(self, fetcher: Any) -> None:
         """Lightning's end of a batch, and that of the run if so agreed."""
-        loop = self._trainer_of_run().fit_loop.epoch_loop
-        if self._settled != loop.total_batch_idx and self.world_size == 1:
+        loop = self._run.trainer.fit_loop.epoch_loop
+        if self._settled != loop.total_batch_idx and self._run.world_size == 1:
             # Lightning allows one process, and no other, a step without a backward.
-            self._decide(self.stop.flag.number, self.stop.flag.number)
-        if self.stop.requested is not None and validates_after_batch(loop.trainer, fetcher):
+            self._decide(self.flag.number, self.flag.number)
+        if self.requested is not None and validates_after_batch(loop.trainer, fetcher):
             self._leave(say_validation_has_begun)
-        with suppress(SIGTERMException) if self.stop.requested is not None else nullcontext():
+        with suppress(SIGTERMException) if self.requested is not None else nullcontext():
             end_batch(loop.trainer, fetcher)
-        if self.stop.requested is not None and not is_last_batch(loop.trainer):
+        if self.requested is not None and not is_last_batch(loop.trainer):
             self._leave()
         if self._requeues:  # what Lightning does in its handler
             self._requeues = False
@@ -225,46 +183,44 @@ class StopHooks(ParallelStrategy):
 
     def _end_epoch(self) -> None:
         """Lightning's end of an epoch, and that of the run if so agreed."""
-        loop = self._trainer_of_run().fit_loop
-        if self.stop.requested is None:
+        loop = self._run.trainer.fit_loop
+        if self.requested is None:
             end_epoch(loop.trainer)
-            self.data.position.after_epoch(loop.trainer)
+            self._data.position.after_epoch(loop.trainer)
             return
         with suppress(SIGTERMException):
             end_epoch(loop.trainer)
         self._leave()
 
-    def _end_evaluation(self, output: Any) -> Any:
+    def end_evaluation(self) -> None:
         """End the run within the evaluation of a batch, if so agreed."""
-        if self._evaluates_evenly and self.stop.requested is None:
-            mine = float(self.stop.flag.number)
-            [highest] = self.votes.largest([mine])
+        if self._evaluates_evenly and self.requested is None:
+            mine = float(self.flag.number)
+            [highest] = self._run.votes.largest([mine])
             self._decide(highest, mine)
-        if self.stop.requested is not None:
+        if self.requested is not None:
             self._leave(say_validation_has_begun)
-        return output
 
     def _leave(self, mend: Callable[[dict[str, Any]], None] | None = None) -> None:
-        stop = self.stop.requested
+        stop = self.requested
         assert stop is not None
         self._mend = mend
-        trainer = self._trainer_of_run()
-        if self.stop.before_leaving is not None:
-            self.stop.before_leaving(stop)
+        trainer = self._run.trainer
+        if self.before_leaving is not None:
+            self.before_leaving(stop)
         elif trainer.is_global_zero:
             announce(f"{stop}: the run ends at step {trainer.global_step}", _unsaved(trainer))
-        raise SIGTERMException(self.stop.flag.code_for(stop.number))
+        raise SIGTERMException(self.flag.code_for(stop.number))
 
-    def mend_progress(self, checkpoint: dict[str, Any]) -> None:
+    def mend(self, checkpoint: dict[str, Any]) -> None:
         """Change in a checkpoint what the resumed run does before it reads the next batch."""
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if self._mend is not None and progress is not None:
             self._mend(progress)
 
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        if isinstance(exception, KeyboardInterrupt) and self.stop.before_leaving is None:
+    def after(self, exception: BaseException) -> None:
+        """Say what an interrupt leaves unsaved, and wait for the processes that are leaving."""
+        if isinstance(exception, KeyboardInterrupt) and self.before_leaving is None:
             self._tell_of_interrupt()
         deadline = time.monotonic() + _PATIENCE_S
         for process in self._children:
@@ -274,18 +230,14 @@ class StopHooks(ParallelStrategy):
 
     def _tell_of_interrupt(self) -> None:
         # It may come before a run has begun.
-        trainer = trainer_of(self.lightning_module)
+        trainer = trainer_of(self._run.lightning_module)
         if trainer is not None and trainer.is_global_zero and trainer.global_step:
             announce(f"interrupted at step {trainer.global_step}", _unsaved(trainer))
 
     def _connector(self) -> StopConnector:
-        connector = signal_connector(self._trainer_of_run())
+        connector = signal_connector(self._run.trainer)
         assert isinstance(connector, StopConnector)
         return connector
-
-    def _trainer_of_run(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
 
 def _unsaved(trainer: pl.Trainer) -> list[str]:

@@ -8,7 +8,6 @@ Hooks only; parts do the work and own its state: `strategy.processes.processes`,
 
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +31,9 @@ from lightning_megatron import env
 from lightning_megatron._lightning import (
     LauncherBase,
     LaunchingStrategy,
+    avoid_inference_mode,
     call_module_hook,
+    hide_pytree_warning,
     keep_precision,
     limit_threads,
     set_device_mesh,
@@ -40,15 +41,17 @@ from lightning_megatron._lightning import (
 )
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.rank_coordination import Peers
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.comm.votes import PerBatchVotes
+from lightning_megatron.errors import ConfigError, instances, numbers_or_instances, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.monitoring import sections
+from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.optim.gathered_step import check_optimizer
-from lightning_megatron.parallel.activations.config import MemoryConfig, blocks_to_recompute
+from lightning_megatron.parallel.activations.config import ActivationConfig, blocks_to_recompute
 from lightning_megatron.parallel.apply import (
     ParallelModule,
     Transforms,
@@ -57,17 +60,19 @@ from lightning_megatron.parallel.apply import (
     remember_layout,
 )
 from lightning_megatron.parallel.block_transforms import transform_blocks
+from lightning_megatron.parallel.compile import CompileConfig
+from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.layer_skeletons import spare_items
 from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
 from lightning_megatron.parallel.unparallelize import allow_calls, is_whole, refuse_calls, restore
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
-from lightning_megatron.problems import instances
+from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
-from lightning_megatron.strategy.coordinated_stop import StopHooks
+from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
 from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
 from lightning_megatron.strategy.meta_build import Attempt as BuildAttempt
 from lightning_megatron.strategy.meta_build import refuse_spread
@@ -86,21 +91,18 @@ from lightning_megatron.strategy.rank_options import named_options
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.sharded_errors import explain
 from lightning_megatron.strategy.stage_state import StepState
-from lightning_megatron.strategy.step_engine import StepEngine
 from lightning_megatron.strategy.step_recovery import StepRecovery
+from lightning_megatron.strategy.step_runner import StepRunner, transforms_batches
 from lightning_megatron.strategy.tuners.partition import MeasuredPartition
 from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.strategy.tuners.schedule import AUTO, AutoSchedule
 from lightning_megatron.strategy.tuners.tuner import Tuner
+from lightning_megatron.strategy.weight_watch import WeightWatch
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 from lightning_megatron.topology.rng import HostRandomness
 
 
-class MegatronStrategy(
-    StopHooks,
-    StepRecovery,
-    LaunchingStrategy,
-):
+class MegatronStrategy(LaunchingStrategy):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
     The data-parallel degree is what remains: ``devices * num_nodes / (tp * pp)``. Layers from
@@ -110,20 +112,16 @@ class MegatronStrategy(
 
     Args:
         tp: ranks that share every parallel layer.
-        pp: pipeline stages, each on ranks of its own.
+        pp: pipeline ranks, or these with the schedule, how the trunk is cut into stages and more.
         zero: 0 replicates; 1 shards optimizer state and reduces gradients once per step; 2 reduces
-            them every microbatch; 3 shards parameters too (see `parallel.zero`).
+            them every microbatch; 3 shards parameters too (see `parallel.zero`). Or the same with
+            the number of copies of the shards, what waits in host memory and more.
         sequence_parallel: split activations between parallel layers over tp along the sequence.
         microbatch_size: samples per microbatch.
         num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
-            4 per pipeline stage under a pipeline.
-        schedule: order of forwards and backwards in the pipeline (see `schedules.schedule`):
-            ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"breadth-first"``, ``"zb-h1"``,
-            ``"zb-h2"``, ``"zbv"``, ``"v-half"``, ``"v-min"``, ``"dualpipev"``, ``"custom"`` or
-            ``"auto"`` (the fastest, by the times of the first steps).
-        pipeline: how the trunk is cut into stages, and how many a rank holds.
-        sharding: what ZeRO treats as a unit, and how many copies of its shards there are.
-        memory: which activations are computed again in the backward, or wait in host memory.
+            4 per pipeline rank under a pipeline.
+        activations: which are computed again in the backward, or wait in host memory.
+        compile: what of the network runs through ``torch.compile``.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
 
@@ -141,50 +139,53 @@ class MegatronStrategy(
     def __init__(
         self,
         tp: int = 1,
-        pp: int = 1,
-        zero: Literal[0, 1, 2, 3] = 1,
+        pp: int | PipelineConfig = 1,
+        zero: Literal[0, 1, 2, 3] | ShardingConfig = 1,
         sequence_parallel: bool = False,
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
-        schedule: str = "1f1b",
-        pipeline: PipelineConfig = PipelineConfig(),  # noqa: B008 (frozen)
-        sharding: ShardingConfig = ShardingConfig(),  # noqa: B008
-        memory: MemoryConfig = MemoryConfig(),  # noqa: B008
+        activations: ActivationConfig = ActivationConfig(),  # noqa: B008 (frozen)
+        compile: CompileConfig = CompileConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     ) -> None:
         super().__init__()
         raise_if_any(
-            instances(
-                pipeline=(pipeline, PipelineConfig),
-                sharding=(sharding, ShardingConfig),
-                memory=(memory, MemoryConfig),
+            numbers_or_instances(pp=(pp, PipelineConfig), zero=(zero, ShardingConfig))
+            + instances(
+                activations=(activations, ActivationConfig),
+                compile=(compile, CompileConfig),
                 connection=(connection, ConnectionConfig),
                 checkpoint=(checkpoint, CheckpointConfig),
             )
         )
         self.options = LayoutOptions(
             tp=tp,
-            pp=pp,
-            zero=zero,
-            dp_replicate=sharding.dp_replicate,
+            pp=pp if isinstance(pp, PipelineConfig) else PipelineConfig(degree=pp),
+            zero=zero if isinstance(zero, ShardingConfig) else ShardingConfig(stage=zero),
             sequence_parallel=sequence_parallel,
             microbatch_size=microbatch_size,
             num_microbatches=num_microbatches,
-            schedule=schedule,
-            pipeline=pipeline,
+            activations=activations,
+            compile=compile,
         )
-        self._sharding, self.memory = sharding, memory
         self._connection, self._checkpoint = connection, checkpoint
+        self.events = EventLog()
+        self.votes = PerBatchVotes()
         self.clock = SectionClock()
-        self.processes = Processes(self, connection, self.stop.flag)
         self.data = DataLoading()
+        self.recovery = StepRecovery(self)
+        self.stop = CoordinatedStop(self, self.data)
+        self.processes = Processes(self, connection, self.stop.flag)
+        self.weight_watch = WeightWatch(self)
+        self.tuners: list[Tuner] = []
         self.checkpoints = Checkpointing(self, checkpoint, self.processes, self.data)
         self.held: Callable[[], bool] | None = None
         self._random_state: RandomState | None = None
         self._section_outside = sections.OTHER
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
+        self._steps: StepRunner | None = None
         self._defer_init = False
         self._written: WrittenValues | None = None
         self._host_gloo: dist.ProcessGroup | None = None
@@ -204,11 +205,11 @@ class MegatronStrategy(
     @property
     def pipeline(self) -> Pipeline | None:
         """What runs the pipeline of the current run; None without one."""
-        executor = None if self._engine is None else self._engine.executor
+        executor = None if self._steps is None else self._steps.executor
         return executor if isinstance(executor, Pipeline) else None
 
     @property
-    def parallel(self) -> ParallelModule:  # type: ignore[override]
+    def parallel(self) -> ParallelModule:
         """The module on its layout; exists once the strategy has set it up."""
         if self._parallel is None:
             raise ConfigError(
@@ -217,6 +218,23 @@ class MegatronStrategy(
                 "test or predict, or torch.save(module.state_dict(), path)"
             )
         return self._parallel
+
+    @property
+    def gradients(self) -> GradientSet:
+        """This rank's part of the gradients, with their global norm."""
+        return self.parallel.gradients
+
+    @property
+    def precision(self) -> ShardedPrecision:
+        """The precision plugin, which knows the shards."""
+        assert isinstance(self.precision_plugin, ShardedPrecision)
+        return self.precision_plugin
+
+    @property
+    def steps(self) -> StepRunner:
+        """What runs steps on the layout; exists once the module is on it."""
+        assert self._steps is not None
+        return self._steps
 
     @property
     def module(self) -> LightningModule:
@@ -230,7 +248,6 @@ class MegatronStrategy(
         return self.module.trainer
 
     @property
-    @override
     def random_state(self) -> RandomState:
         """Generators of this process; exists once the run is set up."""
         assert self._random_state is not None
@@ -276,10 +293,7 @@ class MegatronStrategy(
     def setup_environment(self) -> None:
         self.clock.enter(sections.START)  # once more for each run
         super().setup_environment()
-        # Lightning 2.6 does this with torch 2.13, on every rank; the user can do nothing about it.
-        warnings.filterwarnings(
-            "ignore", ".*LeafSpec.*is deprecated", module=r"lightning\.pytorch\.utilities\._pytree"
-        )
+        hide_pytree_warning()
         # Lightning's launcher does this for the first process of a node only; the others would
         # compute with as many threads each as there are cores.
         limit_threads(self.num_processes)
@@ -289,14 +303,8 @@ class MegatronStrategy(
         module = self.module
         with self.processes.told_to_others():
             self._examine(module)
-        host = self._sharding.offload_parameters
-        options = named_options(
-            module.trainer,
-            self.options,
-            sharding=self._sharding,
-            memory=self.memory,
-            checkpoint=self._checkpoint,
-        )
+        host = self.options.zero.offload_parameters
+        options = named_options(module.trainer, self.options, checkpoint=self._checkpoint)
         self.processes.find_peers(options, from_host=host)
         self._topology = self._make_topology(module)
         set_device_mesh(module, self.topology.mesh)
@@ -307,12 +315,9 @@ class MegatronStrategy(
 
     def _examine(self, module: LightningModule) -> None:
         """Raise everything that is wrong with the run, as far as one process can tell."""
-        findings = examine(
-            module.trainer, module, self.options, self._sharding, self.memory, self.world_size
-        )
-        host = self._sharding.offload_parameters
+        findings = examine(module.trainer, module, self.options, self.world_size)
         problems = (
-            *self._connection.problems(host),
+            *self._connection.problems(self.options.zero.offload_parameters),
             *self.checkpoints.problems(self.checkpoint_io),
         )
         raise_if_any([*problems, *findings.problems])
@@ -402,10 +407,7 @@ class MegatronStrategy(
         self.accelerator.setup(trainer)
         module = self.module
         # What is gathered as an inference tensor cannot take part in later training.
-        trainer.fit_loop.epoch_loop.val_loop.inference_mode = False
-        if self.world_size > 1:
-            for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-                loop.inference_mode = False
+        avoid_inference_mode(trainer, outside_training=self.world_size > 1)
         self.data.begin(trainer)
         self._random_state = RandomState(self.topology)
         self._host_gloo = self._host_group()
@@ -428,7 +430,7 @@ class MegatronStrategy(
             self._watch_parts(trainer, module)
             if self.parallel.spare is not None:
                 self.tuners.append(MeasuredPartition(self))
-        self.start_votes(trainer, self.host_group)
+        self.stop.begin()
         self._share_step_state(trainer)
         self.setup_precision_plugin()
 
@@ -436,7 +438,7 @@ class MegatronStrategy(
         """Under a pipeline, make true on all stages what steps leave behind on the last."""
         self._step_state = None
         if self.topology.pp.size > 1:
-            last = self._steps().last_rank
+            last = self.steps.last_rank
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
             self._step_state = StepState(
                 self.module,
@@ -451,12 +453,12 @@ class MegatronStrategy(
     def _watch_parts(self, trainer: Trainer, module: LightningModule) -> None:
         """Have parts of weights seen by user's code made whole, where there are parts and users."""
         degrees = self.topology.degrees
-        in_parts = self.options.zero == 3 and self.topology.batch.size > 1
+        in_parts = self.options.zero.stage == 3 and self.topology.batch.size > 1
         if in_parts or degrees.tp > 1 or degrees.pp > 1:
             somewhere, in_step = looks_at_weights(trainer, module)
             in_step = self.reduce_boolean_decision(in_step, all=False)
             if self.reduce_boolean_decision(somewhere, all=False) or in_step:
-                self.watch_weights(step=in_step)
+                self.weight_watch.start(steps=in_step)
 
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
@@ -465,62 +467,75 @@ class MegatronStrategy(
         remember_layout(module, parallel)
         precision.use(parallel.gradients)
         precision.prepare(parallel)
-        if self._reductions is not None:
-            self._reductions.follow(parallel.gradients)
+        self.weight_watch.follow(parallel.gradients)
         rule = self.options.microbatches()
         make = self.options.make_schedule
-        config = self.options.pipeline
-        self._engine = StepEngine(
-            module, parallel, rule, make, self._host_gloo, config.scatter_gather
+        config = self.options.pp
+        self._steps = StepRunner(
+            module, parallel, precision, rule, make, self._host_gloo, config.scatter_gather
         )
-        self._engine.executor.clock = self.clock
+        self._steps.executor.clock = self.clock
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
         self.tuners = [*self._tuners_of(parallel), *kept]
         collectives.share_metrics(module, self.topology)
 
     def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
         """Whatever is to be tuned on a new layout."""
-        if self.memory.recompute == "adaptive":
-            make = self.options.make_schedule
-            yield AdaptiveMemory(parallel, self.memory, make, rank_zero_info)
-        if self.options.schedule == AUTO and self.pipeline is not None:
-            config, pp = self.options.pipeline, parallel.topology.pp
+        options, config = self.options, self.options.pp
+        if options.activations.recompute == "adaptive":
+            yield AdaptiveMemory(
+                parallel,
+                options.activations,
+                options.make_schedule,
+                rank_zero_info,
+                compiled=options.compile.scope != "none",
+            )
+        if config.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
+            pp = parallel.topology.pp
             yield AutoSchedule(self.pipeline, pp, stages, limit, rank_zero_info)
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""
         remember_layout(self.module, None)
-        self._parallel = self._engine = None
+        self._parallel = self._steps = None
 
     def _parallelize(self, module: LightningModule) -> ParallelModule:
         allow_calls(module)
-        earlier = layout_of(module)
+        earlier, options = layout_of(module), self.options
         if earlier is not None:
             earlier.data.resume()
-            recomputed = blocks_to_recompute(module, self.memory)
-            tp = self.topology.tp
-            transform_blocks(module, recomputed, self.memory, self.root_device, tp)
-            transforms = replace(earlier.transforms, memory=self.memory)
+            recomputed = blocks_to_recompute(module, options.activations)
+            transform_blocks(
+                module,
+                recomputed,
+                options.activations,
+                self.root_device,
+                self.topology.tp,
+                options.compile,
+            )
+            transforms = replace(
+                earlier.transforms, activations=options.activations, compile=options.compile
+            )
             return replace(earlier, transforms=transforms)
         precision = self.precision
         if synchronizes_batch_norm(self):
             synchronize_batch_norm(module, self.topology.batch, self.root_device)
         transforms = Transforms(
-            zero=self.options.zero,
-            lasting=self.options.lasting(self.world_size, precision),
+            lasting=options.lasting(self.world_size, precision),
             types=replace(precision.types, parameters=None)
             if averages(module.trainer)
             else precision.types,
-            pipeline=self.options.pipeline,
-            sharding=self._sharding,
-            memory=self.memory,
-            stage_ranks=self.options.stage_ranks,
+            pipeline=options.pp,
+            sharding=options.zero,
+            activations=options.activations,
+            compile=options.compile,
+            stage_ranks=options.stage_ranks,
             manual_optimization=not module.automatic_optimization,
         )
         converted = precision.convert_module(module)
         written, self._written = self._written, None
-        if self.topology.pp.size == 1 or self.options.pipeline.partition != MEASURED:
+        if self.topology.pp.size == 1 or options.pp.partition != MEASURED:
             return parallelize(converted, self.topology, transforms, written)
         spare = spare_items(converted)
         return replace(parallelize(converted, self.topology, transforms, written), spare=spare)
@@ -541,7 +556,7 @@ class MegatronStrategy(
                 super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
-                optimizer, self.parallel.gradients.pieces, self.parallel.gradients.lends
+                optimizer, self.parallel.gradients.shard_specs, self.parallel.gradients.lends
             )
             if warning:
                 rank_zero_warn(warning)
@@ -583,16 +598,43 @@ class MegatronStrategy(
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.clock.step = self.trainer.global_step
+        self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
-        super().on_train_batch_start(batch, batch_idx)
+        first = self.steps.first_of_accumulation
+        for tuner in tuple(self.tuners):  # one may move the module to a layout with others
+            tuner.before_batch(accumulated=not first)
+        if first and self.trainer.accumulate_grad_batches > 1:
+            epoch: Any = self.trainer.fit_loop.epoch_progress.current
+            at = epoch.processed, batch_idx
+            self.random_state.note(at, self.module, self.steps.loss_per_token)
+        self.recovery.begin_batch(first_of_accumulation=first)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move a batch; what the hooks around it draw (augmentations) is drawn as in a step."""
+        if not transforms_batches(self.module):
+            return super().batch_to_device(batch, device, dataloader_idx)
+        seeds = self.parallel.topology.step_seeds
+        with seeds.batch():
+            seeds.microbatch(0)
+            return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.checkpoints.raise_failed_saves()
         with self._sharing_step_state():
-            output = super().training_step(*args, **kwargs)
-        if not self.module.automatic_optimization:  # then this is the whole batch
+            if self.recovery.skips_batch:
+                output: Any = self.recovery.zero_loss()
+            else:
+                with self.weight_watch.around_step():
+                    output = self.steps.train((*args, *kwargs.values()))
+                for tuner in self.tuners:
+                    tuner.after_batch(self.steps.count)
+            if not self.module.automatic_optimization:  # then this is the whole batch
+                self.stop.vote()
+        if not self.module.automatic_optimization:
             self.clock.enter(sections.DATA)
         return output
 
@@ -600,15 +642,23 @@ class MegatronStrategy(
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        """Run backward, or, where the step already did, bring its gradients to light."""
         self.clock.enter(sections.BACKWARD)
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = closure_loss
+        if not self.recovery.skips_batch:
+            self.pre_backward(loss)
+            loss = self.precision.pre_backward(loss, self.module)
+            with self.weight_watch.around_step():  # which a backward may repeat
+                self.steps.backward(loss, optimizer, *args, **kwargs)
+            loss = self.precision.post_backward(loss, self.module)
+        self.post_backward(loss)
         automatic = self.module.automatic_optimization
         self.clock.enter(sections.OPTIMIZER if automatic else sections.FORWARD)
         return loss
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
+        self.stop.vote()
         self.checkpoints.before_update()
 
     @override
@@ -622,14 +672,18 @@ class MegatronStrategy(
         automatic = self.module.automatic_optimization
         if not automatic:
             self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
+        closure = self.recovery.begin_update(closure)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.recovery.end_update():
+            self.parallel.data.after_step(optimizer)
+        self.data.position.after_step(self.trainer)
         self.clock.enter(sections.DATA if automatic else sections.FORWARD)
         return result
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with super().block_backward_sync():
+        with self.steps.accumulation():
             yield
         self.clock.enter(sections.DATA)  # a batch without an optimizer step has ended
 
@@ -641,61 +695,61 @@ class MegatronStrategy(
             self.parallel.data.come_to_rest()
         self.clock.enter(sections.OTHER)
 
-    # Evaluation ----------------------------------------------------------------------------------
+    # Evaluation -----------------------------------------------------------------------------------
 
     @override
     def on_validation_start(self) -> None:
         self._enter_evaluation()
-        super().on_validation_start()
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            self.random_state.begin_validation()
+        self.stop.begin_evaluation()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        self.parallel.data.come_to_rest()
+        self.random_state.end_validation()
+        self.clock.enter(self._section_outside)
 
     @override
     def on_test_start(self) -> None:
         self._enter_evaluation()
-        super().on_test_start()
+        self.stop.begin_evaluation()
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def on_test_end(self) -> None:
+        self.clock.enter(sections.OTHER)
 
     @override
     def on_predict_start(self) -> None:
         self._enter_evaluation()
-        super().on_predict_start()
+        self.stop.begin_evaluation()
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    @override
+    def on_predict_end(self) -> None:
+        self.clock.enter(sections.OTHER)
 
     def _enter_evaluation(self) -> None:
         self._section_outside = self.clock.current
         self.clock.enter(sections.VALIDATION)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.clock.enter(sections.VALIDATION)
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.clock.enter(sections.VALIDATION)
-        return super().predict_step(*args, **kwargs)
-
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self.clock.enter(self._section_outside)
-
-    @override
-    def on_test_end(self) -> None:
-        super().on_test_end()
-        self.clock.enter(sections.OTHER)
-
-    @override
-    def on_predict_end(self) -> None:
-        super().on_predict_end()
-        self.clock.enter(sections.OTHER)
-
-    @override
-    def _evaluate(self, *args: Any) -> Any:
-        with self._sharing_step_state():
-            return super()._evaluate(*args)
+        with self._sharing_step_state(), self.weight_watch.lifted():
+            output = self.steps.evaluate(name, (*args, *kwargs.values()))
+        self.stop.end_evaluation()
+        return output
 
     @contextmanager
     def _sharing_step_state(self) -> Iterator[None]:
@@ -738,7 +792,7 @@ class MegatronStrategy(
         storage_options: Any | None = None,
     ) -> None:
         """Write the directory ``filepath``; collective over all processes."""
-        self.mend_progress(checkpoint)
+        self.stop.mend(checkpoint)
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -862,8 +916,8 @@ class MegatronStrategy(
                 ``LightningModule.all_gather`` fills in when the user gives no group.
             sync_grads: whether gradients flow back to every rank's tensor.
         """
-        if self._engine is not None:
-            self._engine.gathers_samples()
+        if self._steps is not None:
+            self._steps.gathers_samples()
         return collectives.all_gather(tensor, self._topology, group, sync_grads=sync_grads)
 
     @override
@@ -875,13 +929,13 @@ class MegatronStrategy(
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.unwatch_weights()
-        if self.options.zero == 3:
+        self.weight_watch.stop()
+        if self.options.zero.stage == 3:
             explain(exception, self.module)
         self.processes.failures.note(exception)
         self.checkpoints.close(self._checkpoint.drain_timeout_s)
         self.processes.failures.end_children(exception)
-        super().on_exception(exception)
+        self.stop.after(exception)
 
     def _give_module_back(self) -> None:
         """Leave the module as a user finds it after a run; the next run destroys the groups."""
@@ -903,7 +957,7 @@ class MegatronStrategy(
         collectives.unshare_metrics(module, self.topology)
         remember_layout(module, None)
         set_device_mesh(module, None)
-        parallel.gradients.forget_pieces()
+        parallel.gradients.forget_shard_specs()
         self.precision.use(parallel.gradients)
         # At once, a rank that has fewer batches than others would cut these off in the midst of a
         # collective, where a hang names it.
@@ -923,7 +977,7 @@ class MegatronStrategy(
             callbacks.remove(self._step_state)
             self._step_state = None
         self.processes.failures.end_watch()
-        self.unwatch_weights()
+        self.weight_watch.stop()
         self.processes.forget_interface()
         self.checkpoints.close()
         self._give_module_back()

@@ -42,7 +42,7 @@ class _Window:
     at: tuple[int, int]
     moment: Moment
     statistics: dict[str, Tensor]
-    by_token: bool | None
+    loss_per_token: bool | None
 
 
 class RandomState:
@@ -59,15 +59,15 @@ class RandomState:
         self._row: dict[str, Tensor] | None = None
         self._anew: tuple[int, int] | None = None
 
-    def note(self, at: tuple[int, int], module: nn.Module, by_token: bool | None) -> None:
+    def note(self, at: tuple[int, int], module: nn.Module, loss_per_token: bool | None) -> None:
         """Remember the present, when the gradients of several batches begin to be accumulated.
 
         Args:
             at: epoch, and number of the batch that is about to be trained on.
             module: whose running statistics the batches change.
-            by_token: what `StepEngine.by_token` is.
+            loss_per_token: what `StepRunner.loss_per_token` is.
         """
-        self._began = _Window(at, self.now(), _statistics(module), by_token)
+        self._began = _Window(at, self.now(), _statistics(module), loss_per_token)
 
     def begin_validation(self) -> None:
         """What is drawn from now on shall not change what training draws afterwards."""
@@ -94,19 +94,19 @@ class RandomState:
         self._topology.rng.load_state_dict(moment.others)
 
     def save(
-        self, at: tuple[int, int], model: dict[str, Any], by_token: bool | None, group: Any
+        self, at: tuple[int, int], model: dict[str, Any], loss_per_token: bool | None, group: Any
     ) -> dict[str, Any]:
         """The rows of all processes, on the first; collective.
 
         Args:
             at: epoch and number of the first batch that no optimizer step has used.
             model: of the checkpoint; its running statistics are taken back if need be.
-            by_token: what `StepEngine.by_token` is.
+            loss_per_token: what `StepRunner.loss_per_token` is.
             group: all processes, for tensors on the host.
         """
         moment = self._training or self.now()
         if self._began is not None and self._began.at == at:
-            moment, by_token = self._began.moment, self._began.by_token
+            moment, loss_per_token = self._began.moment, self._began.loss_per_token
             for name, value in self._began.statistics.items():
                 chunk = model.get(name)
                 if isinstance(chunk, Chunk):
@@ -118,7 +118,7 @@ class RandomState:
             rows = [torch.empty_like(row) for _ in range(self._topology.world_size)]
             dist.gather(row, rows if dist.get_rank() == 0 else None, group=group)
         return {
-            "by_token": by_token,
+            "by_token": loss_per_token,
             "layout": _layout(self._topology),
             "seed": self._topology.seed,
             "fields": {name: value.numel() for name, value in fields.items()},
@@ -127,7 +127,7 @@ class RandomState:
 
     def load(self, saved: Mapping[str, Any], step: int) -> bool | None:
         """Take what `restore` needs from a checkpoint of ``step``; return its ``by_token``."""
-        by_token: bool | None = saved["by_token"]
+        loss_per_token: bool | None = saved["by_token"]
         rows, fields = saved["rows"], saved["fields"]
         same_device = ("cuda" in fields) == (self._topology.device.type == "cuda")
         if saved["layout"] == _layout(self._topology) and same_device:
@@ -135,7 +135,7 @@ class RandomState:
             self._row = dict(zip(fields, parts, strict=True))
         else:
             self._anew = saved["seed"], step
-        return by_token
+        return loss_per_token
 
     def restore(self) -> None:
         """Go on drawing as the checkpoint says; nothing where none was loaded."""

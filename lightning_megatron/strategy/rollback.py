@@ -18,42 +18,15 @@ trained, older copies are useless, and are dropped.
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.chunks import local_tensor
-from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.precision.sharded import ShardedPrecision
-from lightning_megatron.strategy.held_schedules import counts_steps
-from lightning_megatron.strategy.rng_state import Moment, RandomState
-
-
-class Keeper(Protocol):
-    """Whose state is kept: the strategy."""
-
-    optimizers: list[Optimizer]
-    lr_scheduler_configs: list[LRSchedulerConfig]
-
-    @property
-    def lightning_module(self) -> LightningModule | None:
-        """The user's module."""
-
-    @property
-    def parallel(self) -> ParallelModule:
-        """The module on its layout."""
-
-    @property
-    def random_state(self) -> RandomState:
-        """Generators of this process."""
-
-    @property
-    def precision(self) -> ShardedPrecision:
-        """The precision plugin."""
+from lightning_megatron.strategy.rng_state import Moment
+from lightning_megatron.strategy.run import Run
 
 
 @dataclass
@@ -78,15 +51,16 @@ class Rollback:
     """Copies of the state of a run, and the way back to them.
 
     Args:
-        keeper: the strategy.
+        run: whose state is kept.
         every: updates between two copies, and least age of the one to go back to.
 
     Attributes:
         updates: made by the weights as they are now, since this was created.
     """
 
-    def __init__(self, keeper: Keeper, every: int) -> None:
-        self._keeper, self._every = keeper, every
+    def __init__(self, run: Run, every: int) -> None:
+        self._run = run
+        self._every = every
         self._copies: list[_Copy] = []
         self._spare: dict[Any, Tensor] = {}
         self.updates = 0
@@ -123,31 +97,31 @@ class Rollback:
         return chosen.updates, chosen.batches
 
     def _take(self, batches: int, of: Any) -> _Copy:
-        keeper = self._keeper
-        keeper.parallel.data.come_to_rest()
+        run = self._run
+        run.parallel.data.come_to_rest()
         copy = _Copy(
             updates=self.updates,
             batches=batches,
             of=of,
-            moment=keeper.random_state.now(),
-            precision=deepcopy(keeper.precision.state_dict()),
+            moment=run.random_state.now(),
+            precision=deepcopy(run.precision.state_dict()),
             schedules=[
                 deepcopy(config.scheduler.state_dict()) if counts_steps(config) else None
-                for config in keeper.lr_scheduler_configs
+                for config in run.lr_scheduler_configs
             ],
             options=[
                 [
                     deepcopy({key: v for key, v in group.items() if key != "params"})
                     for group in optimizer.param_groups
                 ]
-                for optimizer in keeper.optimizers
+                for optimizer in run.optimizers
             ],
             others=[
                 {
                     p: {k: deepcopy(v) for k, v in values.items() if not isinstance(v, Tensor)}
                     for p, values in optimizer.state.items()
                 }
-                for optimizer in keeper.optimizers
+                for optimizer in run.optimizers
             ],
         )
         spare, self._spare = self._spare, {}
@@ -159,9 +133,9 @@ class Rollback:
         return copy
 
     def _restore(self, copy: _Copy) -> None:
-        keeper = self._keeper
-        keeper.parallel.data.come_to_rest()
-        for optimizer, others in zip(keeper.optimizers, copy.others, strict=True):
+        run = self._run
+        run.parallel.data.come_to_rest()
+        for optimizer, others in zip(run.optimizers, copy.others, strict=True):
             for parameter in list(optimizer.state):
                 if parameter in others:
                     optimizer.state[parameter].update(deepcopy(others[parameter]))
@@ -171,47 +145,42 @@ class Rollback:
             for key, tensor in self._tensors():
                 tensor.copy_(copy.tensors[key])
         self._restore_schedules(copy)
-        precision = keeper.precision
+        precision = run.precision
         precision.forget_weights()
-        keeper.parallel.data.gather_all()
+        run.parallel.data.gather_all()
         counts = {k: v for k, v in precision.state_dict().items() if k in _COUNTS}
         precision.load_state_dict({**copy.precision, **counts})
         precision.forget_batch()
-        keeper.random_state.return_to(copy.moment)
+        run.random_state.return_to(copy.moment)
 
     def _restore_schedules(self, copy: _Copy) -> None:
         """Those that count steps, with what they have set in the optimizers."""
-        configs = self._keeper.lr_scheduler_configs
+        configs = self._run.lr_scheduler_configs
         moved = []
         for config, state in zip(configs, copy.schedules, strict=True):
             if state is not None:
                 config.scheduler.load_state_dict(deepcopy(state))
                 moved.append(getattr(config.scheduler, "optimizer", None))
-        for optimizer, options in zip(self._keeper.optimizers, copy.options, strict=True):
+        for optimizer, options in zip(self._run.optimizers, copy.options, strict=True):
             if any(optimizer is other for other in moved):
                 for group, values in zip(optimizer.param_groups, options, strict=True):
                     group.update(deepcopy(values))
 
     def _identity(self) -> Any:
-        trained = [id(p) for p in self._module().parameters() if p.requires_grad]
-        return id(self._keeper.parallel), trained
+        trained = [id(p) for p in self._run.module.parameters() if p.requires_grad]
+        return id(self._run.parallel), trained
 
     def _tensors(self) -> Iterator[tuple[Any, Tensor]]:
         """All that is copied, by keys that stay: what this rank holds of it."""
-        module = self._module()
-        for role in self._keeper.parallel.gradients.roles:
+        module = self._run.module
+        for role in self._run.parallel.gradients.roles:
             if role.parameter.requires_grad:
                 yield role.name, role.values
         yield from ((name, local_tensor(buffer)) for name, buffer in module.named_buffers())
-        for index, optimizer in enumerate(self._keeper.optimizers):
+        for index, optimizer in enumerate(self._run.optimizers):
             for parameter, values in optimizer.state.items():
                 for key, value in _tensors_of(values):
                     yield (index, parameter, key), local_tensor(value)
-
-    def _module(self) -> LightningModule:
-        module = self._keeper.lightning_module
-        assert module is not None
-        return module
 
 
 _COUNTS = ("left_out", "skipped_steps")
@@ -220,3 +189,8 @@ _COUNTS = ("left_out", "skipped_steps")
 
 def _tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     return ((key, value) for key, value in values.items() if isinstance(value, Tensor))
+
+
+def counts_steps(config: LRSchedulerConfig) -> bool:
+    """Whether a schedule follows the number of optimizer steps."""
+    return config.interval == "step" and not config.reduce_on_plateau

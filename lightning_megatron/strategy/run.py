@@ -8,12 +8,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 
+from lightning_megatron._lightning import LauncherBase
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.strategy.rng_state import RandomState
+from lightning_megatron.strategy.step_runner import StepRunner
 from lightning_megatron.topology.mesh import Topology
 
 
@@ -26,7 +28,6 @@ class Run(Protocol):
         clock: tells what this rank is doing.
         events: log of this rank.
         votes: what ranks tell each other in every batch.
-        loss_per_token: whether steps return sums over tokens; None until one has.
     """
 
     optimizers: list[Optimizer]
@@ -34,7 +35,10 @@ class Run(Protocol):
     clock: SectionClock
     events: EventLog
     votes: PerBatchVotes
-    loss_per_token: bool | None
+
+    @property
+    def lightning_module(self) -> LightningModule | None:
+        """The user's module; None until a run begins."""
 
     @property
     def module(self) -> LightningModule:
@@ -59,6 +63,18 @@ class Run(Protocol):
     @property
     def random_state(self) -> RandomState:
         """Generators of this process; exists once the run is set up."""
+
+    @property
+    def steps(self) -> StepRunner:
+        """What runs steps on the layout; exists once the module is on it."""
+
+    @property
+    def launcher(self) -> LauncherBase | None:
+        """What has started the other processes of this node; None where nothing of ours has."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
 
     @property
     def root_device(self) -> torch.device:

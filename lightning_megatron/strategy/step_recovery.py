@@ -16,27 +16,28 @@ A batch that is *skipped* is read, and counts for the position in the data and t
 progress, but nothing is computed. Its loss is zero, and no callback is asked about its gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from typing_extensions import override
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import Tensor
 
 from lightning_megatron._lightning import initial_states, training_sums
-from lightning_megatron.services import Recovery
 from lightning_megatron.strategy.rng_state import Moment
-from lightning_megatron.strategy.rollback import Rollback
-from lightning_megatron.strategy.step_hooks import StepHooks
+from lightning_megatron.strategy.rollback import Rollback, counts_steps
+from lightning_megatron.strategy.run import Run
 
 AcceptStep = Callable[[], bool]
 """Whether the update may be made whose gradients are there; the same answer on all ranks."""
 
 
-class StepRecovery(StepHooks):
+class StepRecovery:
     """Asks whether each step is accepted, and does what follows.
+
+    Args:
+        run: whose steps these are.
 
     Attributes:
         accept_step: asked before every update; None for none.
@@ -46,67 +47,55 @@ class StepRecovery(StepHooks):
         rollback: copies of the state to go back to; None where nobody wants any.
     """
 
-    accept_step: AcceptStep | None = None
-    can_undo = False
-    batches_to_skip = 0
-    skips_batch = False
-    rollback: Rollback | None = None
-    _before: "_Before | None" = None
-    _closure: Callable[[], Any] | None = None
-    _tracked: tuple[Any, list[Tensor]] = None, []
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.accept_step: AcceptStep | None = None
+        self.can_undo = False
+        self.batches_to_skip = 0
+        self.skips_batch = False
+        self.rollback: Rollback | None = None
+        self._schedules = HeldSchedules()
+        self._before: _Before | None = None
+        self._closure: Callable[[], Any] | None = None
+        self._tracked: tuple[Any, list[Tensor]] = None, []
 
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self._fresh():
+    def begin_batch(self, *, first_of_accumulation: bool) -> None:
+        """Find out whether the batch is skipped, and note what it is about to change."""
+        if first_of_accumulation:
             # Of batches whose gradients are added up, all or none.
             self.skips_batch = self.batches_to_skip > 0
             if self.can_undo:
-                moment, results = self.random_state.now(), self._results()
+                moment, results = self._run.random_state.now(), self._results()
                 self._before = _Before(moment, self._statistics(), results)
         if self.skips_batch:
             self.batches_to_skip = max(0, self.batches_to_skip - 1)
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.skips_batch:
-            return torch.zeros((), device=self.root_device)
-        return super().training_step(*args, **kwargs)
+    def zero_loss(self) -> Tensor:
+        """The loss of a batch that is skipped."""
+        return torch.zeros((), device=self._run.root_device)
 
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def begin_update(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure that the optimizer is to call in place of Lightning's."""
+        self._schedules.release()
         if self.skips_batch:
-            self.post_backward(closure_loss)  # ranks tell each other something in every batch
-            return closure_loss
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if self.skips_batch:
-            self.precision.skip_step()
+            self._run.precision.skip_step()
         elif self.accept_step is not None:
-            closure = self._asking(closure)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.rollback is not None and not self.precision.skipped:
-            self.rollback.updates += 1
-        return result
+            return self._asking(closure)
+        return closure
 
-    @property
-    def recovery(self) -> Recovery:
-        """What callbacks know of this class."""
-        return self
+    def end_update(self) -> bool:
+        """Whether the step was taken; where it was not, learning rate schedules stand still."""
+        run = self._run
+        if run.precision.skipped:
+            self._schedules.hold(run.lr_scheduler_configs, run.trainer)
+            return False
+        if self.rollback is not None:
+            self.rollback.updates += 1
+        return True
 
     def keep_states(self, every: int | None) -> None:
         """Keep copies of the state from now on, one of which is ``every`` updates old; or none."""
-        self.rollback = None if every is None else Rollback(self, every)
+        self.rollback = None if every is None else Rollback(self._run, every)
 
     def run_again(self) -> None:
         """Run the batch again of which `accept_step` is asked, as if it were new; collective."""
@@ -118,7 +107,7 @@ class StepRecovery(StepHooks):
         """Undo what the present batch has changed, but for its gradients."""
         before = self._before
         assert before is not None
-        self.random_state.return_to(before.moment)
+        self._run.random_state.return_to(before.moment)
         with torch.no_grad():
             for held, value in zip(self._statistics_now(), before.statistics, strict=True):
                 held.copy_(value)
@@ -127,11 +116,11 @@ class StepRecovery(StepHooks):
             for name, value in sums.items():
                 begun = torch.full_like(value, float(initial_states(metric)[name]))
                 setattr(metric, name, before.results.get(key, {}).get(name, begun))
-        self.precision.forget_batch()
+        self._run.precision.forget_batch()
 
     def _collection(self) -> Any:
         """What is logged in training, as Lightning keeps it."""
-        return training_sums(self._module().trainer)
+        return training_sums(self._run.trainer)
 
     def _results(self) -> dict[str, dict[str, Tensor]]:
         """The sums over the epoch of what is logged; tensors that are replaced, not changed."""
@@ -154,7 +143,7 @@ class StepRecovery(StepHooks):
                 if not self.accept_step():
                     if self._before is not None:
                         self.undo_batch()
-                    self.precision.skip_step()
+                    self._run.precision.skip_step()
             finally:
                 self._closure = None
             return result
@@ -166,14 +155,14 @@ class StepRecovery(StepHooks):
 
     def _statistics_now(self) -> list[Tensor]:
         """What batch norms and the like gather in every forward."""
-        if self._tracked[0] is not self.parallel:
+        if self._tracked[0] is not self._run.parallel:
             found = [
                 value
-                for child in self._module().modules()
+                for child in self._run.module.modules()
                 if getattr(child, "track_running_stats", False)
                 for value in child.buffers(recurse=False)
             ]
-            self._tracked = self.parallel, found
+            self._tracked = self._run.parallel, found
         return self._tracked[1]
 
 
@@ -189,4 +178,44 @@ class _Before:
     def __init__(
         self, moment: Moment, statistics: list[Tensor], results: dict[str, dict[str, Tensor]]
     ) -> None:
-        self.moment, self.statistics, self.results = moment, statistics, results
+        self.moment = moment
+        self.statistics = statistics
+        self.results = results
+
+
+class HeldSchedules:
+    """Learning rate schedules that stay where they are when an optimizer step was skipped.
+
+    Lightning advances the schedules after every batch that was to end in an optimizer step, and
+    does not ask whether there was one. Warmup and decay would then run ahead of the training by as
+    many steps as the loss scale takes to settle, a dozen at the start of every float16 run.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Any] = []
+
+    def hold(self, configs: Sequence[LRSchedulerConfig], trainer: Trainer) -> None:
+        """Hold what Lightning is about to advance: schedules by step that are due now.
+
+        Those that follow a metric are no count of steps, and go on.
+        """
+        if not trainer.lightning_module.automatic_optimization:
+            return  # the user steps the schedulers
+        batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+        for config in configs:
+            if counts_steps(config) and batches % config.frequency == 0:
+                self._hold(config.scheduler)
+
+    def release(self) -> None:
+        """Let go of what has not been advanced (a module may override ``lr_scheduler_step``)."""
+        for scheduler in self._held:
+            scheduler.__dict__.pop("step", None)
+        self._held.clear()
+
+    def _hold(self, scheduler: Any) -> None:
+        # On the instance, for this one call: before the next checkpoint it is as it was.
+        def step(*args: Any, **kwargs: Any) -> None:
+            del scheduler.__dict__["step"]
+
+        scheduler.__dict__["step"] = step
+        self._held.append(scheduler)

@@ -16,7 +16,7 @@ Everything here is arithmetic on integers and imports nothing heavy.
 
 from dataclasses import dataclass
 
-from lightning_megatron.problems import whole_numbers
+from lightning_megatron.errors import whole_numbers
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost (slowest varying rank) first."""
@@ -94,7 +94,7 @@ def degree_problems(
     world_size: int, *, tp: int, pp: int, cp: int, dp_replicate: int, zero: int
 ) -> list[str]:
     """Faults of a layout on ``world_size`` processes; empty when `infer_degrees` will work."""
-    given = {"tp": tp, "pp": pp, "cp": cp, "dp_replicate": dp_replicate}
+    given = {"tp": tp, "pp": pp, "cp": cp, "zero.dp_replicate": dp_replicate}
     problems = [
         problem.replace("must be", "a degree is")
         for name, value in given.items()
@@ -112,13 +112,13 @@ def degree_problems(
     dp = world_size // model
     if zero == 0 and dp_replicate not in (1, dp):
         problems.append(
-            f"dp_replicate={dp_replicate}, zero=0: ZeRO 0 replicates over all of dp={dp}; "
+            f"zero.dp_replicate={dp_replicate}, zero=0: ZeRO 0 replicates over all of dp={dp}; "
             f"nearest valid: dp_replicate=1 or {dp}, or zero=1"
         )
     elif zero and dp % dp_replicate:
         valid = " or ".join(str(d) for d in nearest_divisors(dp, dp_replicate))
         problems.append(
-            f"dp_replicate={dp_replicate}, dp={dp}: dp_replicate must divide dp = "
+            f"zero.dp_replicate={dp_replicate}, dp={dp}: dp_replicate must divide dp = "
             f"world size {world_size} / (tp={tp} * pp={pp} * cp={cp}); "
             f"nearest valid: dp_replicate={valid}"
         )

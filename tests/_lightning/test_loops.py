@@ -5,9 +5,13 @@ from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
+import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from typing_extensions import override
 
 from lightning_megatron._lightning import (
+    avoid_inference_mode,
     batch_progress,
     begin_next_epoch,
     broadcast_no_signals,
@@ -94,6 +98,33 @@ def test_evaluation_loop() -> None:
     trainer.test(Module(), verbose=False)
     within = trainer.fit_loop.epoch_loop.val_loop
     assert found == [(within, [1]), (trainer.validate_loop, [1]), (trainer.test_loop, [3])]
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_avoid_inference_mode(outside: bool) -> None:
+    found: dict[str, bool] = {}
+
+    class Asked(Module):
+        @override
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            found["fit" if self.trainer.state.fn == "fit" else "alone"] = is_inference()
+
+        @override
+        def test_step(self, batch: Any, batch_idx: int) -> Any:
+            found["test"] = is_inference()
+
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            found["predict"] = is_inference()
+
+    is_inference = torch.is_inference_mode_enabled
+    trainer = make_trainer(limit_test_batches=1, limit_predict_batches=1)
+    trainer.fit_loop.epoch_loop.val_loop.inference_mode = True
+    avoid_inference_mode(trainer, outside_training=outside)
+    trainer.fit(Asked())
+    trainer.validate(Asked(), verbose=False)
+    trainer.test(Asked(), verbose=False)
+    trainer.predict(Asked(), return_predictions=False)
+    assert found == {"fit": False, **dict.fromkeys(("alone", "test", "predict"), not outside)}
 
 
 def progress_of(trainer: pl.Trainer) -> dict[str, Any]:

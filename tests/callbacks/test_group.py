@@ -63,5 +63,5 @@ def test_members_log_and_keep_their_state() -> None:
 
 
 def test_members_must_differ() -> None:
-    with pytest.raises(ConfigError, match="Notes a is there 2 times"):
+    with pytest.raises(ConfigError, match="Notes a occurs 2 times"):
         CallbackGroup([Notes("a"), Notes("a")])

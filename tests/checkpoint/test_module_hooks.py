@@ -320,7 +320,7 @@ def test_what_cannot_be_done_is_refused_by_name(pool, tmp_path):
     for in_place, part, optimizers, late in pool.run(2, refusals_job, str(tmp_path)):
         name = r"checkpoint\['state_dict'\]\['net.layers.0.0.weight'\]"
         assert re.search(f"on_save_checkpoint changes {name} in place.*nearest valid", in_place)
-        assert re.search(f"sets {name} to the part .*nearest valid", part)
+        assert re.search(f"sets {name} to this rank's shard .*nearest valid", part)
         assert re.search(r"\['optimizer_states'\].*nearest valid: .* = \[\]", optimizers)
         assert re.search(r"net.layers.0.0.weight: .* in on_save_checkpoint only", late)
 
@@ -333,9 +333,9 @@ def test_values_are_fetched_when_they_are_looked_at_and_let_go_afterwards():
             fetched.append(name)
             return torch.arange(6.0).view(2, 3)
 
-        return LazyTensor(name, (2, 3), torch.float32, torch.device("cpu"), fetch, shelf)
+        return LazyTensor(name, (2, 3), torch.float32, torch.device("cpu"), fetch, cache)
 
-    shelf = LazyCache()
+    cache = LazyCache()
     a, b = lazy("a"), lazy("b")
     assert (a.shape, a.dtype, a.dim(), len(a), a.is_floating_point()) == (
         (2, 3),

@@ -13,9 +13,14 @@ import pytest
 from lightning_megatron.cli import main
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.monitoring.events import EventLog
-from lightning_megatron.testing.chaos.faults import KINDS, Fault, FaultMemory, Moment
-from lightning_megatron.testing.chaos.runner import read_rehearsal, run_command, table
-from lightning_megatron.testing.chaos.timetable import random_faults
+from lightning_megatron.testing.chaos.faults import (
+    KINDS,
+    Fault,
+    FaultLog,
+    RunPosition,
+    random_faults,
+)
+from lightning_megatron.testing.chaos.runner import read_result, run_command, table
 
 _COMMAND = """
 import json, os, subprocess, sys
@@ -82,25 +87,25 @@ def write_run(directory: Path) -> None:
         log.step = step
         log.write(kind, t=tick(), **fields)
 
-    def deed(index: int, fault: Fault, step: int, attempt: int) -> None:
-        now = Moment(rank=0, world_size=2, step=step, section=fault.section, attempt=attempt)
-        assert FaultMemory(directory, rank=0).claim(index, fault, now)
+    def inject(index: int, fault: Fault, step: int, attempt: int) -> None:
+        now = RunPosition(rank=0, world_size=2, step=step, section=fault.section, attempt=attempt)
+        assert FaultLog(directory, rank=0).claim(index, fault, now)
         [path] = directory.glob(f"rank00000-{index:03d}-*")
         path.write_text(json.dumps({**json.loads(path.read_text()), "t": tick()}))
 
     log = EventLog(0)
-    log.identify(run="rehearsal")
+    log.identify(run="chaos")
     log.open(directory)
     own = EventLog(0)
     own.open(directory / "own")
     event(log, "start", 0, run_dir=str(directory / "own"))  # at 100 s
     for step in range(1, 6):
         event(log, "step", step, seconds=1.0)  # 101 to 105
-    deed(0, Fault(kind="kill"), 5, 0)  # 106
+    inject(0, Fault(kind="kill"), 5, 0)  # 106
     event(log, "start", 4, run_dir=str(directory / "own"))  # 107
     event(log, "step", 5, seconds=1.0)
     event(log, "step", 6, seconds=1.0)  # 109
-    deed(1, Fault(kind="slow"), 6, 1)  # 110
+    inject(1, Fault(kind="slow"), 6, 1)  # 110
     event(own, "slow_rank", 6)  # 111
     event(log, "step", 7, seconds=2.0)  # 112
     event(log, "end", 7, status="completed")
@@ -108,18 +113,18 @@ def write_run(directory: Path) -> None:
 
 def test_ledger(tmp_path: Path) -> None:
     write_run(tmp_path)
-    rehearsal = read_rehearsal(tmp_path)
-    killed, slowed = rehearsal.outcomes
+    result = read_result(tmp_path)
+    killed, slowed = result.outcomes
     assert (killed.how, killed.detected_s, killed.recovered_s) == ("restart", 1.0, 2.0)
     assert killed.lost_steps == 1
     assert (slowed.how, slowed.detected_s, slowed.recovered_s) == ("slow_rank", 1.0, 2.0)
     assert slowed.lost_steps == 0
-    assert rehearsal.ledger.restarts == 1
-    assert rehearsal.ledger.steps_lost == 1
+    assert result.ledger.restarts == 1
+    assert result.ledger.steps_lost == 1
     # Of 13 seconds, 4 + 1 + 1 + 2 were spent on steps that were kept.
-    assert rehearsal.goodput == pytest.approx(8 / 13)
-    assert rehearsal.recovered
-    last = table(rehearsal).splitlines()[-1]
+    assert result.goodput == pytest.approx(8 / 13)
+    assert result.recovered
+    last = table(result).splitlines()[-1]
     assert last == (
         "injected 2, detected 2, recovered 2; restarts 1, steps lost 1, goodput 62% of 13 s"
     )
@@ -129,11 +134,11 @@ def test_two_faults_at_once(tmp_path: Path) -> None:
     """Nobody gets on between them: what follows is put down to both."""
     write_run(tmp_path)
     fault = Fault(kind="hang", section="data")
-    now = Moment(rank=0, world_size=2, step=5, section="data")
-    assert FaultMemory(tmp_path, rank=0).claim(2, fault, now)
+    now = RunPosition(rank=0, world_size=2, step=5, section="data")
+    assert FaultLog(tmp_path, rank=0).claim(2, fault, now)
     [path] = tmp_path.glob("rank00000-002-*")
     path.write_text(json.dumps({**json.loads(path.read_text()), "t": 105.5}))
-    hung, killed, _ = read_rehearsal(tmp_path).outcomes
+    hung, killed, _ = read_result(tmp_path).outcomes
     assert (hung.how, hung.detected_s, hung.recovered_s) == ("restart", 1.5, 2.5)
     assert (killed.how, killed.recovered_s) == ("restart", 2.0)
 
@@ -143,9 +148,9 @@ def test_never_recovered(tmp_path: Path) -> None:
     file = tmp_path / "events" / "rank_00000.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:6]))
-    rehearsal = read_rehearsal(tmp_path)
-    assert [outcome.recovered_s for outcome in rehearsal.outcomes] == [None, None]
-    assert not rehearsal.recovered
+    result = read_result(tmp_path)
+    assert [outcome.recovered_s for outcome in result.outcomes] == [None, None]
+    assert not result.recovered
 
 
 def test_exit_codes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.layers.attention_backends import Call, attend, missing
+from lightning_megatron.layers.attention_backends import AttentionCall, attend, missing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ def _run(name: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[torch.T
         for heads in (8, 2, 2, 8)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    y = attend(name, Call(q, k, v, **options))
+    y = attend(name, AttentionCall(q, k, v, **options))
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.precision.fp8_blocks import BlockProducts, lack_of_kernels
+from lightning_megatron.precision.fp8_blocks import BlockwiseGemm, lack_of_kernels
 from lightning_megatron.precision.scaling import E4M3
 from tests.precision.test_fp8_blocks import RECIPES, SIZES
 
@@ -31,7 +31,7 @@ def test_kernels_multiply_what_is_emulated(
     weight = torch.randn(rows, columns, generator=draw, device=device).to(dtype)
     grad = torch.randn(tokens, rows, generator=draw, device=device).to(dtype)
     length, square = RECIPES[recipe]
-    native, emulated = (BlockProducts(E4M3, length, square, n) for n in (True, False))
+    native, emulated = (BlockwiseGemm(E4M3, length, square, n) for n in (True, False))
     for found, expected in (
         (native.output(x, weight)[0], emulated.output(x, weight)[0]),
         (native.input_gradient(grad, weight), emulated.input_gradient(grad, weight)),

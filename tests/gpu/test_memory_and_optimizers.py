@@ -9,13 +9,14 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import (
+    ActivationConfig,
     Bf16MixedPrecision,
     Bf16TruePrecision,
+    CompileConfig,
     Fp8Precision,
     GradientMonitor,
     LanguageModel,
     MegatronStrategy,
-    MemoryConfig,
 )
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.optim.clip_rules import PercentileClip, UnitClip, ZScoreClip
@@ -27,25 +28,26 @@ pytestmark = [
 
 ACCELERATOR = "gpu"
 MEMORY = {
-    "full": MemoryConfig(recompute="full"),
-    "every second": MemoryConfig(recompute="full", every=2),
-    "groups": MemoryConfig(recompute="full", group=2),
-    "selective": MemoryConfig(recompute="selective"),
-    "selective, of parts": MemoryConfig(recompute="selective", keep=["matmul", "norm"]),
-    "adaptive": MemoryConfig(recompute="adaptive", activation_gib=0.002),
-    "a part of the device": MemoryConfig(recompute="adaptive", activation_fraction=0.5),
-    "offload": MemoryConfig(offload_activations=True, offload_min_bytes=0),
-    "offload of few": MemoryConfig(recompute="selective", offload_activations=True),
+    "full": ActivationConfig(recompute="full"),
+    "every second": ActivationConfig(recompute="full", every=2),
+    "groups": ActivationConfig(recompute="full", group=2),
+    "selective": ActivationConfig(recompute="selective"),
+    "selective, of parts": ActivationConfig(recompute="selective", keep=["matmul", "norm"]),
+    "adaptive": ActivationConfig(recompute="adaptive", limit_gib=0.002),
+    "a part of the device": ActivationConfig(recompute="adaptive", limit_fraction=0.5),
+    "offload": ActivationConfig(offload=True, offload_min_bytes=0),
+    "offload of few": ActivationConfig(recompute="selective", offload=True),
 }
 
 
 def fit(
-    memory: MemoryConfig | None = None,
+    memory: ActivationConfig | None = None,
     model: dict[str, Any] | None = None,
     backend: Any = "sdpa",
     callbacks: Sequence[pl.Callback] = (),
     length: int = 16,
     num_heads: int = 4,
+    compiled: CompileConfig | None = None,
     **options: Any,
 ) -> list[float]:
     """Losses of 16 steps on one sentence of 64 different letters."""
@@ -59,7 +61,11 @@ def fit(
     trainer = pl.Trainer(
         accelerator=ACCELERATOR,
         devices=1,
-        strategy=MegatronStrategy(memory=memory or MemoryConfig(), num_microbatches=2),
+        strategy=MegatronStrategy(
+            activations=memory or ActivationConfig(),
+            compile=compiled or CompileConfig(),
+            num_microbatches=2,
+        ),
         max_steps=16,
         logger=False,
         enable_checkpointing=False,
@@ -109,7 +115,7 @@ def test_memory_changes_no_loss(name: str, precision: str) -> None:
 @pytest.mark.parametrize("recompute", ["selective", "adaptive"])
 def test_flex_attention_stays_compiled_in_recomputed_blocks(recompute: Any) -> None:
     limit = 0.002 if recompute == "adaptive" else None
-    memory = MemoryConfig(recompute=recompute, activation_gib=limit)
+    memory = ActivationConfig(recompute=recompute, limit_gib=limit)
     # A block of its kernel, in heads that tensor cores like.
     sizes = {"length": 128, "num_heads": 2}
     expected = fit(precision="bf16-mixed", backend="flex", **sizes)
@@ -150,7 +156,7 @@ def test_plugins_learn(plugin: Any) -> None:
     reason="needs FP8 units",
 )
 def test_fp8_is_recomputed(recompute: Any) -> None:
-    memory = MemoryConfig(recompute=recompute, offload_activations=recompute != "none")
+    memory = ActivationConfig(recompute=recompute, offload=recompute != "none")
     fit(memory, plugins=[Fp8Precision("delayed")])
 
 
@@ -159,8 +165,8 @@ def test_rules_clip(rule: Any) -> None:
     fit(callbacks=[GradientMonitor(rule, nonfinite="skip")], precision="16-mixed")
 
 
-@pytest.mark.parametrize("compile_", ["block", "model"])
-def test_compiled_networks_learn(compile_: Any) -> None:
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_compiled_networks_learn(scope: Any) -> None:
     expected = fit(precision="bf16-mixed")
-    found = fit(MemoryConfig(compile=compile_), precision="bf16-mixed")
+    found = fit(compiled=CompileConfig(scope=scope), precision="bf16-mixed")
     assert found == close_to(expected)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_megatron import MemoryConfig, PipelineSequential
+from lightning_megatron import ActivationConfig, PipelineSequential
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import TransformerBlock
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
@@ -36,7 +36,7 @@ def test_the_same_numbers_from_less_memory(recompute: str) -> None:
     net = PipelineSequential(layers=[TransformerBlock(CONFIG, None) for _ in range(12)]).to(DEVICE)
     found = []
     for offload in (False, True, True):
-        memory = MemoryConfig(recompute=recompute, offload_activations=offload)
+        memory = ActivationConfig(recompute=recompute, offload=offload)
         transform_blocks(net, blocks_to_recompute(net, memory), memory, DEVICE)
         for p in net.parameters():
             p.grad = None

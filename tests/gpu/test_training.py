@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import Fp8Precision, LanguageModel, MegatronStrategy, ShardingConfig
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.precision.recipe import RECIPES
+from lightning_megatron.precision.fp8_recipes import RECIPES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,10 +38,10 @@ def _fit(precision: Any, ckpt_path: str | None = None, **options: Any) -> tuple[
     data = TensorDataset(tokens[:, :-1], tokens[:, 1:])
     module = LanguageModel(CONFIG, lr=1e-2, warmup_steps=2)
     trainer.fit(module, DataLoader(data, batch_size=4), ckpt_path=ckpt_path)
-    offload = options.get("sharding", ShardingConfig()).offload_parameters
-    place = "cpu" if offload else "cuda"
+    zero = trainer.strategy.options.zero
+    place = "cpu" if zero.offload_parameters else "cuda"
     assert all(p.device.type == place for p in module.parameters())
-    place = "cpu" if options.get("sharding", ShardingConfig()).offload_optimizer else place
+    place = "cpu" if zero.offload_optimizer else place
     for state in trainer.optimizers[0].state.values():
         assert all(v.device.type == place for v in state.values() if v.ndim)
     return trainer, float(trainer.callback_metrics["train_loss"])
@@ -74,13 +74,12 @@ def test_checkpoint_continues(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_one_sentence_is_learnt_with_shards_in_host_memory(
-    precision: str, zero: int, tmp_path: Path
+    precision: str, zero: Any, tmp_path: Path
 ) -> None:
-    sharding = ShardingConfig(offload_optimizer=True, offload_parameters=zero == 3)
-    trainer, loss = _fit(precision, zero=zero, num_microbatches=2, sharding=sharding)
+    config = ShardingConfig(stage=zero, offload_optimizer=True, offload_parameters=zero == 3)
+    trainer, loss = _fit(precision, zero=config, num_microbatches=2)
     assert loss < 1.0
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    _, continued = _fit(
-        precision, str(tmp_path / "half.ckpt"), zero=zero, num_microbatches=2, sharding=sharding
-    )
+    path = str(tmp_path / "half.ckpt")
+    _, continued = _fit(precision, path, zero=config, num_microbatches=2)
     assert continued < loss

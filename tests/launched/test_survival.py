@@ -132,7 +132,7 @@ def test_the_rank_that_ended_is_named_before_all_others(
     [(rank, how)] = causes
     assert f"rank={rank}," in fault
     # torchrun may have asked how the process ended before the other rank looked.
-    known = ENDS[fault] if "exception" in fault else (ENDS[fault], "ended without a word")
+    known = ENDS[fault] if "exception" in fault else (ENDS[fault], "ended without an error")
     assert how.startswith(known)
     assert "finished" not in text
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import attention_backends as backends
 from lightning_megatron.layers.attention import CausalSelfAttention
-from lightning_megatron.layers.attention_backends import Call, attend, window_mask
+from lightning_megatron.layers.attention_backends import AttentionCall, attend, window_mask
 from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
@@ -25,7 +25,7 @@ def _call(n=4, kv_heads=4, s=9, d=8, dtype=torch.float64, grad=True, **options):
         torch.randn(2, s, heads, d, generator=generator, dtype=dtype, requires_grad=grad)
         for heads in (n, kv_heads, kv_heads)
     )
-    return Call(q, k, v, **options)
+    return AttentionCall(q, k, v, **options)
 
 
 def _mask():
@@ -87,7 +87,7 @@ def test_keys_are_expanded_where_a_mask_and_groups_have_no_kernel(device, option
     call = _call(kv_heads=2, grad=False)
     tensors = [x.to(device) for x in (call.q_bsnd, call.k_btnd, call.v_btnd)]
     with _Calls() as seen:
-        attend("sdpa", Call(*tensors, **options))
+        attend("sdpa", AttentionCall(*tensors, **options))
     assert seen.heads == heads
     assert seen.grouped is (heads[1] == 2)
 
@@ -113,7 +113,7 @@ def test_a_layer_gives_the_same_with_another_backend():
 def test_dropout_of_the_reference_keeps_the_mean():
     torch.manual_seed(0)
     call = _call(n=8, kv_heads=8, grad=False)
-    dropped = Call(call.q_bsnd, call.k_btnd, call.v_btnd, dropout=0.5)
+    dropped = AttentionCall(call.q_bsnd, call.k_btnd, call.v_btnd, dropout=0.5)
     mean = torch.stack([attend("reference", dropped) for _ in range(3000)]).mean(0)
     assert (mean - attend("reference", call)).abs().max() < 0.2
 
@@ -137,7 +137,7 @@ def test_auto_says_what_it_takes(caplog):
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
-        ("flex", {}, "device=cpu: trains on CUDA only"),
+        ("flex", {}, "device=cpu: this backend trains on CUDA only"),
         ("flex", {"mask": _mask(), "grad": False}, "takes no mask"),
         ("flex", {"dropout": 0.1, "grad": False}, "dropout=0.1"),
     ],
@@ -166,7 +166,9 @@ def packages(monkeypatch):
     ):
         assert causal
         assert softmax_scale is None
-        return backends._reference(Call(q, k, v, _band(q.shape[1], window_size), None, dropout_p))
+        return backends._reference(
+            AttentionCall(q, k, v, _band(q.shape[1], window_size), None, dropout_p)
+        )
 
     class DotProductAttention(nn.Module):
         def __init__(
@@ -188,7 +190,9 @@ def packages(monkeypatch):
             s, n, d = query_layer.shape[1:]
             assert self.sizes == (n, key_layer.shape[2], d)
             mask = _band(s, self.window_size)
-            return backends._reference(Call(query_layer, key_layer, value_layer, mask)).flatten(2)
+            return backends._reference(
+                AttentionCall(query_layer, key_layer, value_layer, mask)
+            ).flatten(2)
 
     flash, te = ModuleType("flash_attn"), ModuleType("transformer_engine.pytorch")
     flash.flash_attn_func, te.DotProductAttention = flash_attn_func, DotProductAttention

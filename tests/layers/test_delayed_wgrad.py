@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from lightning_megatron.layers.delayed_wgrad import WeightGradients, add_gradients, attach
+from lightning_megatron.layers.delayed_wgrad import WgradQueue, add_gradients, attach
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
 from tests.layers.parity import make_topology
@@ -88,16 +88,16 @@ def test_two_parts_equal_one(name: str) -> None:
     for tensor in (*module.parameters(), *inputs):
         tensor.grad = None
 
-    deferral = WeightGradients()
-    attach(module, deferral)
+    wgrad_queue = WgradQueue()
+    attach(module, wgrad_queue)
     pieces = []
     for x in inputs:  # two microbatches under way before the first weight part
         output = module(x)
-        deferral.collecting = True
+        wgrad_queue.collecting = True
         output.square().sum().backward()
         del output  # a runner keeps nothing of the graph either
-        deferral.collecting = False
-        pieces.append(deferral.take())
+        wgrad_queue.collecting = False
+        pieces.append(wgrad_queue.take())
     for x, gradient in zip(inputs, expected_inputs, strict=True):
         torch.testing.assert_close(x.grad, gradient, rtol=1e-13, atol=1e-13)
     last = list(module.parameters())[-1]
@@ -110,11 +110,11 @@ def test_two_parts_equal_one(name: str) -> None:
 
 
 def test_without_collecting_backward_is_whole() -> None:
-    module, deferral = CASES["plain"](), WeightGradients()
-    attach(module, deferral)
+    module, wgrad_queue = CASES["plain"](), WgradQueue()
+    attach(module, wgrad_queue)
     module(torch.ones(2, WIDTH)).sum().backward()
     assert all(p.grad is not None for p in module.parameters())
-    assert deferral.take() == []
+    assert wgrad_queue.take() == []
     with torch.no_grad():
         assert module(torch.ones(2, WIDTH)).grad_fn is None
 
@@ -130,16 +130,16 @@ def parallel_job(sequence: bool) -> None:
     for layer in module:
         layer.distribute(topology)
     module.double()
-    deferral = WeightGradients()
-    attach(module, deferral)
+    wgrad_queue = WgradQueue()
+    attach(module, wgrad_queue)
     found = []
     for split in (False, True):
         x = torch.linspace(-1, 1, 2 * 2 * WIDTH, dtype=torch.float64).view(2, 2, WIDTH)
         x.requires_grad_()
-        deferral.collecting = split
+        wgrad_queue.collecting = split
         module(x).square().sum().backward()
-        deferral.collecting = False
-        pieces = deferral.take()
+        wgrad_queue.collecting = False
+        pieces = wgrad_queue.take()
         assert bool(pieces) == split
         add_gradients(pieces)
         found.append([x.grad, *(p.grad for p in module.parameters())])

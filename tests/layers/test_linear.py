@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.layers import delayed_wgrad as deferral
+from lightning_megatron.layers import delayed_wgrad as wgrad_queue
 from lightning_megatron.layers import linear_functions
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -67,7 +67,7 @@ def _overlap(tp):
         wait = pending.wait
         return mock.Mock(wait=lambda *after: (events.append("wait"), wait(*after))[1])
 
-    weight_gradient = deferral.weight_gradient
+    weight_gradient = wgrad_queue.weight_gradient
 
     def gradient(*args):
         events.append("weight")
@@ -75,7 +75,7 @@ def _overlap(tp):
 
     with (
         mock.patch.object(linear_functions, "start_sum", start),
-        mock.patch.object(deferral, "weight_gradient", gradient),
+        mock.patch.object(wgrad_queue, "weight_gradient", gradient),
     ):
         layer(torch.randn(2, 3, 4, requires_grad=True)).sum().backward()
     return events
@@ -166,7 +166,7 @@ def _views(_):
     topology = make_topology(2)
     column, row = ColumnParallelLinear(8, 8), RowParallelLinear(8, 8)
     plain = nn.Linear(8, 8)
-    deferral.attach(plain, deferral.WeightGradients())
+    wgrad_queue.attach(plain, wgrad_queue.WgradQueue())
     found = []
     for layer in (column, row, plain):
         distribute(layer, topology)

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lightning_megatron
 from lightning_megatron import MegatronStrategy, PipelineSequential
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tests.strategy.small import dp_of
 
 WIDTH = 4
 GLOBAL_BATCH = 8
@@ -256,8 +257,7 @@ class Run:
     ) -> None:
         self.case, self.layout, self.devices, self.directory = case, layout, devices, directory
         self.record = Record()
-        options = layout or {}
-        self.dp = devices // (options.get("tp", 1) * options.get("pp", 1))
+        self.dp = dp_of(devices, layout or {})
 
     def module(self, kind: type[Base] | None = None, *args: Any, **kwargs: Any) -> Any:
         """A module that writes down its hooks."""

@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 1": {"zero": 1},
     "zero 2": {"zero": 2},
     "zero 3": {"zero": 3},
-    "HSDP": {"zero": 3, "sharding": ShardingConfig(dp_replicate=2)},
+    "HSDP": {"zero": ShardingConfig(stage=3, dp_replicate=2)},
     "tp inside": {"tp": 2, "zero": 1},
     "tp across": {"tp": 4},
     "pp across": {"pp": 2, "tp": 2, "num_microbatches": 1},

@@ -11,7 +11,7 @@ from tests.machines import Machines, Run, needs_machines
 
 pytestmark = [needs_machines, pytest.mark.thorough]
 
-GONE = "has gone without a word: it was killed, or its machine is off or cut off"
+GONE = "does not answer: it was killed, or its machine is off or cut off"
 
 
 def begin(
@@ -80,7 +80,7 @@ def test_all_processes_of_a_node(tmp_path: Path) -> None:
         machines[1].signal_all(signal.SIGKILL)
         [cause] = causes(runs[:1])
     assert cause == (
-        "node1 (10.77.0.2; ranks 2, 3) has gone without a word: its processes were killed, or it "
+        "node1 (10.77.0.2; ranks 2, 3) does not answer: its processes were killed, or it "
         "is off or cut off"
     )
 

@@ -111,7 +111,7 @@ MESSAGES = GLOBAL_BATCH * WIDTH * 8
         ({"zero": 1}, "dp", 4 * (1.5 * WHOLE + 3 * FLAGS), 4 * (WHOLE / 2 + FLAGS)),
         # Shards are summed over the copies, each of which is on a node of its own.
         (
-            {"zero": 1, "sharding": ShardingConfig(dp_replicate=2)},
+            {"zero": ShardingConfig(stage=1, dp_replicate=2)},
             "dp",
             4 * (1.5 * WHOLE + 2 * FLAGS),
             4 * (WHOLE / 2 + FLAGS),
@@ -141,8 +141,8 @@ class Wide(Small):
 
 def wide_job(scatter_gather: Any) -> dict[str, float]:
     monitor = CommunicationMonitor(every=2)
-    layout = {"pp": 2, "tp": 2, "num_microbatches": 2}
-    layout["pipeline"] = PipelineConfig(scatter_gather=scatter_gather)
+    pp = PipelineConfig(degree=2, scatter_gather=scatter_gather)
+    layout = {"pp": pp, "tp": 2, "num_microbatches": 2}
     host = f"node{int(os.environ['RANK']) // 2}"
     with mock.patch("socket.gethostname", return_value=host):
         data = TensorDataset(*(torch.randn(256, 64, dtype=torch.float64) for _ in range(2)))

@@ -120,13 +120,13 @@ def test_followers_hear_of_events_and_bring_nothing_down(
     def broken(event: object) -> None:
         raise RuntimeError("not now")
 
-    log.follow(heard.append)
-    log.follow(heard.append)
-    log.follow(broken)
+    log.subscribe(heard.append)
+    log.subscribe(heard.append)
+    log.subscribe(broken)
     log.write("start")
-    log.unfollow(heard.append)
-    log.unfollow(broken)
-    log.unfollow(broken)
+    log.unsubscribe(heard.append)
+    log.unsubscribe(broken)
+    log.unsubscribe(broken)
     log.write("end")
     assert [e["kind"] for e in heard] == ["start"]
     assert [e["kind"] for e in read_events(tmp_path)] == ["start", "end"]

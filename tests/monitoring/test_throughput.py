@@ -17,7 +17,7 @@ from lightning_megatron import LanguageModel, ThroughputMonitor
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.models.flops import training_flops_per_token
 from lightning_megatron.monitoring.flops import COUNTED, OWN, PALM, count_tokens
-from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import LAYOUTS, WIDTH, Small, dp_of, loader, make_trainer, run, samples
 
@@ -197,7 +197,7 @@ def counted(
     layout: Mapping[str, Any] | None, devices: int, recompute: str = "none"
 ) -> tuple[float | None, float | None, str | None]:
     monitor = ThroughputMonitor(peak_tflops=1)
-    memory = {} if layout is None else {"memory": MemoryConfig(recompute=recompute)}  # type: ignore[arg-type]
+    memory = {} if layout is None else {"activations": ActivationConfig(recompute=recompute)}  # type: ignore[arg-type]
     trainer = make_trainer(
         None if layout is None else {**layout, **memory}, devices, callbacks=[monitor]
     )

@@ -12,7 +12,7 @@ from lightning_megatron.optim.gathered_step import check_optimizer
 from lightning_megatron.optim.lion import Lion
 from lightning_megatron.optim.muon import Muon, orthogonalize
 from lightning_megatron.optim.param_groups import muon_groups
-from lightning_megatron.optim.shard_spec import Cut, Piece, whole_piece
+from lightning_megatron.optim.shard_spec import ShardAxis, ShardSpec, unsharded
 
 
 def net() -> nn.Sequential:
@@ -115,10 +115,10 @@ def test_wrong_options(make: Any, words: str) -> None:
         make([nn.Parameter(torch.ones(2))])
 
 
-def half(p: torch.Tensor) -> dict[torch.Tensor, Piece]:
+def half(p: torch.Tensor) -> dict[torch.Tensor, ShardSpec]:
     group: Any = None
-    cut = Cut(axis="tp", group=group, size=2, rank=0, dim=0)
-    return {p: Piece(name="p", full_shape=(2 * p.shape[0], *p.shape[1:]), cuts=(cut,))}
+    axis = ShardAxis(name="tp", group=group, size=2, rank=0, dim=0)
+    return {p: ShardSpec(name="p", full_shape=(2 * p.shape[0], *p.shape[1:]), axes=(axis,))}
 
 
 class Mine(torch.optim.SGD):
@@ -133,7 +133,7 @@ def test_what_an_unknown_optimizer_costs_is_said() -> None:
     p = nn.Parameter(torch.ones(2, 2))
     for optimizer in (Muon([p]), Adafactor([p]), Lion([p]), MineByElements([p])):
         assert check_optimizer(optimizer, half(p)) is None
-    assert check_optimizer(Mine([p]), {p: whole_piece(p)}) is None
+    assert check_optimizer(Mine([p]), {p: unsharded(p)}) is None
     assert "elementwise = True" in str(check_optimizer(Mine([p]), half(p)))
     assert "optim.muon.Muon is the same" in str(check_optimizer(torch.optim.Muon([p]), half(p)))
     with pytest.raises(ConfigError, match="nearest valid: AdamW"):

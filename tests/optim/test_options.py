@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from lightning_megatron import (
+    ActivationConfig,
+    CompileConfig,
     ConfigError,
     Fp8Precision,
     Fp16Precision,
     GradientMonitor,
-    MemoryConfig,
     ShardingConfig,
 )
 from lightning_megatron.errors import raise_if_any
@@ -39,8 +40,11 @@ def make(kind: Any, *arguments: Any, **options: Any) -> Callable[[], Any]:
     return lambda: kind(*arguments, **options)
 
 
-def problems_of(config: Any) -> Callable[[], None]:
-    return lambda: raise_if_any(config.problems(NET))
+def problems_of(config: Any, compiled: CompileConfig | None = None) -> Callable[[], None]:
+    problems = config.problems(NET)
+    return lambda: raise_if_any(
+        problems + (compiled.problems(config, NET) if compiled is not None else [])
+    )
 
 
 NUMBERS = {"lr": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.9)}
@@ -65,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "adafactor": (make(Adafactor, params(), 1.0, 1.0, d=0.5), ("beta2_decay=1.0", "d=1.0")),
     "plateau": (
         make(WarmupStableDecay, -1, 5, 0, 2.0),
-        ("warmup_steps=0", "total_steps=1", "nearest valid: 1.0"),
+        ("warmup_steps=0", "total_steps=1", "nearest valid: min_lr_ratio=1.0"),
     ),
     "percentile": (make(PercentileClip, NAN, 0), ("percentile=0.0", "window=1")),
     "score": (make(ZScoreClip, -1.0, 1.0, 0.5), ("z=0.0", "beta=0.99", "warmup=1")),
@@ -89,40 +93,39 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("every=1", "'keep'", "clip=PercentileClip()"),
     ),
     "no such mode, and more": (
-        problems_of(MemoryConfig(recompute="ful", every=0, group=0, offload_min_bytes=-1)),
+        problems_of(ActivationConfig(recompute="ful", every=0, group=0, offload_min_bytes=-1)),
         ("'full'", "every=1", "group=1", "offload_min_bytes=0"),
     ),
     "everything for adaptive": (
         problems_of(
-            MemoryConfig(
+            ActivationConfig(
                 recompute="adaptive",
                 every=2,
                 group=2,
                 keep=["mat"],
-                activation_gib="1",  # type: ignore[arg-type]
-                activation_fraction=1.5,
+                limit_gib="1",  # type: ignore[arg-type]
+                limit_fraction=1.5,
                 distribute_inputs=True,
-                offload_activations=True,
-                compile="model",
-                compile_backend="x",
-            )
+                offload=True,
+            ),
+            CompileConfig(scope="model", backend="x"),
         ),
         (
-            "memory.keep=['mat']",
+            "activations.keep=['mat']",
             "'inductor'",
             "blocks inside of one graph are not measured",
             "it chooses the blocks itself",
-            "activation_gib='1', activation_fraction=1.5: one number",
-            "activation_fraction=1.0",
+            "limit_gib='1', limit_fraction=1.5: one number",
+            "limit_fraction=1.0",
             "distribute_inputs=False",
             "does not count towards the limit",
-            "memory.compile='model', recompute='adaptive'",
+            "compile.scope='model', activations.recompute='adaptive'",
             "group=1",
             "group=1, or group without them",
         ),
     ),
     "a string of blocks": (
-        problems_of(MemoryConfig(recompute="full", blocks="Linear")),  # type: ignore[arg-type]
+        problems_of(ActivationConfig(recompute="full", blocks="Linear")),  # type: ignore[arg-type]
         ("blocks=['Linear']",),
     ),
     "a string of units": (problems_of(ShardingConfig(wrap="Linear")), ("wrap=['Linear']",)),  # type: ignore[arg-type]

@@ -15,10 +15,10 @@ import torch._inductor.compile_fx
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from lightning_megatron import MemoryConfig, PipelineSequential
+from lightning_megatron import ActivationConfig, CompileConfig, PipelineConfig, PipelineSequential
 from lightning_megatron._torch import TorchDispatchMode, compile_with_callers_only
 from lightning_megatron.layers import linear_functions
-from lightning_megatron.layers.delayed_wgrad import WeightGradients, multiply_with
+from lightning_megatron.layers.delayed_wgrad import WgradQueue, set_gemm_backend
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.models.config import TransformerConfig
@@ -49,6 +49,10 @@ GPT = replace(LLAMA, norm="layernorm", activation="gelu", positions="learned", b
 ROWS = 2
 """Samples of a microbatch; no weight has as many rows."""
 CPU = torch.device("cpu")
+PLAIN, EAGER = ActivationConfig(), CompileConfig()
+FULL, SELECTIVE = ActivationConfig(recompute="full"), ActivationConfig(recompute="selective")
+MODEL = CompileConfig(scope="model", backend="aot_eager")
+BLOCK = CompileConfig(scope="block", backend="aot_eager")
 
 
 class Block(nn.Module):
@@ -92,19 +96,27 @@ class Found:
     """Numbers that autograd kept of all microbatches; of weights, none."""
 
 
-def compare(processes: int, options: dict[str, Any], memory: MemoryConfig) -> tuple[Found, int]:
+def compare(
+    processes: int, options: dict[str, Any], memory: ActivationConfig, compiled: CompileConfig
+) -> tuple[Found, int]:
     """What is found with compilation, and what is kept without it and without recomputation."""
-    return train(processes, options, memory), train(processes, options, MemoryConfig()).kept
+    return train(processes, options, memory, compiled), train(processes, options).kept
 
 
-def train(processes: int, options: dict[str, Any], memory: MemoryConfig) -> Found:
+def train(
+    processes: int,
+    options: dict[str, Any],
+    memory: ActivationConfig = PLAIN,
+    compiled: CompileConfig = EAGER,
+) -> Found:
     """Two batches under a layout."""
     torch.compiler.reset()
     counters["stats"].clear()
     deferred: list[Any] = []
     limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": True}
-    layout = {**options, "memory": memory, "sharding": ShardingConfig(min_numel=1)}
-    noting = patch.object(WeightGradients, "add", _noting(deferred))
+    layout = {**options, "activations": memory, "compile": compiled}
+    layout["zero"] = ShardingConfig(min_numel=1)
+    noting = patch.object(WgradQueue, "add", _noting(deferred))
     with noting, torch._dynamo.config.patch(limits):
         trainer, module = make_trainer(layout, processes, max_steps=2), Net()
         kept = count_kept(module)
@@ -134,40 +146,40 @@ def count_kept(module: Net) -> list[int]:
 
 
 def _noting(deferred: list[Any]) -> Any:
-    add = WeightGradients.add
+    add = WgradQueue.add
 
-    def noted(self: WeightGradients, targets: list[Tensor], compute: Any) -> None:
+    def noted(self: WgradQueue, targets: list[Tensor], compute: Any) -> None:
         deferred.append(targets)
         add(self, targets, compute)
 
     return noted
 
 
-CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[int, dict[str, Any], ActivationConfig]] = {
     "model, pp=2 zb-h1, full": (
         2,
-        {"pp": 2, "num_microbatches": 4, "schedule": "zb-h1"},
-        {"compile": "model", "recompute": "full"},
+        {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 4},
+        FULL,
     ),
     "model, pp=2, selective": (
         2,
         {"pp": 2, "num_microbatches": 4},
-        {"compile": "model", "recompute": "selective"},
+        SELECTIVE,
     ),
     "block, pp=2 zbv, full": (
         2,
-        {"pp": 2, "num_microbatches": 4, "schedule": "zbv"},
-        {"compile": "block", "recompute": "full"},
+        {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 4},
+        FULL,
     ),
     "block, tp=2, selective": (
         2,
         {"tp": 2, "num_microbatches": 4},
-        {"compile": "block", "recompute": "selective"},
+        SELECTIVE,
     ),
     "block, tp=2 pp=2 zb-h1": (
         4,
-        {"tp": 2, "pp": 2, "num_microbatches": 1, "schedule": "zb-h1"},
-        {"compile": "block"},
+        {"tp": 2, "pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 1},
+        PLAIN,
     ),
 }
 
@@ -175,16 +187,16 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_networks_train_as_others_do(pool: WorkerPool, name: str) -> None:
     processes, options, memory = CASES[name]
-    plain = pool.run(1, train, 1, {}, MemoryConfig())
-    compiled = MemoryConfig(compile_backend="aot_eager", **memory)
-    by_rank = pool.run(processes, compare, processes, options, compiled, timeout=300)
+    plain = pool.run(1, train, 1, {})
+    compiled = MODEL if name.startswith("model") else BLOCK
+    by_rank = pool.run(processes, compare, processes, options, memory, compiled, timeout=300)
     found = [compiled for compiled, _ in by_rank]
     assert_same(merged([f.weights for f in found]), plain[0].weights)
     assert all(f.graphs for f in found)
     assert all(bool(f.deferred) == ("zb" in name) for f in found)
     if name == "block, tp=2, selective":
         assert all(f.graphs == 1 for f in found)
-    if compiled.recompute != "none":
+    if memory.recompute != "none":
         assert all(f.kept < 0.6 * plainly for f, plainly in by_rank), by_rank
 
 
@@ -262,7 +274,7 @@ def test_a_graph_multiplies_while_it_sums(pool: WorkerPool) -> None:
 
 
 class Halved:
-    """Products of a layer's own."""
+    """GEMM backend of a layer's own."""
 
     def __init__(self) -> None:
         self.traced: list[bool] = []
@@ -288,12 +300,12 @@ def run_products() -> tuple[Ran, Ran, list[bool]]:
     halved = Halved()
     for layer in net.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            multiply_with(layer, halved)
+            set_gemm_backend(layer, halved)
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     plain = run(net.forward, x, net, topology.tp.meter)
     halved.traced.clear()
     torch.compiler.reset()
-    transform_blocks(net, [], MemoryConfig(compile="block", compile_backend="aot_eager"), CPU)
+    transform_blocks(net, [], PLAIN, CPU, compiled=BLOCK)
     return plain, run(net.forward, x, net, topology.tp.meter), halved.traced
 
 
@@ -303,9 +315,9 @@ def test_products_that_ranks_agree_on_stay_outside_of_graphs(pool: WorkerPool) -
         assert traced == [False] * 3
 
 
-@pytest.mark.parametrize(("name", "graphs"), [("model", 1), ("block", 4)])
+@pytest.mark.parametrize(("compiler", "graphs"), [(MODEL, 1), (BLOCK, 4)], ids=["model", "block"])
 def test_one_graph_of_the_model_or_one_of_each_block(
-    monkeypatch: pytest.MonkeyPatch, name: Any, graphs: int
+    monkeypatch: pytest.MonkeyPatch, compiler: CompileConfig, graphs: int
 ) -> None:
     """The compiler itself is left out."""
     compiled: list[Any] = []
@@ -316,7 +328,7 @@ def test_one_graph_of_the_model_or_one_of_each_block(
 
     monkeypatch.setattr(torch, "compile", compile_)
     module, plain = Net(), Net()
-    transform_blocks(module, [], MemoryConfig(compile=name, compile_backend="aot_eager"), CPU)
+    transform_blocks(module, [], PLAIN, CPU, compiled=compiler)
     for ours, theirs in zip(gradients(module), gradients(plain), strict=True):
         assert torch.equal(ours, theirs)
     assert len(compiled) == graphs
@@ -369,12 +381,14 @@ class Pass:
     """Products of linear layers that the backward computed again."""
 
 
-def one_pass(kind: type[Random], memory: MemoryConfig) -> Pass:
+def one_pass(
+    kind: type[Random], memory: ActivationConfig = PLAIN, compiled: CompileConfig = EAGER
+) -> Pass:
     """Through a network of three blocks."""
     torch.compiler.reset()
     torch.manual_seed(0)
     net = PipelineSequential(layers=[kind() for _ in range(3)], head=nn.Linear(WIDTH, 2)).double()
-    transform_blocks(net, blocks_to_recompute(net, memory), memory, CPU)
+    transform_blocks(net, blocks_to_recompute(net, memory), memory, CPU, compiled=compiled)
     kept = {}
     own = {p.untyped_storage().data_ptr() for p in net.parameters()}
 
@@ -399,22 +413,20 @@ def one_pass(kind: type[Random], memory: MemoryConfig) -> Pass:
     return Pass(gradients, list(net.buffers()), sum(kept.values()), counted.count)
 
 
-FULL = MemoryConfig(recompute="full")
 INSIDE = {
     "full": (FULL, 1, 6),
     "every 2nd": (replace(FULL, every=2), 1.8, 4),
     "group of 3": (replace(FULL, group=3), 0.6, 6),
-    "selective": (MemoryConfig(recompute="selective"), 3.1, 0),
-    "selective, of each block": (MemoryConfig(recompute="selective", compile="block"), 3.1, 0),
+    "selective": (SELECTIVE, 3.1, 0),
+    "selective, of each block": (SELECTIVE, 3.1, 0),
 }
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_compiler_recomputes_what_it_is_told_to(name: str) -> None:
     memory, more, products = INSIDE[name]
-    compiled = replace(memory, compile="block" if "block" in name else "model")
-    found = one_pass(Random, replace(compiled, compile_backend="aot_eager"))
-    plain, forgetful = one_pass(Random, MemoryConfig()), one_pass(Random, FULL)
+    found = one_pass(Random, memory, BLOCK if "block" in name else MODEL)
+    plain, forgetful = one_pass(Random), one_pass(Random, FULL)
     same_numbers(found, plain)
     assert found.kept <= more * forgetful.kept < plain.kept, (
         found.kept,
@@ -424,13 +436,12 @@ def test_a_compiler_recomputes_what_it_is_told_to(name: str) -> None:
     assert found.products == products
 
 
-@pytest.mark.parametrize("memory", [FULL, MemoryConfig(recompute="selective")])
-def test_a_block_that_breaks_the_graph_is_recomputed_outside(memory: MemoryConfig) -> None:
-    compiled = replace(memory, compile="model", compile_backend="aot_eager")
+@pytest.mark.parametrize("memory", [FULL, SELECTIVE])
+def test_a_block_that_breaks_the_graph_is_recomputed_outside(memory: ActivationConfig) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        found = one_pass(Breaking, compiled)
-    same_numbers(found, one_pass(Breaking, MemoryConfig()))
+        found = one_pass(Breaking, memory, MODEL)
+    same_numbers(found, one_pass(Breaking))
     assert found.kept == one_pass(Breaking, memory).kept
     ours = {str(w.message) for w in told if "breaks the graph" in str(w.message)}
     assert len(ours) == (1 if memory.kept else 0)
@@ -443,10 +454,9 @@ def test_one_graph_serves_all_blocks_whose_parts_were_changed() -> None:
     net = nn.Sequential(*(Random() for _ in range(3))).double()
     for layer in net.modules():
         if isinstance(layer, nn.Linear):
-            multiply_with(layer, None)
-    parts = MemoryConfig(recompute="full", blocks=["*.up"], compile="block")
-    memory = replace(parts, compile_backend="aot_eager")
-    transform_blocks(net, blocks_to_recompute(net, memory), memory, CPU)
+            set_gemm_backend(layer, None)
+    parts = ActivationConfig(recompute="full", blocks=["*.up"])
+    transform_blocks(net, blocks_to_recompute(net, parts), parts, CPU, compiled=BLOCK)
     net(torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)).sum().backward()
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -470,6 +480,6 @@ class Unpiped(nn.Module):
 
 def test_without_a_trunk_the_parts_that_can_be_called_are_compiled() -> None:
     net = Unpiped()
-    transform_blocks(net, [], MemoryConfig(compile="model"), CPU)
+    transform_blocks(net, [], PLAIN, CPU, compiled=CompileConfig(scope="model"))
     changed = {name for name, m in net.named_modules() if "forward" in m.__dict__}
     assert changed == {"body", "heads.0", "heads.1"}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_megatron
+from lightning_megatron import PipelineConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.zero import ShardingConfig
@@ -71,9 +72,14 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "microbatches": (2, "inside", {"num_microbatches": 2}, {}),
     "accumulation": (2, "inside", {}, {"accumulate_grad_batches": 2}),
     "both": (2, "outside", {"num_microbatches": 2}, {"accumulate_grad_batches": 2}),
-    "copies": (4, "inside", {"sharding": ShardingConfig(dp_replicate=2)}, {}),
+    "copies": (4, "inside", {"zero": ShardingConfig(stage=3, dp_replicate=2)}, {}),
     "pipeline": (4, "trunk", {"pp": 2, "num_microbatches": 2}, {}),
-    "split backward": (4, "trunk", {"pp": 2, "num_microbatches": 2, "schedule": "zb-h1"}, {}),
+    "split backward": (
+        4,
+        "trunk",
+        {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2},
+        {},
+    ),
 }
 
 
@@ -82,7 +88,7 @@ def branch_job(
 ) -> tuple[dict[str, Tensor], set[str]]:
     L.seed_everything(5, verbose=False)
     kept = Kept()
-    strategy = "auto" if options is None else MegatronStrategy(zero=3, **options)
+    strategy = "auto" if options is None else MegatronStrategy(**{"zero": 3, **options})
     return train(MODULES[name](), strategy, callbacks=[kept], **trainer), kept.seen
 
 

@@ -61,7 +61,7 @@ def plan(module: nn.Module, stages: int | Sequence[int] = 2, **options: Any) -> 
     """The plan for so many ranks, or for the ranks of all stages."""
     ranks = tuple(range(stages)) if isinstance(stages, int) else tuple(stages)
     pp = max(ranks) + 1
-    return ModulePlan(module, Degrees(pp=pp), PipelineConfig(**options), ranks)
+    return ModulePlan(module, Degrees(pp=pp), PipelineConfig(degree=pp, **options), ranks)
 
 
 def sizes(found: ModulePlan) -> list[int]:
@@ -102,7 +102,7 @@ def test_real_and_meta_weights_count_alike() -> None:
 @pytest.mark.parametrize(
     ("items", "expected"),
     [
-        # Products count 2 for each multiplication and addition, outputs 1 for each element.
+        # GemmBackend count 2 for each multiplication and addition, outputs 1 for each element.
         ([nn.Linear(8, 4)], 2 * 16 * 8 * 4 + 16 * 4),
         ([ColumnParallelLinear(8, 4)], 2 * 16 * 8 * 4 + 16 * 4),
         ([nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))], 4 * 16 * 32 + 16 * 8),
@@ -247,7 +247,7 @@ def test_partitions_that_do_not_fit(module: nn.Module, partition: Any, says: str
 def test_what_is_wrong_whatever_the_module(
     options: dict[str, Any], pp: int, says: tuple[str, ...]
 ) -> None:
-    (problem,) = PipelineConfig(**options).problems(pp)
+    (problem,) = PipelineConfig(degree=pp, **options).problems()
     for fragment in says:
         assert fragment in problem
     assert "; nearest valid: " in problem
@@ -255,9 +255,10 @@ def test_what_is_wrong_whatever_the_module(
 
 @pytest.mark.parametrize("partition", [None, "parameters", "flops"])
 def test_a_way_to_balance_is_no_fault_without_a_pipeline(partition: str | None) -> None:
-    assert PipelineConfig(partition=partition).problems(1) == []
+    config = PipelineConfig(degree=1, partition=partition)
+    assert config.problems() == []
     module = Net(Looks(), Looks())
-    alone = ModulePlan(module, Degrees(pp=1), PipelineConfig(partition=partition))
+    alone = ModulePlan(module, Degrees(pp=1), config)
     assert alone.problems() == []
     assert alone.estimated_items == ()
 
@@ -275,18 +276,16 @@ def held_items() -> tuple[list[list[int]], list[str]]:
     """Items of this rank in three runs of one step, and what was warned of."""
     rank = int(os.environ["RANK"])
     configs = [
-        PipelineConfig(partition="flops", sequence_length=1),
-        PipelineConfig(partition="t|t|t|t", stages_per_rank=2),
-        PipelineConfig(partition="flops", sequence_length=1),
+        PipelineConfig(degree=2, partition="flops", sequence_length=1),
+        PipelineConfig(degree=2, schedule="interleaved", partition="t|t|t|t", stages_per_rank=2),
+        PipelineConfig(degree=2, partition="flops", sequence_length=1),
     ]
     found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for config, make in zip(configs, (Small, Small, Uneven), strict=True):
             module = make()
-            schedule = "interleaved" if config.stages_per_rank else "1f1b"
-            layout = {"pp": 2, "pipeline": config, "schedule": schedule}
-            make_trainer(layout, 2, max_steps=1).fit(module, loader())
+            make_trainer({"pp": config}, 2, max_steps=1).fit(module, loader())
             items = enumerate(module.net.items())
             found.append([i for i, item in items if not isinstance(item, RemoteItem)])
     texts = [str(w.message) for w in caught if "could not be counted" in str(w.message)]
@@ -314,16 +313,15 @@ def test_ranks_hold_what_the_plan_says(pool: WorkerPool) -> None:
 )
 def test_the_command_line(given: str, expected: Any, tmp_path: Path) -> None:
     prefix = "--trainer.strategy"
-    args = [f"{prefix}=lightning_megatron.MegatronStrategy", f"{prefix}.pp=2"]
-    args += [f"{prefix}.pipeline.partition={given}", f"{prefix}.pipeline.sequence_length=64"]
+    args = [f"{prefix}=lightning_megatron.MegatronStrategy", f"{prefix}.pp.degree=2"]
+    args += [f"{prefix}.pp.partition={given}", f"{prefix}.pp.sequence_length=64"]
     parsed = parser().parse_args(args)
     file = tmp_path / "config.yaml"
     file.write_text(parser().dump(parsed))
     for again in (parsed, parser().parse_path(str(file))):
-        options = again.trainer.strategy.init_args
-        config = PipelineConfig(**vars(options.pipeline))
-        assert config == PipelineConfig(partition=expected, sequence_length=64)
-        assert MegatronStrategy(pp=options.pp, pipeline=config).options.pipeline == config
+        config = PipelineConfig(**vars(again.trainer.strategy.init_args.pp))
+        assert config == PipelineConfig(degree=2, partition=expected, sequence_length=64)
+        assert MegatronStrategy(pp=config).options.pp == config
 
 
 def parser() -> LightningArgumentParser:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.utils import clip_grad_norm_, get_total_norm, parameters_to_vector
 
-from lightning_megatron import MemoryConfig, PipelineSequential, gather
+from lightning_megatron import CompileConfig, PipelineSequential, gather
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategy.small import WIDTH, Small, dp_of, loader, make_trainer
@@ -180,8 +180,8 @@ def penalise_compiled() -> tuple[dict[str, Any], dict[str, int]]:
     """Weights, and what broke graphs."""
     counters.clear()
     torch.compiler.reset()
-    module, memory = Penalty(), MemoryConfig(compile="model", compile_backend="aot_eager")
-    make_trainer({"tp": 2, "memory": memory}, 2).fit(module, loader())
+    module, compiled = Penalty(), CompileConfig(scope="model", backend="aot_eager")
+    make_trainer({"tp": 2, "compile": compiled}, 2).fit(module, loader())
     assert counters["stats"]["unique_graphs"]
     return gather(module), dict(counters["graph_break"])
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.parallel.zero import ShardingConfig
 from tests.parity.reference import Architecture
 
@@ -48,8 +49,9 @@ class Layout:
         """Arguments of the strategy."""
         given = asdict(self)
         del given["dp"], given["architecture"]
-        copies = given.pop("dp_replicate")
-        return {**given, "sharding": ShardingConfig(dp_replicate=copies)}
+        zero = ShardingConfig(stage=given.pop("zero"), dp_replicate=given.pop("dp_replicate"))
+        pp = PipelineConfig(degree=given.pop("pp"), schedule=given.pop("schedule"))
+        return {**given, "pp": pp, "zero": zero}
 
     def pairs(self) -> set[frozenset[tuple[str, Any]]]:
         """The pairs of values that this layout puts to the test."""

@@ -16,7 +16,7 @@ from lightning_megatron.testing import WorkerPool
 from tests.parity.drawing import Denoiser
 from tests.parity.jobs import quiet_trainer
 
-TWO = PipelineConfig(stages_per_rank=2)
+TWO = PipelineConfig(degree=2, schedule="interleaved", stages_per_rank=2)
 Found = tuple[dict[str, Tensor], list[tuple[float, ...]], float]
 
 
@@ -53,10 +53,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b": (2, {"pp": 2, "num_microbatches": 4}),
     "interleaved": (
         2,
-        {"pp": 2, "num_microbatches": 4, "schedule": "interleaved", "pipeline": TWO},
+        {"pp": TWO, "num_microbatches": 4},
     ),
-    "V": (2, {"pp": 2, "num_microbatches": 4, "schedule": "zbv"}),
-    "four stages": (4, {"pp": 4, "num_microbatches": 4, "schedule": "zb-h1"}),
+    "V": (2, {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 4}),
+    "four stages": (4, {"pp": PipelineConfig(degree=4, schedule="zb-h1"), "num_microbatches": 4}),
     "tp, one microbatch": (2, {"tp": 2}),
     "pp, one microbatch": (2, {"pp": 2, "num_microbatches": 1}),
     "both": (4, {"tp": 2, "pp": 2, "num_microbatches": 2}),
@@ -96,7 +96,7 @@ def test_draws_are_those_of_one_process(pool: WorkerPool, alone: Any, case: str)
 def test_draws_between_steps_do_not_depend_on_what_a_stage_drew_within(pool: WorkerPool) -> None:
     """Stage 0 leaves a step at its trunk, and a rank with two stages runs it twice."""
     layout = {"pp": 2, "num_microbatches": 2}
-    for options in (layout, {**layout, "schedule": "interleaved", "pipeline": TWO}):
+    for options in (layout, {**layout, "pp": TWO}):
         first, second = pool.run(2, between_job, options)
         assert first == second
         assert len(set(first)) == len(first) == 4

@@ -61,7 +61,7 @@ def alone(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp": (2, {"pp": 2}),
-    "V": (2, {"pp": 2, "schedule": "zbv", "pipeline": PipelineConfig(partition=[1, 1, 1, 1])}),
+    "V": (2, {"pp": PipelineConfig(degree=2, schedule="zbv", partition=[1, 1, 1, 1])}),
     "pp and tp": (4, {"pp": 2, "tp": 2, "num_microbatches": 2}),
 }
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_megatron import PipelineConfig
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.models.transformer import Transformer
@@ -90,9 +91,9 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (4, {"tp": 4}),
     (2, {"pp": 2}),
     (3, {"pp": 3}),
-    (4, {"pp": 2, "schedule": "zbv", "zero": 1}),
+    (4, {"pp": PipelineConfig(degree=2, schedule="zbv"), "zero": 1}),
     (2, {"zero": 0}),
-    (4, {"zero": 3, "sharding": ShardingConfig(dp_replicate=2)}),
+    (4, {"zero": ShardingConfig(stage=3, dp_replicate=2)}),
     (8, {"tp": 2, "pp": 2, "zero": 2, "sequence_parallel": True}),
 ]
 

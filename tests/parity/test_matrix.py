@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron import CompileConfig
+from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, merge_stages, our_name, train_job
@@ -90,30 +91,33 @@ def test_chunked_loss_trains_as_whole_logits_do(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "memory"),
+    ("layout", "scope", "how"),
     [
-        (Layout(tp=2, sequence_parallel=True, architecture="shallow"), {}),
-        (Layout(dp=2, zero=3, architecture="gpt"), {"group": 2}),
-        (Layout(dp=2, zero=3, architecture="gpt"), {"compile": "block"}),
+        (Layout(tp=2, sequence_parallel=True, architecture="shallow"), "model", {}),
+        (Layout(dp=2, zero=3, architecture="gpt"), "model", {"group": 2}),
+        (Layout(dp=2, zero=3, architecture="gpt"), "block", {}),
         pytest.param(
             Layout(tp=2, dp=2, zero=3, architecture="gpt"),
-            {"compile": "block"},
+            "block",
+            {},
             marks=pytest.mark.thorough,
         ),
         (
             Layout(tp=2, pp=2, sequence_parallel=True, num_microbatches=2, architecture="gpt"),
-            {"compile": "block", "recompute": "selective"},
+            "block",
+            {"recompute": "selective"},
         ),
     ],
     ids=str,
 )
 def test_compiled_models_that_recompute_train_as_others_do(
-    pool: WorkerPool, layout: Layout, memory: dict[str, Any]
+    pool: WorkerPool, layout: Layout, scope: Any, how: dict[str, Any]
 ) -> None:
     lengths = (8, 12) if layout.tp == 1 else (8,)
     data, architecture = Data(steps=2, lengths=lengths), layout.architecture
-    how = {"compile": "model", "compile_backend": "aot_eager", "recompute": "full", **memory}
-    options = {**layout.strategy_options(), "memory": MemoryConfig(**how)}
+    activations = ActivationConfig(**{"recompute": "full", **how})
+    compiled = CompileConfig(scope=scope, backend="aot_eager")
+    options = {**layout.strategy_options(), "activations": activations, "compile": compiled}
     outcomes = pool.run(layout.world_size, train_job, options, architecture, data)
     check(outcomes, reference_curve(architecture, data))
 
@@ -155,28 +159,23 @@ ALL_CASES = ("pp=2", "pp=2 dp=2 zero 3")
 """Layouts of all cases; the others take every third case, in turn."""
 CASE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp=2": (2, {"pp": 2, "num_microbatches": 2}),
-    "pp=3 gpipe": (3, {"pp": 3, "num_microbatches": 2, "schedule": "gpipe"}),
-    "pp=2 zbv": (2, {"pp": 2, "num_microbatches": 2, "schedule": "zbv"}),
+    "pp=3 gpipe": (3, {"pp": PipelineConfig(degree=3, schedule="gpipe"), "num_microbatches": 2}),
+    "pp=2 zbv": (2, {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}),
     "pp=2 tp=2 sequence parallel": (
         4,
         {"pp": 2, "tp": 2, "sequence_parallel": True, "num_microbatches": 2},
     ),
     "pp=2 tp=2 in parts": (
         4,
-        {
-            "pp": 2,
-            "tp": 2,
-            "num_microbatches": 2,
-            "pipeline": PipelineConfig(scatter_gather=True),
-        },
+        {"pp": PipelineConfig(degree=2, scatter_gather=True), "tp": 2, "num_microbatches": 2},
     ),
     "pp=2 dp=2 interleaved zero 1": (
         4,
-        {"pp": 2, "num_microbatches": 2, "schedule": "interleaved"},
+        {"pp": PipelineConfig(degree=2, schedule="interleaved"), "num_microbatches": 2},
     ),
     "pp=2 dp=2 zb-h1 zero 0": (
         4,
-        {"pp": 2, "num_microbatches": 2, "zero": 0, "schedule": "zb-h1"},
+        {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2, "zero": 0},
     ),
     "pp=2 dp=2 zero 3": (4, {"pp": 2, "num_microbatches": 2, "zero": 3}),
     "dp=2 zero 0": (2, {"zero": 0, "num_microbatches": 2}),

@@ -42,7 +42,6 @@ NARROW: dict[str, Callable[[L.LightningModule], Optimizer]] = {
     "narrow muon": lambda m: Muon(muon_groups(m, 0.1), lr=1e-3, eps=1e-5, state_dtype="int8"),
 }
 """In float32."""
-HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2": (2, {"tp": 2}),
     "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
@@ -50,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp=2 zero 0": (2, {"zero": 0}),
     "dp=2 zero 1": (2, {"zero": 1}),
     "dp=2 zero 3": (2, {"zero": 3}),
-    "dp=4 hybrid zero 2": (4, {"zero": 2, "sharding": HYBRID}),
+    "dp=4 hybrid zero 2": (4, {"zero": ShardingConfig(stage=2, min_numel=1, dp_replicate=2)}),
     "tp=2 dp=2 zero 3": (4, {"tp": 2, "zero": 3}),
 }
 

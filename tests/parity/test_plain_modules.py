@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 PIPELINES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp=2": (2, {"pp": 2, "num_microbatches": 2}),
-    "pp=3 gpipe": (3, {"pp": 3, "num_microbatches": 4, "schedule": "gpipe"}),
+    "pp=3 gpipe": (3, {"pp": PipelineConfig(degree=3, schedule="gpipe"), "num_microbatches": 4}),
     "pp=2 dp=2 zero 0": (4, {"pp": 2, "num_microbatches": 2, "zero": 0}),
     "pp=2 dp=2 zero 3": (4, {"pp": 2, "num_microbatches": 2, "zero": 3}),
     "pp=2 tp=2": (4, {"pp": 2, "tp": 2, "num_microbatches": 1}),
@@ -122,9 +122,9 @@ def test_pipelines_of_plain_modules_train_as_in_one_process(
 def test_a_stage_may_have_no_parameters(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
     """The second stage is the ReLU alone; its optimizer has nothing to do."""
     for world, zero in ((3, 1), (6, 3)):
-        options = {"pp": 3, "zero": zero, "num_microbatches": 2}
-        partition = PipelineConfig(partition=[3, 1, 2])
-        by_rank = pool.run(world, plain_job, ["trunk"], options | {"pipeline": partition})
+        pp = PipelineConfig(degree=3, partition=[3, 1, 2])
+        options = {"pp": pp, "zero": zero, "num_microbatches": 2}
+        by_rank = pool.run(world, plain_job, ["trunk"], options)
         check("trunk", [found["trunk"] for found in by_rank], alone["trunk"])
 
 

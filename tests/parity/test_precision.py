@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_megatron import PipelineConfig
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerPool
@@ -111,11 +112,9 @@ def alone(pool: WorkerPool) -> dict[str, Outcome]:
 
 SPLIT: dict[str, dict[str, Any]] = {
     f"pp=2 dp=2 zero {zero} zb-h1 m={count}": {
-        "pp": 2,
-        "zero": zero,
-        "schedule": "zb-h1",
+        "pp": PipelineConfig(degree=2, schedule="zb-h1"),
+        "zero": ShardingConfig(stage=zero, min_numel=1),
         "num_microbatches": count,
-        "sharding": ShardingConfig(min_numel=1),
     }
     for zero, count in ((0, 2), (1, 1), (3, 1), (3, 3))
 }
@@ -132,7 +131,7 @@ def test_is_close_to_one_process(pool: WorkerPool, alone: dict[str, Outcome], na
         check(found, {precision: alone[precision] for precision in NARROW})
 
 
-V_SHAPED: dict[str, Any] = {"pp": 2, "schedule": "zbv", "num_microbatches": 2}
+V_SHAPED: dict[str, Any] = {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -148,7 +147,7 @@ def test_a_v_shaped_pipeline(pool: WorkerPool, tied: bool) -> None:
 
 def test_a_shared_weight_beside_shards(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
     """ZeRO 3 holds all weights but one, which data parallelism averages."""
-    options = {**V_SHAPED, "zero": 3, "sharding": ShardingConfig(min_numel=1)}
+    options = {**V_SHAPED, "zero": ShardingConfig(stage=3, min_numel=1)}
     check(pool.run(4, precision_job, options), alone)
 
 
@@ -206,7 +205,9 @@ def checked_job(options: dict[str, Any], recompute: Any) -> tuple[list[float], O
     L.seed_everything(3, verbose=False)
     recorder = Recorder(2)
     trainer = quiet_trainer(
-        MegatronStrategy(**options, num_microbatches=2, memory=MemoryConfig(recompute=recompute)),
+        MegatronStrategy(
+            **options, num_microbatches=2, activations=ActivationConfig(recompute=recompute)
+        ),
         precision="bf16-mixed",
         callbacks=[recorder],
         gradient_clip_val=reference.CLIP,
@@ -226,7 +227,9 @@ def test_a_shared_weight_between_batches(pool: WorkerPool) -> None:
     checked, alone = pool.run(1, checked_job, {}, "none")[0]
     assert len(checked) == 3
     assert checked[2] < checked[1] < checked[0]
-    for found, outcome in pool.run(2, checked_job, {"pp": 2, "schedule": "zbv"}, "full"):
+    for found, outcome in pool.run(
+        2, checked_job, {"pp": PipelineConfig(degree=2, schedule="zbv")}, "full"
+    ):
         assert found[0] == checked[0]  # before anything was summed in another order
         assert outcome.losses[:2] == alone.losses[:2]
         close("validation", found, checked, TOLERANCES["bf16-mixed"][0])

@@ -41,9 +41,13 @@ from tests.parity.jobs import (
 )
 from tests.parity.reference import Data, reference_curve
 from tests.parity.test_matrix import check, close
-from tests.strategy.small import tuner_of
+from tests.strategy.small import dp_of, tuner_of
 
-MEASURED = PipelineConfig(partition="measured")
+
+def measured(degree: int = 2, schedule: str = "1f1b") -> PipelineConfig:
+    return PipelineConfig(degree=degree, schedule=schedule, partition="measured")
+
+
 MOVES_BEFORE = measured_partition.SKIPPED + measured_partition.MEASURED
 """Optimizer steps before the move."""
 
@@ -71,7 +75,7 @@ def fit(
     **trainer_options: Any,
 ) -> Outcome:
     """Train; `extra` is the report of the measured partition."""
-    strategy = MegatronStrategy(**{"pipeline": MEASURED, **options})
+    strategy = MegatronStrategy(**options)
     recorder = Recorder(accumulate)
     trainer = quiet_trainer(
         strategy,
@@ -129,12 +133,12 @@ def slow_job(
         return fit(module, options)
 
 
-SLOW: dict[str, tuple[int, dict[str, Any], tuple[int, ...], int]] = {
+SLOW: dict[str, tuple[int, PipelineConfig, tuple[int, ...], int]] = {
     # Embedding, five layers, norm and head are eight items, cut into 4 and 4 by parameters.
-    "pp=2": (2, {}, (0, 1), 1),
-    "pp=2 zbv": (2, {"schedule": "zbv"}, (2, 3), 1),
+    "pp=2": (2, measured(), (0, 1), 1),
+    "pp=2 zbv": (2, measured(schedule="zbv"), (2, 3), 1),
 }
-"""Processes, options, slow layers, and how many of them a stage may hold in the end."""
+"""Processes, pipeline, slow layers, and how many of them a stage may hold in the end."""
 
 
 def _parts(counts: Sequence[int]) -> list[set[int]]:
@@ -145,9 +149,9 @@ def _parts(counts: Sequence[int]) -> list[set[int]]:
 
 @pytest.mark.parametrize("case", SLOW)
 def test_slow_items_are_spread_over_the_ranks(pool: WorkerPool, case: str) -> None:
-    world, options, slow, expected = SLOW[case]
+    world, pp, slow, expected = SLOW[case]
     data = Data(steps=2 * MOVES_BEFORE + 1)
-    outcomes = pool.run(world, slow_job, {"pp": 2, "num_microbatches": 4, **options}, data, slow)
+    outcomes = pool.run(world, slow_job, {"pp": pp, "num_microbatches": 4}, data, slow)
     check(outcomes, reference_curve("deep", data))
     report = outcomes[0].extra
     assert report == outcomes[1].extra
@@ -166,7 +170,7 @@ def test_slow_items_are_spread_over_the_ranks(pool: WorkerPool, case: str) -> No
 def test_nothing_moves_for_too_small_a_gain(pool: WorkerPool) -> None:
     """Stages of equal cost would halve the step; it must be more than that here."""
     data = Data(steps=MOVES_BEFORE + 2)
-    options = {"pp": 2, "num_microbatches": 4}
+    options = {"pp": measured(), "num_microbatches": 4}
     outcomes = pool.run(2, slow_job, options, data, (0, 1), least_gain=0.9)
     check(outcomes, reference_curve("deep", data))
     report = outcomes[0].extra
@@ -186,14 +190,14 @@ def forced_job(options: dict[str, Any], data: Data, to: Sequence[int], accumulat
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[int], int]] = {
-    "pp=3 gpipe": (3, {"pp": 3, "schedule": "gpipe"}, [1, 6, 1], 1),
+    "pp=3 gpipe": (3, {"pp": measured(3, "gpipe")}, [1, 6, 1], 1),
     "zero 0, accumulated": (4, {"zero": 0}, [7, 1], 2),
-    "zero 1": (4, {"zero": 1, "sharding": ShardingConfig(min_numel=1)}, [6, 2], 1),
+    "zero 1": (4, {"zero": ShardingConfig(stage=1, min_numel=1)}, [6, 2], 1),
     "zero 2": (4, {"zero": 2}, [1, 7], 1),
     "tp=2": (4, {"tp": 2}, [2, 6], 1),
-    "interleaved": (2, {"schedule": "interleaved"}, [1, 4, 2, 1], 1),
-    "zbv zero 3": (4, {"schedule": "zbv", "zero": 3}, [3, 3, 1, 1], 1),
-    "schedule=auto": (2, {"schedule": "auto"}, [1, 3, 3, 1], 1),
+    "interleaved": (2, {"pp": measured(schedule="interleaved")}, [1, 4, 2, 1], 1),
+    "zbv zero 3": (4, {"pp": measured(schedule="zbv"), "zero": 3}, [3, 3, 1, 1], 1),
+    "schedule=auto": (2, {"pp": measured(schedule="auto")}, [1, 3, 3, 1], 1),
 }
 
 
@@ -225,15 +229,14 @@ class OtherOptimizer(ParityModule):
 def optimizer_job(optimizer: str, options: dict[str, Any], to: Sequence[int] | None) -> Outcome:
     L.seed_everything(1, verbose=False)
     with forced(to):
-        still = {} if to else {"pipeline": PipelineConfig()}
-        return fit(OtherOptimizer(optimizer), {**options, **still}, precision="32-true")
+        return fit(OtherOptimizer(optimizer), options, precision="32-true")
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon-int8"])
 def test_narrow_and_factored_state_moves(pool: WorkerPool, optimizer: str) -> None:
     options = {"pp": 2, "num_microbatches": 2}
     still = pool.run(2, optimizer_job, optimizer, options, None)
-    moved = pool.run(2, optimizer_job, optimizer, options, [2, 6])
+    moved = pool.run(2, optimizer_job, optimizer, {**options, "pp": measured()}, [2, 6])
     assert moved[0].extra.after == (2, 6)
     torch.testing.assert_close(moved[0].losses, still[0].losses, rtol=1e-6, atol=0)
 
@@ -331,13 +334,13 @@ ODD = {
 """Processes, ZeRO stage, stages."""
 
 
-ODD_OPTIONS = {"pp": 2, "schedule": "zbv", "num_microbatches": 2}
+ODD_OPTIONS = {"pp": measured(schedule="zbv"), "num_microbatches": 2}
 
 
 @pytest.fixture(scope="module")
 def stays(pool: WorkerPool) -> dict[int, Outcome]:
     """Runs in which nothing moves, by processes: what an item counts depends on its copies."""
-    options = {**ODD_OPTIONS, "pipeline": PipelineConfig()}
+    options = {**ODD_OPTIONS, "pp": PipelineConfig(degree=2, schedule="zbv")}
     found = {world: pool.run(world, odd_job, options, None) for world in (2, 4)}
     return {n: replace(ranks[0], weights=merge_stages(ranks)) for n, ranks in found.items()}
 
@@ -368,7 +371,7 @@ def saving_job(options: dict[str, Any], data: Data, directory: str, resume: bool
     path = f"{directory}/step={step}.ckpt" if resume else None
     given: dict[str, Any] = {} if resume else {"callbacks": [save], "enable_checkpointing": True}
     samples = TensorDataset(*(torch.cat(part) for part in zip(*data.batches(), strict=True)))
-    loader = DataLoader(samples, batch_size=data.batch // (2 // options.get("pp", 1)))
+    loader = DataLoader(samples, batch_size=data.batch // dp_of(2, options))
     given |= {"loader": loader, "use_distributed_sampler": True, "ckpt_path": path}
     with forced([2, 6]):
         return fit(ParityModule("deep", data), options, **given)
@@ -376,11 +379,11 @@ def saving_job(options: dict[str, Any], data: Data, directory: str, resume: bool
 
 def test_a_run_resumes_after_the_move(pool: WorkerPool, tmp_path: Path) -> None:
     data, done = Data(steps=2 * MOVES_BEFORE + 2), MOVES_BEFORE + 1
-    here = {"pp": 2, "num_microbatches": 2}
+    here = {"pp": measured(), "num_microbatches": 2}
     outcomes = pool.run(2, saving_job, here, data, str(tmp_path), False)
     curve = reference_curve("deep", data)
     check(outcomes, curve)
-    without = {"zero": 1, "pipeline": PipelineConfig(), "num_microbatches": 2}
+    without = {"zero": 1, "num_microbatches": 2}
     for options in (here, without):
         for outcome in pool.run(2, saving_job, options, data, str(tmp_path), True):
             close("losses", outcome.losses, curve.losses[done:])
@@ -409,7 +412,7 @@ class Grouped(OddModule):
 
 
 def refused_job(kind: type[L.LightningModule]) -> Outcome:
-    return fit(kind(), {"pp": 2, "num_microbatches": 2})
+    return fit(kind(), {"pp": measured(), "num_microbatches": 2})
 
 
 @pytest.mark.parametrize(

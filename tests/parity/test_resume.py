@@ -14,11 +14,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import LanguageModel, MegatronStrategy
+from lightning_megatron import LanguageModel, MegatronStrategy, PipelineConfig
 from lightning_megatron.checkpoint.chunks import whole
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.testing import WorkerPool
+from tests.strategy.small import dp_of
 
 CONFIG = TransformerConfig(
     vocab_size=64,
@@ -61,7 +62,7 @@ def _train(
 ) -> list[tuple[float, float]]:
     """Train from the start, and save ``path`` on the way; or from ``source``, and save at once."""
     pl.seed_everything(7, verbose=False)
-    dp = world_size // (options.get("tp", 1) * options.get("pp", 1))
+    dp = dp_of(world_size, options)
     tokens = torch.randint(64, (16, 9), generator=torch.Generator().manual_seed(0))
     directory, name = path.rsplit("/", 1)
     curve = _Curve()
@@ -105,7 +106,7 @@ CHAINS: dict[str, list[tuple[int, dict[str, Any]]]] = {
         (1, {}),
         (4, {"pp": 2, "num_microbatches": 2, "zero": 0}),
         (4, {"tp": 2, "sequence_parallel": True, "zero": 3, "num_microbatches": 2}),
-        (4, {"pp": 4, "schedule": "gpipe", "num_microbatches": 4}),
+        (4, {"pp": PipelineConfig(degree=4, schedule="gpipe"), "num_microbatches": 4}),
         (4, {"tp": 2, "zero": 2}),
     ],
     "32-true": [(4, {"pp": 2, "num_microbatches": 2, "zero": 1}), (1, {}), (2, {"zero": 0})],

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.schedules.custom import dump_schedule
@@ -60,14 +60,13 @@ class Row:
         """Arguments of the strategy."""
         zero = 1 if self.data_parallel == "dp=1" else int(self.data_parallel[-1])
         return {
-            "schedule": self.schedule,
-            "pp": self.pp,
+            "pp": PipelineConfig(
+                degree=self.pp, schedule=self.schedule, stages_per_rank=self.stages_per_rank
+            ),
             "tp": self.tp,
-            "zero": zero,
+            "zero": ShardingConfig(stage=zero, min_numel=1),
             "num_microbatches": self.num_microbatches,
-            "pipeline": PipelineConfig(stages_per_rank=self.stages_per_rank),
-            "sharding": ShardingConfig(min_numel=1),
-            "memory": MemoryConfig(recompute="full" if self.recompute else "none"),
+            "activations": ActivationConfig(recompute="full" if self.recompute else "none"),
         }
 
     def pairs(self, thorough: bool) -> set[tuple[str, str]]:
@@ -111,31 +110,43 @@ def rows(thorough: bool = False) -> tuple[Row, ...]:
     return tuple(chosen)
 
 
-HYBRID = ShardingConfig(dp_replicate=2)
-OFFLOAD = MemoryConfig(offload_activations=True, offload_min_bytes=0)
-ON_HOST = ShardingConfig(offload_optimizer=True)
-IN_PARTS = {"tp": 2, "pipeline": PipelineConfig(scatter_gather=True)}
+OFFLOAD = ActivationConfig(offload=True, offload_min_bytes=0)
+
+
+def two(schedule: str, *, in_parts: bool = False) -> dict[str, Any]:
+    """A pipeline of two ranks; with ``in_parts`` also two tp ranks that send their parts."""
+    if in_parts:
+        return {"tp": 2, "pp": PipelineConfig(degree=2, schedule=schedule, scatter_gather=True)}
+    return {"pp": PipelineConfig(degree=2, schedule=schedule)}
+
+
 EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
-    "hybrid sharding, zbv": (8, {"schedule": "zbv", "zero": 3, "sharding": HYBRID}),
-    "hybrid sharding, interleaved": (8, {"schedule": "interleaved", "sharding": HYBRID}),
-    "zero 2, zb-h1": (4, {"schedule": "zb-h1", "zero": 2}),
-    "zero 2, dualpipev": (4, {"schedule": "dualpipev", "zero": 2}),
-    "the user's checkpointed blocks, zbv": (4, {"schedule": "zbv", "tp": 2}),
-    "offload, zbv, zero 3": (4, {"schedule": "zbv", "zero": 3, "memory": OFFLOAD}),
-    "offload, interleaved, tp": (4, {"schedule": "interleaved", "tp": 2, "memory": OFFLOAD}),
-    "shards in host memory, v-min": (4, {"schedule": "v-min", "zero": 2, "sharding": ON_HOST}),
+    "hybrid sharding, zbv": (8, {**two("zbv"), "zero": ShardingConfig(stage=3, dp_replicate=2)}),
+    "hybrid sharding, interleaved": (
+        8,
+        {**two("interleaved"), "zero": ShardingConfig(dp_replicate=2)},
+    ),
+    "zero 2, zb-h1": (4, {**two("zb-h1"), "zero": 2}),
+    "zero 2, dualpipev": (4, {**two("dualpipev"), "zero": 2}),
+    "the user's checkpointed blocks, zbv": (4, {**two("zbv"), "tp": 2}),
+    "offload, zbv, zero 3": (4, {**two("zbv"), "zero": 3, "activations": OFFLOAD}),
+    "offload, interleaved, tp": (4, {**two("interleaved"), "tp": 2, "activations": OFFLOAD}),
+    "shards in host memory, v-min": (
+        4,
+        {**two("v-min"), "zero": ShardingConfig(stage=2, offload_optimizer=True)},
+    ),
     "sequence parallel, v-half": (
         4,
-        {"schedule": "v-half", "tp": 2, "sequence_parallel": True},
+        {**two("v-half"), "tp": 2, "sequence_parallel": True},
     ),
-    "in parts over tp, 1f1b": (4, {"schedule": "1f1b", **IN_PARTS}),
-    "in parts over tp, interleaved": (4, {"schedule": "interleaved", **IN_PARTS}),
-    "in parts over tp, zb-h1": (4, {"schedule": "zb-h1", "zero": 0, **IN_PARTS}),
-    "in parts over tp, zbv": (4, {"schedule": "zbv", **IN_PARTS}),
-    "in parts over tp, v-half, zero 3": (8, {"schedule": "v-half", "zero": 3, **IN_PARTS}),
+    "in parts over tp, 1f1b": (4, two("1f1b", in_parts=True)),
+    "in parts over tp, interleaved": (4, two("interleaved", in_parts=True)),
+    "in parts over tp, zb-h1": (4, {**two("zb-h1", in_parts=True), "zero": 0}),
+    "in parts over tp, zbv": (4, two("zbv", in_parts=True)),
+    "in parts over tp, v-half, zero 3": (8, {**two("v-half", in_parts=True), "zero": 3}),
     "in parts over tp, dualpipev, recompute": (
         4,
-        {"schedule": "dualpipev", "memory": MemoryConfig(recompute="full"), **IN_PARTS},
+        {**two("dualpipev", in_parts=True), "activations": ActivationConfig(recompute="full")},
     ),
 }
 """Processes and options of what the rows leave out."""
@@ -150,8 +161,8 @@ LONG = {
 
 
 def extra_job(options: dict[str, Any], checkpointed: bool) -> Outcome:
-    shared = {"pp": 2, "num_microbatches": 2, "sharding": ShardingConfig(min_numel=1)}
-    return train_job({**shared, **options}, "deep", DATA, checkpointed=checkpointed)
+    options = {"num_microbatches": 2, **options}
+    return train_job(options, "deep", DATA, checkpointed=checkpointed)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +180,8 @@ def test_a_schedule_from_a_file(pool: WorkerPool, tmp_path: Path, source: str) -
     table = tmp_path / "schedule.csv"
     dump_schedule(make_schedule(source, 2, 4), table)
     options = {
-        "pp": 2,
-        "schedule": "custom",
+        "pp": PipelineConfig(degree=2, schedule="custom", table=str(table)),
         "num_microbatches": 4,
-        "pipeline": PipelineConfig(table=str(table)),
     }
     check(pool.run(2, train_job, options, "deep", DATA), reference_curve("deep", DATA))
 

@@ -11,7 +11,12 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_megatron
-from lightning_megatron import MegatronStrategy, MemoryConfig, PipelineConfig, PipelineSequential
+from lightning_megatron import (
+    ActivationConfig,
+    MegatronStrategy,
+    PipelineConfig,
+    PipelineSequential,
+)
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
@@ -137,15 +142,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2": (2, {"tp": 2}),
     "tp 2, recomputed, zero 3": (
         4,
-        {"tp": 2, "memory": MemoryConfig(recompute="selective", blocks=["Block"]), "zero": 3},
+        {
+            "tp": 2,
+            "activations": ActivationConfig(recompute="selective", blocks=["Block"]),
+            "zero": 3,
+        },
     ),
     "tp 2, pp 2, cut between up and down": (
         4,
         {
             "tp": 2,
-            "pp": 2,
-            "pipeline": PipelineConfig(partition=[2, 7]),
-            "schedule": "zb-h1",
+            "pp": PipelineConfig(degree=2, schedule="zb-h1", partition=[2, 7]),
             "num_microbatches": 4,
         },
     ),

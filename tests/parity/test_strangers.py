@@ -37,8 +37,8 @@ _TP = {
 }
 _PP = {
     "ByHand": r"pp=2, automatic_optimization=False",
-    "SetsInHook": r"item 'head' of the PipelineSequential lives on pipeline stage 1",
-    "PenaltyOfOne": r"item 'up' of the PipelineSequential lives on pipeline stage 0",
+    "SetsInHook": r"item 'head' of the PipelineSequential is on pipeline stage 1",
+    "PenaltyOfOne": r"item 'up' of the PipelineSequential is on pipeline stage 0",
     "NotesWeights": r"goes through all parameters and takes numbers of them \(float\)",
     "NotesState": r"goes through all parameters and takes numbers of them \(float\)",
     **dict.fromkeys(

@@ -211,8 +211,8 @@ class OwnParts(Small):
 
 
 def own_parts_job(std: float, choice: bool) -> dict[str, Tensor]:
-    config = PipelineConfig(scatter_gather=choice)
-    layout = {"tp": 2, "pp": 2, "num_microbatches": 2, "pipeline": config}
+    pp = PipelineConfig(degree=2, scatter_gather=choice)
+    layout = {"tp": 2, "pp": pp, "num_microbatches": 2}
     module = OwnParts(std)
     make_trainer(layout, 4).fit(module, loader())
     return weights(module)

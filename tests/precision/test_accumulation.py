@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron import PipelineConfig
 from lightning_megatron.parallel.gradients import local
 from lightning_megatron.testing import WorkerPool
 from tests.strategy import small
@@ -61,7 +62,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "one process": (1, {"num_microbatches": MICROBATCHES}, 1),
     "one process, accumulated batches": (1, {"num_microbatches": MICROBATCHES // 8}, 8),
     "pp=2": (2, {"pp": 2, "num_microbatches": MICROBATCHES}, 1),
-    "pp=2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1", "num_microbatches": MICROBATCHES}, 1),
+    "pp=2 zb-h1": (
+        2,
+        {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": MICROBATCHES},
+        1,
+    ),
     **{
         f"dp=2 zero {zero}": (2, {"zero": zero, "num_microbatches": MICROBATCHES}, 1)
         for zero in range(4)

@@ -220,9 +220,9 @@ def test_a_loss_of_shards_is_refused(pool: WorkerPool) -> None:
         pool.run(2, rows_job)
 
 
-def mixture_job(zero: int) -> None:
-    sharding = ShardingConfig(min_numel=1_000_000)  # one unit
-    fit({"zero": zero, "sharding": sharding}, 2, Half(but="2"), "bf16-mixed")
+def mixture_job(zero: Any) -> None:
+    one_unit = ShardingConfig(stage=zero, min_numel=1_000_000)
+    fit({"zero": one_unit}, 2, Half(but="2"), "bf16-mixed")
 
 
 def test_a_unit_of_several_formats_is_refused(pool: WorkerPool) -> None:

@@ -13,14 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_megatron import ConfigError, Fp8Precision, MegatronStrategy, ShardingConfig
+from lightning_megatron import (
+    ConfigError,
+    Fp8Precision,
+    MegatronStrategy,
+    PipelineConfig,
+    ShardingConfig,
+)
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
-from lightning_megatron.precision.fp8_options import device_problems, offload_problems
-from lightning_megatron.precision.fp8_products import DelayedProducts
-from lightning_megatron.precision.recipe import RECIPES
+from lightning_megatron.precision.fp8_gemm import DelayedGemm
+from lightning_megatron.precision.fp8_recipes import RECIPES, device_problems, offload_problems
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.layers.parity import make_topology
 from tests.parity.jobs import (
@@ -98,9 +103,12 @@ def close(found: Outcome, expected: Outcome, tolerances: tuple[float, float]) ->
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2": (2, {"tp": 2, "num_microbatches": 2}),
     "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
-    "pp=2 zb-h1": (2, {"pp": 2, "schedule": "zb-h1", "num_microbatches": 2}),
+    "pp=2 zb-h1": (2, {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2}),
     "dp=2 zero 3": (2, {"zero": 3}),
-    "tp=2 pp=2": (4, {"tp": 2, "pp": 2, "schedule": "zbv", "num_microbatches": 2}),
+    "tp=2 pp=2": (
+        4,
+        {"tp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2},
+    ),
 }
 
 COVERED: dict[str, tuple[str, ...]] = {
@@ -143,7 +151,7 @@ def torchao_job(options: dict[str, Any]) -> Outcome:
 
 def test_torchao_trains_as_torch_does(pool: WorkerPool, alone: dict[str, Outcome]) -> None:
     """Pipeline, backward in two parts and tp around products of another package."""
-    options = {"tp": 2, "pp": 2, "schedule": "zbv", "num_microbatches": 2}
+    options = {"tp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}
     for outcome in pool.run(4, torchao_job, options):
         close(outcome, alone["tensorwise"], (3e-3, 3e-2))
 
@@ -227,7 +235,7 @@ def scales_job(recipe: str, world: int) -> list[tuple[float, ...]]:
     x[0, 31], weight[31, 0], weight[0, 15], grad[0, 31] = 3.0, 5.0, 7.0, 9.0
     found = []
     for kind in (ColumnParallelLinear, RowParallelLinear):
-        products: Any = Fp8Precision(recipe)._products(kind(16, 32), topology)  # type: ignore[arg-type]
+        gemm: Any = Fp8Precision(recipe)._gemm(kind(16, 32), topology)  # type: ignore[arg-type]
         column = kind is ColumnParallelLinear
         features = x[:, :16] if column else x
         matrix = weight if column else weight.t()
@@ -236,14 +244,14 @@ def scales_job(recipe: str, world: int) -> list[tuple[float, ...]]:
         mine = matrix[part] if column else matrix[:, part]
         upstream = grad[:, part] if column else grad[:, :16]
         for _ in range(2):  # the second time delayed scales come from the first
-            _, kept = products.output(given, mine)
-            gradient = products.gradient(upstream, kept)
+            _, kept = gemm.output(given, mine)
+            gradient = gemm.prepare_gradient(upstream, kept)
             found.append((*(float(scale) for scale in kept), float(gradient.scale)))
-            if isinstance(products, DelayedProducts):
-                amax = products.current.clone()
+            if isinstance(gemm, DelayedGemm):
+                amax = gemm.current.clone()
                 if topology.tp.group is not None:
                     dist.all_reduce(amax, dist.ReduceOp.MAX, group=topology.tp.group)
-                products.advance(amax)
+                gemm.advance(amax)
     return found
 
 

@@ -19,36 +19,36 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron import ConfigError, Fp8Precision
 from lightning_megatron.layers.delayed_wgrad import (
-    WeightGradients,
+    WgradQueue,
     add_gradients,
     attach,
-    multiply_with,
+    set_gemm_backend,
 )
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.precision import fp8_te, fp8_torchao
-from lightning_megatron.precision.fp8_te import TeProducts
-from lightning_megatron.precision.fp8_torchao import TorchaoProducts
+from lightning_megatron.precision.fp8_te import TransformerEngineGemm
+from lightning_megatron.precision.fp8_torchao import TorchaoGemm
 from lightning_megatron.testing import WorkerPool
 from tests.layers.parity import distribute, finished_gradient, local_part, make_topology, piece
-from tests.precision.test_fp8_products import ERRORS, Pair, error
+from tests.precision.test_fp8_gemm import ERRORS, Pair, error
 
 WHOLE = (False, False, False)
 
 
-def check_products(products: Any, limit: float, exact: bool = False) -> None:
+def check_products(gemm: Any, limit: float, exact: bool = False) -> None:
     """Of sizes that are no multiple of anything, but for those of the weight."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(37, 144, generator=draw).bfloat16()
     weight = (torch.randn(80, 144, generator=draw) / 12).bfloat16()
     grad = (torch.randn(37, 80, generator=draw) * 1e-5).bfloat16()
-    y, kept = products.output(x, weight)
+    y, kept = gemm.output(x, weight)
     assert y.dtype == torch.bfloat16
-    gradient = products.gradient(grad, kept)
+    gradient = gemm.prepare_gradient(grad, kept)
     wide_x, wide_weight, wide_grad = x.double(), weight.double(), grad.double()
     for found, expected in (
         (y, wide_x @ wide_weight.t()),
-        (products.input_gradient(gradient, weight), wide_grad @ wide_weight),
-        (products.weight_gradient(gradient, x), wide_grad.t() @ wide_x),
+        (gemm.input_gradient(gradient, weight), wide_grad @ wide_weight),
+        (gemm.weight_gradient(gradient, x), wide_grad.t() @ wide_x),
     ):
         assert found.shape == expected.shape
         assert (0 if exact else 5e-3) < error(found, expected) < limit
@@ -56,7 +56,7 @@ def check_products(products: Any, limit: float, exact: bool = False) -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_torchao_multiplies_in_eight_bits(recipe: str) -> None:
-    check_products(TorchaoProducts(recipe, None, WHOLE), ERRORS[recipe])
+    check_products(TorchaoGemm(recipe, None, WHOLE), ERRORS[recipe])
 
 
 def test_torchao_is_used_as_it_is_written() -> None:
@@ -89,7 +89,7 @@ def torchao_job(sequence: bool) -> None:
     column, row = (False, True, True), (True, True, False)
     for module, mesh in ((alone, None), (both, topology.mesh["tp"])):
         for layer, split in ((module.gate, column), (module.up, column), (module.down, row)):
-            multiply_with(layer, TorchaoProducts("tensorwise", mesh, split))
+            set_gemm_backend(layer, TorchaoGemm("tensorwise", mesh, split))
     x, upstream = torch.randn(2, 16, 32), torch.randn(2, 16, 32) * 1e-3
     whole = x.clone().requires_grad_()
     mine = piece(x, "residual", topology).clone().requires_grad_()
@@ -205,7 +205,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("recipe", fp8_te.TE_RECIPES)
 def test_transformer_engine_gets_sizes_that_it_takes(te: ModuleType, recipe: str) -> None:
-    check_products(TeProducts(recipe, 80, 144, None), 0.01, exact=True)
+    check_products(TransformerEngineGemm(recipe, 80, 144, None), 0.01, exact=True)
 
 
 def test_older_transformer_engines_have_another_autocast(te: ModuleType) -> None:
@@ -220,7 +220,7 @@ def test_older_transformer_engines_have_another_autocast(te: ModuleType) -> None
 
     del te.autocast
     te.fp8_autocast = fp8_autocast  # type: ignore[attr-defined]
-    check_products(TeProducts("tensorwise", 80, 144, None), 0.01, exact=True)
+    check_products(TransformerEngineGemm("tensorwise", 80, 144, None), 0.01, exact=True)
 
 
 def test_transformer_engine_inside_a_layer(te: ModuleType) -> None:
@@ -232,18 +232,18 @@ def test_transformer_engine_inside_a_layer(te: ModuleType) -> None:
     for recomputed in (False, True):
         layer.zero_grad()
         x.grad = None
-        multiply_with(layer, TeProducts("tensorwise", 48, 32, None))
-        deferral = WeightGradients()
-        attach(layer, deferral)
+        set_gemm_backend(layer, TransformerEngineGemm("tensorwise", 48, 32, None))
+        wgrad_queue = WgradQueue()
+        attach(layer, wgrad_queue)
         before = Region.entered
         y = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
         loss = y.square().sum()
-        deferral.collecting = True
+        wgrad_queue.collecting = True
         loss.backward()
-        deferral.collecting = False
+        wgrad_queue.collecting = False
         assert Region.entered == before + (3 if recomputed else 1)
         assert layer.weight.grad is None
-        add_gradients(deferral.take())
+        add_gradients(wgrad_queue.take())
         found = [x.grad, layer.weight.grad, layer.bias.grad]
         for ours, other in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, other)

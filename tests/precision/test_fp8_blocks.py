@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.precision import fp8_blocks
-from lightning_megatron.precision.fp8_blocks import BlockProducts, lack_of_kernels, swizzled
+from lightning_megatron.precision.fp8_blocks import BlockwiseGemm, lack_of_kernels, swizzled
 from lightning_megatron.precision.scaling import E4M3
 
 RECIPES = {"blockwise": (128, True), "mxfp8": (32, False)}
@@ -98,7 +98,7 @@ def test_kernels_are_told_what_emulation_multiplies(
     weight = torch.randn(rows, columns, generator=draw) * torch.logspace(-2, 2, rows)[:, None]
     grad = torch.randn(tokens, rows, generator=draw) * torch.logspace(2, -6, tokens)[:, None]
     length, square = RECIPES[recipe]
-    native, emulated = (BlockProducts(E4M3, length, square, native) for native in (True, False))
+    native, emulated = (BlockwiseGemm(E4M3, length, square, native) for native in (True, False))
     for found, expected in (
         (native.output(x, weight)[0], emulated.output(x, weight)[0]),
         (native.input_gradient(grad, weight), emulated.input_gradient(grad, weight)),

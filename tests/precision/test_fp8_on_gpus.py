@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_megatron.layers.delayed_wgrad import multiply_with
+from lightning_megatron.layers.delayed_wgrad import set_gemm_backend
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import TransformerBlock
-from lightning_megatron.precision.fp8_blocks import BlockProducts
-from lightning_megatron.precision.fp8_products import DelayedProducts, RowProducts, TensorProducts
+from lightning_megatron.precision.fp8_blocks import BlockwiseGemm
+from lightning_megatron.precision.fp8_gemm import DelayedGemm, RowwiseGemm, TensorwiseGemm
 from lightning_megatron.precision.scaling import E4M3, E5M2
 
 META = torch.device("meta")
 WHOLE = (False, False, False)
 RECIPES: dict[str, Callable[[], Any]] = {
-    "tensorwise": lambda: TensorProducts(E5M2, None, WHOLE),
-    "delayed": lambda: DelayedProducts(E5M2, None, WHOLE, 4, META),
-    "rowwise": lambda: RowProducts(E5M2),
-    "blockwise": lambda: BlockProducts(E4M3, 128, square=True, native=True),
-    "mxfp8": lambda: BlockProducts(E4M3, 32, square=False, native=True),
+    "tensorwise": lambda: TensorwiseGemm(E5M2, None, WHOLE),
+    "delayed": lambda: DelayedGemm(E5M2, None, WHOLE, 4, META),
+    "rowwise": lambda: RowwiseGemm(E5M2),
+    "blockwise": lambda: BlockwiseGemm(E4M3, 128, square=True, native=True),
+    "mxfp8": lambda: BlockwiseGemm(E4M3, 32, square=False, native=True),
 }
 # Tokens, features in and out: of Llama (1B: 2048, 8192; 8B: 4096, 14336), one block of 128, one
 # token, and multiples of nothing but 16.
@@ -102,13 +102,13 @@ def test_kernels_accept_all_three_products(
     tokens, columns, rows = sizes
     x, grad = matrix(tokens, columns, stored_by), matrix(tokens, rows, stored_by)
     weight = matrix(rows, columns, stored_by)
-    products = RECIPES[recipe]()
-    y, kept = products.output(x, weight)
-    gradient = products.gradient(grad, kept)
+    gemm = RECIPES[recipe]()
+    y, kept = gemm.output(x, weight)
+    gradient = gemm.prepare_gradient(grad, kept)
     found = (
         y,
-        products.input_gradient(gradient, weight),
-        products.weight_gradient(gradient, x),
+        gemm.input_gradient(gradient, weight),
+        gemm.weight_gradient(gradient, x),
     )
     assert [f.shape for f in found] == [(tokens, rows), (tokens, columns), (rows, columns)]
     assert [f.dtype for f in found[:2]] == [torch.bfloat16] * 2
@@ -128,7 +128,7 @@ def test_kernels_accept_what_a_block_of_llama_multiplies(
         block = TransformerBlock(config, None).to(torch.bfloat16)
     layers = [m for m in block.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     for layer in layers:
-        multiply_with(layer, RECIPES[recipe]())
+        set_gemm_backend(layer, RECIPES[recipe]())
     x = torch.empty(
         1, 4096, config.hidden_size, dtype=torch.bfloat16, device=META, requires_grad=True
     )

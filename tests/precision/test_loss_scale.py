@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_megatron import ConfigError, MegatronStrategy
+from lightning_megatron import ConfigError, MegatronStrategy, PipelineConfig
 from lightning_megatron.parallel.gradients import local
 from lightning_megatron.precision.fp16 import Fp16Precision
 from lightning_megatron.precision.loss_scale import LossScale
@@ -86,7 +86,11 @@ def overflow_job(options: dict[str, Any], rank: int, accumulate: int = 1) -> Out
 LAYOUTS: dict[str, tuple[int, dict[str, Any], int]] = {
     "tp=2": (2, {"tp": 2}, 1),
     "pp=2, first stage": (2, {"pp": 2, "num_microbatches": 2}, 0),
-    "pp=2, last stage": (2, {"pp": 2, "schedule": "zb-h1", "num_microbatches": 2}, 1),
+    "pp=2, last stage": (
+        2,
+        {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2},
+        1,
+    ),
     "dp=2 zero 0": (2, {"zero": 0}, 1),
     "dp=2 zero 1, 2 microbatches": (2, {"zero": 1, "num_microbatches": 2}, 1),
     "dp=2 zero 2": (2, {"zero": 2, "num_microbatches": 2}, 0),

@@ -8,10 +8,10 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_megatron import Fp8Precision, MegatronStrategy
-from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron import Fp8Precision, MegatronStrategy, PipelineConfig
+from lightning_megatron.parallel.activations.config import ActivationConfig
+from lightning_megatron.precision.fp8_recipes import RECIPES
 from lightning_megatron.precision.fp16 import Fp16Precision
-from lightning_megatron.precision.recipe import RECIPES
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import Outcome, Recorder, quiet_trainer, whole_parameters
 from tests.precision.test_fp8 import SHALLOW, Model
@@ -35,7 +35,7 @@ PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def train(options: dict[str, Any], precision: str, recompute: Any) -> Outcome:
     L.seed_everything(3, verbose=False)
-    strategy = MegatronStrategy(**options, memory=MemoryConfig(recompute=recompute))
+    strategy = MegatronStrategy(**options, activations=ActivationConfig(recompute=recompute))
     # The second step has scales that follow from the first, and weights from all gradients.
     recorder, module = Recorder(1), Model(2, SHALLOW)
     trainer = quiet_trainer(
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "pp=2": (2, {"pp": 2, "num_microbatches": 2}, ("bf16-mixed", "tensorwise")),
     "pp=2 zb-h1": (
         2,
-        {"pp": 2, "schedule": "zb-h1", "num_microbatches": 2},
+        {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2},
         ("16-mixed", "delayed", "mxfp8"),
     ),
     "dp=2 zero 3": (2, {"zero": 3}, ("bf16-mixed", "tensorwise, gathered in FP8")),

@@ -83,7 +83,7 @@ class Curve(pl.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
         stepped = (index + 1) % ACCUMULATE == 0
-        with strategy._unseen():  # the parts of this rank are what is compared
+        with strategy.weight_watch.lifted():  # the parts of this rank are what is compared
             held = [local(p).tolist() for p in module.parameters()]
         norm = strategy.parallel.gradients.last_norm if stepped else None
         self.points[trainer.current_epoch, index] = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_megatron import MegatronStrategy, PipelineSequential
+from lightning_megatron import MegatronStrategy, PipelineConfig, PipelineSequential
 from lightning_megatron.testing import WorkerPool
 
 WIDTH = 4
@@ -100,7 +100,7 @@ def assert_same(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> None
 LAYOUTS = {
     "one process, 4 microbatches": (1, {"num_microbatches": 4}),
     "pp=2": (2, {"pp": 2}),
-    "pp=2 zbv": (2, {"pp": 2, "schedule": "zbv"}),
+    "pp=2 zbv": (2, {"pp": PipelineConfig(degree=2, schedule="zbv")}),
     "pp=2, 1 microbatch": (2, {"pp": 2, "num_microbatches": 1}),
     "dp=2": (2, {"zero": 1}),
     "dp=2, 2 microbatches": (2, {"zero": 2, "num_microbatches": 2}),
@@ -110,7 +110,8 @@ LAYOUTS = {
 
 
 def dp_of(processes: int, layout: Mapping[str, Any]) -> int:
-    return processes // (layout.get("tp", 1) * layout.get("pp", 1))
+    options = MegatronStrategy(**layout).options
+    return processes // (options.tp * options.pp.degree)
 
 
 def run(pool: WorkerPool, layout: str | None, job: Any, *args: Any, **kwargs: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import lightning_megatron
-from lightning_megatron import ConfigError, MegatronStrategy, MemoryConfig, PipelineSequential
+from lightning_megatron import ActivationConfig, ConfigError, MegatronStrategy, PipelineSequential
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
 from tests.parity.jobs import quiet_trainer
@@ -58,8 +58,8 @@ def fitted(layout: dict[str, Any], **options: Any) -> tuple[Layered, L.Trainer]:
     if "mixed" in options.get("precision", ""):
         module.held_in = torch.float32
     module.to(module.held_in)
-    memory = MemoryConfig(recompute="full", blocks=["Sequential"])
-    trainer = quiet_trainer(MegatronStrategy(**layout, memory=memory), max_epochs=2, **options)
+    memory = ActivationConfig(recompute="full", blocks=["Sequential"])
+    trainer = quiet_trainer(MegatronStrategy(**layout, activations=memory), max_epochs=2, **options)
     trainer.fit(module)
     return module, trainer
 

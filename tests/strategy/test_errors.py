@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lightning_megatron import PipelineConfig
 from lightning_megatron.errors import CheckpointError
 from lightning_megatron.schedules.schedule import SCHEDULES, make_schedule
 from lightning_megatron.testing import WorkerError, WorkerPool
@@ -143,7 +144,7 @@ def test_an_exception_ends_every_schedule(pool: WorkerPool, schedule: str, place
     v_shaped = make_schedule(schedule, 2, 1).last_stage_rank == 0
     # Rank 0 holds the last stage, and the first as well where stages form a V.
     rank = {"forward": 1, "loss": 0, "backward": 0 if v_shaped else 1}[place]
-    layout = {"pp": 2, "schedule": schedule, "num_microbatches": 4}
+    layout = {"pp": PipelineConfig(degree=2, schedule=schedule), "num_microbatches": 4}
     with pytest.raises(WorkerError) as failure:
         pool.run(2, explode_and_exit, layout, 2, place, rank, grace=PATIENCE_S)
     check(failure.value, 2, place, rank)

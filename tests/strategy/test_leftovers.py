@@ -26,13 +26,13 @@ from tests.strategy.small import Small, dp_of, loader, make_trainer
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 0": (2, {"zero": 0}),
     "zero 3 x tp": (4, {"zero": 3, "tp": 2}),
-    "hybrid zero 2": (4, {"zero": 2, "sharding": ShardingConfig(dp_replicate=2)}),
+    "hybrid zero 2": (4, {"zero": ShardingConfig(stage=2, dp_replicate=2)}),
 }
 
 
 FITS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero 1": (2, {"zero": 1}),
-    "hybrid zero 2": (4, {"zero": 2, "sharding": ShardingConfig(dp_replicate=2)}),
+    "hybrid zero 2": (4, {"zero": ShardingConfig(stage=2, dp_replicate=2)}),
     "zero 3": (2, {"zero": 3}),
     "pipeline x tp": (4, {"pp": 2, "tp": 2}),
 }

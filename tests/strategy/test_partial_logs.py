@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_megatron import PipelineConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import WIDTH, Small, make_trainer
 
@@ -16,7 +17,7 @@ GROUPS = (4, 4, 2)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
     "pp=2": (2, {"pp": 2}),
-    "pp=2, two stages a rank": (2, {"pp": 2, "schedule": "zbv"}),
+    "pp=2, two stages a rank": (2, {"pp": PipelineConfig(degree=2, schedule="zbv")}),
 }
 
 

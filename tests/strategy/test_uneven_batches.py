@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
+from lightning_megatron import PipelineConfig
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import Small, assert_same, make_trainer, merged, samples, weights
 
@@ -85,7 +86,7 @@ def fit(
         ({"zero": 3, "microbatch_size": 1}, 2),
         ({"zero": 3, "num_microbatches": 4}, 2),
         ({"zero": 3, "pp": 2, "microbatch_size": 1}, 4),
-        ({"zero": 3, "pp": 2, "schedule": "zbv", "num_microbatches": 4}, 4),
+        ({"zero": 3, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 4}, 4),
     ],
     ids=str,
 )

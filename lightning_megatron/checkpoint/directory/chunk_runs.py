@@ -1,10 +1,10 @@
-"""Rectangles that follow a rule, written down as the rule.
+"""Runs: regular rectangles of a tensor, stored as a rule.
 
 The parts of a tensor are regular: rank 17 of 1024 holds the rows from 17 x 64 on, rank 18 the next.
-So a thousand rectangles are one, and how often, at what distance and on how many ranks further on
-it repeats; two axes of a layout (tp, dp) are repetitions of repetitions. That is what keeps the
-root of a checkpoint's manifests small: it names every chunk of every tensor, and grows with the
-number of tensors and not with that of ranks. What follows no rule is written down one by one.
+A thousand rectangles are thus one rectangle with a count, a distance and a step of ranks; two axes
+of a layout (tp, dp) are repetitions of repetitions. Runs keep the root manifest small: it names
+every chunk of every tensor, and its size grows with the number of tensors and not with that of
+ranks. Rectangles that follow no rule are stored one by one.
 """
 
 import math
@@ -19,19 +19,19 @@ Rectangle: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """How something comes again."""
+    """Repetition of a rectangle, or of a repetition."""
 
     count: int
     """Number of times, the first one included."""
     part_step: int
-    """What is added to the number of the part, each time."""
+    """Number that is added to that of the part, each time."""
     steps: tuple[int, ...]
-    """What is added to the offsets, each time."""
+    """Numbers that are added to the offsets, each time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Rectangles of one tensor, of the same sizes, that follow a rule.
+    """Rectangles of one tensor and of equal sizes, at regular distances.
 
     >>> run = Run(part=0, offsets=(0, 0), sizes=(2, 4), repeats=(
     ...     Repeat(count=2, part_step=1, steps=(2, 0)),))
@@ -40,13 +40,13 @@ class Run:
     """
 
     part: int
-    """Number of the part that holds the first one; the rank that wrote it."""
+    """Part that holds the first rectangle: the rank that wrote it."""
     offsets: tuple[int, ...]
-    """Index of the first element of the first one, per dimension."""
+    """Index of the first element of the first rectangle, per dimension."""
     sizes: tuple[int, ...]
-    """Elements, per dimension."""
+    """Elements of each rectangle, per dimension."""
     repeats: tuple[Repeat, ...] = ()
-    """The innermost first."""
+    """Repetitions, the innermost first."""
 
     @property
     def count(self) -> int:
@@ -54,7 +54,7 @@ class Run:
         return math.prod(repeat.count for repeat in self.repeats)
 
     def rectangles(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Part and offsets of every rectangle."""
+        """Yield part and offsets of every rectangle."""
         for times in product(*(range(repeat.count) for repeat in reversed(self.repeats))):
             part, offsets = self.part, self.offsets
             for number, repeat in zip(reversed(times), self.repeats, strict=True):
@@ -64,14 +64,14 @@ class Run:
             yield part, offsets
 
     def plain(self) -> list[Any]:
-        """Return the form that JSON has."""
+        """Return the run as JSON data."""
         repeats = [[r.count, r.part_step, list(r.steps)] for r in self.repeats]
         first = [self.part, list(self.offsets), list(self.sizes)]
         return [*first, repeats] if repeats else first
 
 
 def compress(rectangles: Iterable[tuple[int, Rectangle]]) -> tuple[Run, ...]:
-    """Return runs that stand for rectangles.
+    """Return rectangles as runs.
 
     Args:
         rectangles: part, offsets and sizes of each; no two begin in one place.
@@ -88,7 +88,7 @@ def compress(rectangles: Iterable[tuple[int, Rectangle]]) -> tuple[Run, ...]:
 
 
 def _merged(runs: Sequence[Run]) -> list[Run]:
-    """Join neighbours that are the same thing at equal distances."""
+    """Join neighbours that are alike and at equal distances."""
     found: list[Run] = []
     begin = 0
     while begin < len(runs):
@@ -106,7 +106,7 @@ def _merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def _step(one: Run, other: Run) -> tuple[int, tuple[int, ...]] | None:
-    """Return the distance of two runs; None where they differ in more than that."""
+    """Return the distance of two runs; None where they also differ in sizes or repetitions."""
     if one.sizes != other.sizes or one.repeats != other.repeats:
         return None
     pairs = zip(one.offsets, other.offsets, strict=True)

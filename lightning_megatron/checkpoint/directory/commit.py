@@ -1,20 +1,20 @@
-"""Publishing a directory all at once (in a store, which has none: remote_commit.py).
+"""The commit of a checkpoint directory by a rename (for object stores: remote_commit.py).
 
-A checkpoint is written into a hidden sibling of its final place and renamed when it is complete and
-on disk: a reader sees the old one, the new one or none, never a mixture. An existing target is
-first renamed aside. Between these two renames the target does not exist; a crash right there leaves
-the complete new directory and the old one beside it, where `locate` finds them.
+A checkpoint is written into a hidden sibling of its final place, and renamed when it is complete
+and on disk. A reader sees the old one, the new one or none, never a mixture. An existing target is
+renamed aside first. Between these two renames the target does not exist; a crash there leaves the
+complete new directory and the old one beside it, where `locate` finds them.
 
 ::
 
     .name.tmp-<token>   being written; complete once it has a manifest
     .name.old-<token>   replaced by a newer one, about to be deleted
-    name.corrupt        found damaged, kept for whoever wants to know why
+    name.corrupt        found damaged, kept for inspection
 
-Whoever works on a hidden directory holds a lock on it, which the system takes back when the process
-dies, however it dies. So the next save, of whatever name, can tell what a killed run left behind
-from what another is still writing, and removes it. Deleting hides a checkpoint before it takes it
-apart, for the same reason: no half of one is ever seen.
+A process that works on a hidden directory holds a lock on it, which the system releases when the
+process dies. So the next save can tell the leftovers of a killed run from a directory that another
+process is writing, and removes them. A checkpoint is hidden before it is deleted, so that no half
+of one is ever seen.
 """
 
 import contextlib
@@ -43,23 +43,23 @@ PathT = TypeVar("PathT", Path, RemotePath, AnyPath)
 logger = logging.getLogger(__name__)
 
 CORRUPT = ".corrupt"
-"""Ending of the name of a damaged checkpoint."""
+"""Suffix of the names of damaged checkpoints."""
 
 _HIDDEN = re.compile(r"\.(.+)\.(?:tmp|old)-[0-9a-z]+")
 
 _SWEPT = re.compile(r"\.(.+\.ckpt)\.(?:tmp|old)-[0-9a-f]{12}")
-"""What is deleted by its name alone has to look exactly like ours."""
+"""Names that may be deleted without a look into the directory: exactly those made here."""
 
 _ABANDONED_S = 24 * 3600.0
-"""After so long without a change a hidden directory is nobody's, where locks are not supported."""
+"""Age after which a hidden directory counts as abandoned, on file systems without locks."""
 
 
 class Staging:
     """A directory under construction.
 
     Args:
-        target: where it will stand.
-        token: distinguishes this attempt from others.
+        target: the final path.
+        token: name of this attempt, different from that of any other.
     """
 
     def __init__(self, target: Path, token: str) -> None:
@@ -75,7 +75,7 @@ class Staging:
         return uuid.uuid4().hex[:12]
 
     def create(self) -> None:
-        """Make the empty directory; leftovers of an interrupted attempt are dealt with first."""
+        """Make the empty directory, after removing the leftovers of interrupted attempts."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         if not os.path.lexists(self.target) and (survivor := locate(self.target)) != self.target:
             os.rename(survivor, self.target)
@@ -90,16 +90,16 @@ class Staging:
         write_durably(self.directory / name, data)
 
     def write_all(self, contents: Mapping[str, bytes]) -> None:
-        """Write files, durably; the disk need not be waited for once for each."""
+        """Write files, durably and in parallel, so that the waits for the disk overlap."""
         with ThreadPoolExecutor(len(contents)) as threads:
             writes = [threads.submit(self.write, *content) for content in contents.items()]
         for write in writes:
             write.result()
 
     def publish(self) -> None:
-        """Put the complete directory in the place of the target, durably.
+        """Rename the complete directory to the target, durably.
 
-        The files must have been synced. On failure the former target is back in its place.
+        The files must have been synced. After a failure the former target is back in its place.
         """
         sync_directory(self.directory)
         replaces = os.path.lexists(self.target)
@@ -117,24 +117,24 @@ class Staging:
             if replaces:
                 try:
                     _dismantle(self._aside)
-                except OSError as error:  # the new one stands: what is left costs space only
+                except OSError as error:  # the new one is published; the old one only costs space
                     logger.warning("could not delete the replaced checkpoint: %s", error)
 
     def discard(self) -> None:
-        """Remove what was written so far; never raises."""
+        """Delete the unfinished directory; never raises."""
         shutil.rmtree(self.directory, ignore_errors=True)
         self._locks.close()
 
 
 def staging_for(target: AnyPath, token: str) -> Staging | RemoteStaging:
-    """Return what a checkpoint is built in until it is published."""
+    """Return the place in which a checkpoint is built until it is published."""
     if isinstance(target, RemotePath):
         return RemoteStaging(target, token)
     return Staging(target, token)
 
 
 def locate(target: PathT) -> PathT:
-    """Return where the checkpoint ``target`` is: there, or beside it after a crash mid-publish."""
+    """Return the path of a checkpoint: ``target``, or a sibling after a crash in `publish`."""
     if not isinstance(target, Path) or os.path.lexists(target):
         return target
     complete = [path for path in _siblings(target) if is_checkpoint(path)]
@@ -143,15 +143,15 @@ def locate(target: PathT) -> PathT:
 
 
 def hidden_target(path: PathT) -> PathT | None:
-    """Return the checkpoint that ``path`` is a temporary form of; None if it is none."""
+    """Return the final path of a hidden directory; None if ``path`` is not one."""
     match = _HIDDEN.fullmatch(path.name)
     return path.with_name(match[1]) if match else None
 
 
 def set_aside(target: AnyPath) -> AnyPath:
-    """Rename a damaged checkpoint, so that nobody takes it for a good one; return its new name.
+    """Rename a damaged checkpoint to ``<name>.corrupt``; return its new path.
 
-    Of a link, what it points to is renamed.
+    For a link, the directory that it points to is renamed.
     """
     damaged = locate(target).resolve()
     plain = hidden_target(damaged) or damaged
@@ -175,10 +175,10 @@ def _siblings(target: Path) -> list[Path]:
 
 
 def remove(path: AnyPath) -> None:
-    """Delete a checkpoint: directory, file or link (never what the link points to).
+    """Delete a checkpoint: a directory, a file, or a link without the directory behind it.
 
-    A directory first loses its name and its manifest: a crash in the midst of deleting leaves
-    nothing that looks like a checkpoint, were it a damaged one, and the next save removes the rest.
+    A directory first loses its name and its manifest. A crash while it is being deleted leaves
+    nothing that looks like a checkpoint, and the next save removes the rest.
     """
     if isinstance(path, RemotePath):
         remove_remote(path)
@@ -197,7 +197,7 @@ def remove(path: AnyPath) -> None:
 
 
 def _dismantle(hidden: Path) -> None:
-    """Delete a hidden checkpoint, its manifest first: the rest must not be taken for complete."""
+    """Delete a hidden checkpoint, its manifest first: the rest must not look complete."""
     if hidden.is_symlink() or not hidden.is_dir():
         hidden.unlink(missing_ok=True)
         return
@@ -206,7 +206,7 @@ def _dismantle(hidden: Path) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Deal with what killed processes left in a directory: complete ones get their names back."""
+    """Remove what killed processes left in a directory; complete ones get their names back."""
     for path in list(directory.iterdir()):
         if not _SWEPT.fullmatch(path.name):
             continue
@@ -222,7 +222,7 @@ def _sweep(directory: Path) -> None:
 
 
 def _is_abandoned(path: Path, locks: contextlib.ExitStack) -> bool:
-    """Whether nobody works on a hidden directory any more; if so, we lock it."""
+    """Return whether no process works on a hidden directory any more; if so, lock it."""
     held = _lock(path, locks)
     if held is not None:
         return held
@@ -234,7 +234,7 @@ def _lock(directory: Path, locks: contextlib.ExitStack) -> bool | None:
     """Lock a directory until ``locks`` is closed.
 
     Returns:
-        Whether we have the lock; None where the file system has none.
+        Whether this process has the lock; None where the file system has no locks.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -251,9 +251,10 @@ def _lock(directory: Path, locks: contextlib.ExitStack) -> bool | None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and wait until its content is on disk; under its name it is complete or absent.
+    """Write a file and wait until its content is on disk.
 
-    A directory counts as complete once it has a manifest, so that must never be there in part.
+    Under its name the file is complete or absent: a directory counts as complete once it has a
+    manifest.
     """
     part = path.with_name(f"{path.name}.part")
     with part.open("xb") as file:

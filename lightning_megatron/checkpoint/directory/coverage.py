@@ -1,7 +1,7 @@
-"""Whether rectangles tile a tensor: no element missing, none twice.
+"""The check that rectangles tile a tensor: every element is in one rectangle.
 
-torch.distributed.checkpoint loads a tensor with a hole and leaves what was in memory, so this is
-asked before anything is written, and again before anything is read.
+torch.distributed.checkpoint loads a tensor with a hole and leaves there what was in memory. So this
+is checked before anything is written, and again before anything is read.
 """
 
 import math
@@ -16,15 +16,15 @@ from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle, Run
 Numbers: TypeAlias = NDArray[np.int64]
 
 _FEW = 8
-"""Rectangles that are looked at one by one."""
+"""Number of rectangles up to which they are checked one by one."""
 
 
 def expand(runs: Sequence[Run], dimensions: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Return what runs stand for.
+    """Return the rectangles of runs as arrays.
 
     Args:
-        runs: of one tensor.
-        dimensions: of the tensor.
+        runs: runs of one tensor.
+        dimensions: number of dimensions of the tensor.
 
     Returns:
         Parts (n), offsets (n x dimensions) and sizes (n x dimensions) of the n rectangles.
@@ -49,7 +49,7 @@ def expand(runs: Sequence[Run], dimensions: int) -> tuple[Numbers, Numbers, Numb
 
 
 def coverage_fault(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str | None:
-    """Say why rectangles do not tile a tensor of this shape, or return None when they do.
+    """Return why rectangles do not tile a tensor of this shape; None if they do.
 
     Rectangles inside the tensor tile it exactly if their volumes add up and no two overlap; the
     latter is a sweep along the dimension with the most distinct offsets.
@@ -66,7 +66,7 @@ def coverage_fault(shape: Sequence[int], rectangles: Sequence[Rectangle]) -> str
 
 
 def run_coverage_fault(shape: Sequence[int], runs: Sequence[Run]) -> str | None:
-    """Say why the rectangles of runs do not tile a tensor; as `coverage_fault`, for many."""
+    """Return why the rectangles of runs do not tile a tensor; `coverage_fault` for many."""
     for run in runs:
         lengths = {len(run.offsets), len(run.sizes), *(len(r.steps) for r in run.repeats)}
         if lengths != {len(shape)}:
@@ -101,7 +101,7 @@ def _overlap_fault(shape: Sequence[int], volume: int) -> str:
 
 
 def _is_grid(shape: Sequence[int], offsets: Numbers, sizes: Numbers) -> bool:
-    """Whether the rectangles are all cells that cuts across the whole tensor make, each once."""
+    """Return whether the rectangles are the cells of a grid over the whole tensor, each once."""
     cells = np.zeros(len(offsets), dtype=np.int64)
     number = 1
     for dim, length in enumerate(shape):

@@ -1,14 +1,13 @@
-"""The index of the shards as torch.distributed.checkpoint has it: ``.metadata``.
+"""``.metadata``: the index of the shards in the form of torch.distributed.checkpoint (DCP).
 
-DCP keeps which rectangle of which tensor lies where in one pickle, which its own reader loads
+DCP stores the place of every rectangle of every tensor in one pickle, and its reader loads that
 without restriction: whoever can write a checkpoint could run code on every machine that loads it.
-We have the same in the manifests, and write the pickle for DCP's own tools only. As it names every
-chunk, one process has to hold all of them for it; so it is written along with checkpoints of up to
-`MOST_CHUNKS` chunks, and for larger ones by ``lightning-megatron ckpt index``, when somebody wants
-it.
+Our manifests hold the same, so this package writes the pickle for DCP's own tools only. It names
+every chunk, and one process has to hold all of them to write it. Checkpoints of up to `MOST_CHUNKS`
+chunks get one with each save; for larger ones ``lightning-megatron ckpt index`` makes it.
 
-Checkpoints of Lightning's own strategies have no other index. Theirs is unpickled with a list of
-the few classes that it is made of.
+Checkpoints of Lightning's own strategies have no other index. It is unpickled with a list of the
+few classes that it may refer to.
 """
 
 import io
@@ -41,19 +40,19 @@ from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import DamagedCheckpointError
 
 MOST_CHUNKS = 50_000
-"""Chunks of a checkpoint that still gets a ``.metadata``: 10 MB and about a second of one process
-in each save."""
+"""Largest number of chunks for which each save writes a ``.metadata``, at the cost of 10 MB and
+about a second of one process."""
 
 
 def torch_dtype(tensor: str, name: str) -> torch.dtype:
     """Return the dtype of this name.
 
     Args:
-        tensor: whose it is, for the error.
-        name: like ``bfloat16``.
+        tensor: name of the tensor, for the error.
+        name: name of the dtype, like ``bfloat16``.
 
     Raises:
-        DamagedCheckpointError: there is none.
+        DamagedCheckpointError: torch has no such dtype.
     """
     dtype = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
@@ -62,11 +61,11 @@ def torch_dtype(tensor: str, name: str) -> torch.dtype:
 
 
 def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[RankManifest]) -> bytes:
-    """Return the content of the file that DCP reads.
+    """Return the content of ``.metadata``.
 
     Args:
         tensors: all tensors of a checkpoint.
-        parts: all parts of it.
+        parts: the manifests of all ranks.
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     places: dict[MetadataIndex, StorageInfo] = {}
@@ -98,10 +97,10 @@ def pickled_index(tensors: Mapping[str, TensorEntry], parts: Iterable[RankManife
 
 
 class _MemoryFiles(FileSystem):
-    """Keeps what is written in memory.
+    """A file system that keeps what is written in memory.
 
     Attributes:
-        contents: of the files, by name.
+        contents: content of the files, by name.
     """
 
     def __init__(self) -> None:
@@ -127,8 +126,8 @@ def read_metadata(directory: AnyPath) -> Metadata:
     """Read the pickled index of the shards without trusting it.
 
     Raises:
-        OSError: it cannot be read.
-        DamagedCheckpointError: it is not an index, or would run code.
+        OSError: the file cannot be read.
+        DamagedCheckpointError: the file is not an index, or would run code.
     """
     path = directory / METADATA_FILE
     try:
@@ -153,10 +152,10 @@ def read_metadata(directory: AnyPath) -> Metadata:
 def parts_of(
     metadata: Metadata,
 ) -> tuple[dict[str, TensorEntry], dict[int, RankManifest], list[str]]:
-    """Return what the manifests of a checkpoint with this index would hold.
+    """Convert an index of DCP to the form of our manifests.
 
     Returns:
-        Tensors, parts by number, and faults: what is no tensor, or in no file.
+        Tensors, parts by number, and faults: entries that are no tensor, or in no file.
     """
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     chunks: dict[str, list[ChunkEntry]] = {}
@@ -198,7 +197,7 @@ def _entry(
 
 
 def _check_memory(content: bytes) -> None:
-    """Refuse a pickle whose memo has holes: the unpickler allocates up to the largest number."""
+    """Refuse a pickle whose memo has holes, as the unpickler allocates up to the largest number."""
     puts = highest = 0
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a search by names, which opens nothing but manifests."""
+"""The search for checkpoints by names; it opens nothing but manifests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from lightning_megatron.errors import CheckpointError
 _SUFFIX = ".ckpt"
 _ANY_CORRUPT = f"*{_SUFFIX}{CORRUPT}*"
 _FOREIGN = "meta.pt"
-"""Lightning's own strategies put it beside their shards."""
+"""File of Lightning's own strategies, which is beside their shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where checkpoints may be."""
+    """Directories that may hold checkpoints."""
 
     trees: tuple[AnyPath, ...] = ()
-    """Directories that are searched, with those below them."""
+    """Directories that are searched with all directories below them."""
     folders: tuple[AnyPath, ...] = ()
-    """Directories that are searched by themselves."""
+    """Directories that are searched without those below them."""
 
 
 def candidates(places: Places) -> list[AnyPath]:
-    """Return the checkpoints in some places, complete or torn, newest first."""
+    """Return all checkpoints in some places, complete or torn, the newest first."""
     paths = [path for place in places.trees for path in _below(place, deep=True)]
     paths += [path for place in places.folders for path in _below(place, deep=False)]
     found = {path.resolve() for path in paths if is_candidate(path)}
@@ -38,14 +38,14 @@ def candidates(places: Places) -> list[AnyPath]:
 
 
 def renamed(places: Places) -> list[AnyPath]:
-    """Return the checkpoints that earlier searches found damaged and renamed."""
+    """Return the checkpoints that were renamed because they were damaged."""
     deep = (path for place in places.trees for path in place.rglob(_ANY_CORRUPT))
     flat = (path for place in places.folders for path in place.glob(_ANY_CORRUPT))
     return sorted({*deep, *flat}, key=str)
 
 
 def _below(place: AnyPath, *, deep: bool) -> Iterator[AnyPath]:
-    """Directories that may be checkpoints; those in hiding after a crash by the name they miss."""
+    """Yield what may be a checkpoint; hidden directories under their final paths."""
     if not place.is_dir():
         return
     entries: list[AnyPath] = [*place.iterdir()]
@@ -60,7 +60,7 @@ def _below(place: AnyPath, *, deep: bool) -> Iterator[AnyPath]:
 
 
 def is_candidate(path: AnyPath) -> bool:
-    """Whether there is a checkpoint of ours at ``path``, complete or torn."""
+    """Return whether ``path`` is a checkpoint of this package, complete or torn."""
     place = locate(path)
     if not place.is_dir():
         return False
@@ -71,7 +71,7 @@ def is_candidate(path: AnyPath) -> bool:
 
 
 def age(path: AnyPath) -> tuple[float, str]:
-    """When it was written: by its own word, which copying does not change, if it has one."""
+    """Return date and name, for sorting; the date of the manifest does not change by copying."""
     place = locate(path)
     try:
         written = read_manifest(place).written

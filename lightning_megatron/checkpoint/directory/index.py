@@ -1,15 +1,14 @@
-"""Where the numbers of every tensor are, found through the manifests and held against the files.
+"""The index of the shards: the place of every tensor, from the manifests, checked.
 
-The root says which rectangle of which tensor is in which part, the parts at which bytes of which
-file (rank_manifest.py). So a rank that loads under another layout looks up what overlaps its own
-rectangles in the root, and opens the few parts that have them; at a thousand ranks none needs to
-know what all of them have written. Checkpoints of schema 2 have an index in one piece, which
-becomes parts in memory.
+The root manifest says which rectangle of which tensor is in which part; the manifest of the part
+gives file and bytes (rank_manifest.py). A rank that loads under another layout finds the rectangles
+that overlap its own in the root, and opens the few parts that hold them. So at a thousand ranks
+none needs to know the chunks of all. Checkpoints of schema 2 have one index of everything, which is
+split into parts in memory.
 
-What is read is checked. The rectangles of every tensor must tile it, and each must be in the part
-that the root names; there it must lie within a file of that part, no two in one place, so that a
-small file cannot stand for large memory. The ranks that load share this check, by tensor and by
-part.
+The index is checked. The rectangles of every tensor must tile it. Each must be in the part that the
+root names, within a file of that part, and no two may share bytes, so that a small file cannot
+stand for large memory. The ranks that load share this work, by tensor and by part.
 """
 
 import math
@@ -47,17 +46,17 @@ _PARTS_AT_ONCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor in the files."""
+    """A tensor of a checkpoint."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
-    """Its format."""
+    """Dtype of the values."""
     runs: tuple[Run, ...]
-    """Where its rectangles are."""
+    """Rectangles of the tensor, with their parts."""
 
     def rectangles(self) -> tuple[Numbers, Numbers, Numbers]:
-        """Return parts (n), offsets and sizes (n x dimensions) of its n rectangles."""
+        """Return parts (n), offsets and sizes (n x dimensions) of the n rectangles."""
         return expand(self.runs, len(self.shape))
 
 
@@ -69,7 +68,7 @@ class ShardIndex:
         manifest: its manifest.
 
     Attributes:
-        tensors: all that are stored, by name.
+        tensors: the stored tensors, by name.
 
     Raises:
         DamagedCheckpointError: a tensor has an unknown dtype.
@@ -94,7 +93,7 @@ class ShardIndex:
         """Return the index of a directory that another library wrote, checked.
 
         Raises:
-            DamagedCheckpointError: naming the tensors that the files do not hold.
+            DamagedCheckpointError: the files do not hold some tensors, which it names.
         """
         tensors, parts, faults = parts_of(metadata)
         raise_if_damaged(faults)
@@ -108,15 +107,15 @@ class ShardIndex:
         return sorted({*self._names, *self._embedded})
 
     def part(self, number: int, *, keep: bool = True) -> RankManifest:
-        """Return a part.
+        """Return the manifest of a part.
 
         Args:
-            number: which one.
-            keep: whether it will be needed again.
+            number: number of the part.
+            keep: whether to keep it in memory for the next call.
 
         Raises:
-            OSError: it cannot be read.
-            DamagedCheckpointError: it is not what was written.
+            OSError: the file cannot be read.
+            DamagedCheckpointError: the file is not what was written.
         """
         if number in self._embedded:
             return self._embedded[number]
@@ -140,11 +139,11 @@ class ShardIndex:
         part, entry = RankManifest.from_json(text, name), self._entries[number]
         files = {file: self._files[file] for file in entry.files}
         if part.number != number or part.files != files or part.count != entry.count:
-            raise DamagedCheckpointError(f"{name} and the root of the manifests contradict")
+            raise DamagedCheckpointError(f"{name} contradicts the root manifest")
         return part
 
     def overlapping(self, name: str, wanted: Rectangle) -> list[tuple[int, Rectangle]]:
-        """Return the stored rectangles of a tensor that overlap one, with their parts."""
+        """Return the stored rectangles of a tensor that overlap ``wanted``, with their parts."""
         tensor = self.tensors[name]
         if len(tensor.runs) == 1 and not tensor.runs[0].repeats:
             run = tensor.runs[0]  # of one piece, as most tensors of small layouts are
@@ -156,14 +155,14 @@ class ShardIndex:
         return [(part, (tuple(offset), tuple(size))) for part, offset, size in found]
 
     def faults(self, rank: int = 0, size: int = 1) -> list[str]:
-        """Check this rank's share of everything that tells where numbers are.
+        """Check this rank's share of the index.
 
         Args:
-            rank: of this process among those that check.
-            size: number of them.
+            rank: rank of this process among those that check.
+            size: number of these ranks.
 
         Returns:
-            What is wrong, empty if nothing is.
+            Faults, one sentence each.
 
         Raises:
             OSError: a part cannot be read.
@@ -184,7 +183,7 @@ class ShardIndex:
         return found
 
     def _part_faults(self, numbers: Sequence[int]) -> Iterator[str]:
-        """Hold some parts against the root and their files."""
+        """Compare some parts with the root and their files."""
         expected: dict[int, dict[tuple[str, tuple[int, ...]], tuple[int, ...]]]
         expected = {number: {} for number in numbers}
         for name, tensor in self.tensors.items():
@@ -195,7 +194,7 @@ class ShardIndex:
             for name, chunks in part.tensors.items():
                 for chunk in chunks:
                     if expected[number].pop((name, chunk.offsets), None) != chunk.sizes:
-                        yield f"{name}: the root does not know of the chunk at {chunk.offsets}"
+                        yield f"{name}: the root manifest has no chunk at {chunk.offsets}"
                     elif fault := self._place_fault(self.tensors[name], chunk):
                         yield f"{name}: {fault}"
             yield from (
@@ -214,17 +213,17 @@ class ShardIndex:
 
 
 def raise_if_damaged(faults: Sequence[str]) -> None:
-    """Raise if there are faults of an index.
+    """Raise an error if an index has faults.
 
     Raises:
-        DamagedCheckpointError: naming them.
+        DamagedCheckpointError: the index has faults, which it names.
     """
     if faults:
         raise DamagedCheckpointError(f"the index of the shards is damaged: {summary(faults)}")
 
 
 def summary(items: Sequence[str], limit: int = 10) -> str:
-    """Join items to one line, counting those beyond ``limit``."""
+    """Join items to one line; those beyond ``limit`` are counted."""
     shown = ", ".join(items[:limit])
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
 
@@ -236,7 +235,7 @@ def _numbers(tensor: StoredTensor) -> set[int]:
 
 
 def _within(tensor: StoredTensor, numbers: Sequence[int]) -> Iterator[tuple[int, Rectangle]]:
-    """The rectangles of a tensor that are in some parts."""
+    """Yield the rectangles of a tensor that are in some parts."""
     if not any(run.repeats for run in tensor.runs):
         yield from ((r.part, (r.offsets, r.sizes)) for r in tensor.runs if r.part in numbers)
         return
@@ -249,7 +248,7 @@ def _within(tensor: StoredTensor, numbers: Sequence[int]) -> Iterator[tuple[int,
 
 
 def _shared_bytes(part: RankManifest) -> Iterator[str]:
-    """Name the files of which two chunks claim the same bytes."""
+    """Yield a fault for each file in which two chunks claim the same bytes."""
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for chunks in part.tensors.values():
         for chunk in chunks:

@@ -1,23 +1,24 @@
-"""What a checkpoint directory contains, and the JSON file that says so.
+"""The root manifest of a checkpoint: the JSON file that lists everything else.
 
 ::
 
     epoch=0-step=500.ckpt/
-        manifest.json       this file's `Manifest`; written last, so a directory without it is torn
-        manifest.0.json ... what each rank has written (rank_manifest.py)
+        manifest.json       the `Manifest`; written last, so a directory without it is torn
+        manifest.0.json ... the files and chunks of each rank (rank_manifest.py)
         state.json          Lightning's state and optimizer options (codec.py)
         state.safetensors   tensors of that state; absent when it has none
         __0_0.distcp ...    shards: ``model.<name>``, ``optimizer.<i>.<name>.<key>``
-        .metadata           index of the shards as torch.distributed.checkpoint reads it, up to
-                            `dcp_index.MOST_CHUNKS` chunks
+        .metadata           index of the shards for torch.distributed.checkpoint, up to
+                            `dcp_metadata.MOST_CHUNKS` chunks
 
-The directory is flat. The manifest is the root of all others: it lists every other file with its
-size and the hash of its content, says which rectangles of which tensor are in which part, and ends
-with the hash of itself; the parts say at which bytes. So nothing that was truncated, flipped,
-swapped or lost is taken for a weight, no name can leave the directory, and the root grows with the
-number of ranks and of tensors, not with their product. The hashes tell damage, not forgery: who can
-write a checkpoint can write its hashes too, which is why nothing in it is trusted with more than
-numbers.
+The directory is flat. The root manifest lists every other file with its size and SHA-256, says
+which rectangles of which tensor are in which part (the files of one rank), and ends with its own
+hash. The manifests of the parts give the bytes. A file that was truncated, flipped, swapped or lost
+is thus never taken for weights, and no name can leave the directory. The size of the root grows
+with the number of ranks and of tensors, not with their product.
+
+The hashes show damage, not forgery: whoever can write a checkpoint can write its hashes too. That
+is why nothing in a checkpoint is trusted with more than numbers.
 """
 
 import json
@@ -73,11 +74,11 @@ OLDEST_SCHEMA = 2
 _LIBRARIES = ("torch", "lightning", "lightning-megatron")
 
 _LATEST = 1e11
-"""Seconds since 1970 that are still a date."""
+"""Limit of dates, in seconds since 1970."""
 
 _CHUNK_BYTES = 16
-"""Bytes that a chunk takes in the file of its part at the least: the root cannot claim more chunks
-than there is text about."""
+"""Least bytes that a chunk takes in the manifest of its part. It keeps the root from claiming more
+chunks than there is text about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +86,10 @@ class TensorEntry:
     """One tensor of the whole model or of an optimizer."""
 
     dtype: str
-    """Like ``bfloat16``."""
+    """Name of the dtype, like ``bfloat16``."""
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    """Where its rectangles are: they tile the tensor."""
+    """Rectangles that tile the tensor, with their parts."""
 
     @property
     def count(self) -> int:
@@ -98,12 +99,12 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class PartEntry:
-    """One part: what a rank has written."""
+    """One part, the files and chunks of one rank, as the root knows it."""
 
     number: int
     """The rank."""
     files: tuple[str, ...]
-    """Its files, but for the one that describes it."""
+    """Names of its files, without its own manifest."""
     count: int
     """Number of its chunks."""
 
@@ -119,43 +120,43 @@ class Manifest:
     epoch: int | None = None
     """Epoch of the training loop."""
     written: float | None = None
-    """When, in seconds since 1970."""
+    """Time of writing, in seconds since 1970."""
     taken: float | None = None
-    """When the state was as it is in the checkpoint, in seconds since 1970; None in older ones."""
+    """Time at which the state was captured, in seconds since 1970; None in older checkpoints."""
     layout: Mapping[str, int] = field(default_factory=dict)
-    """Degrees under which it was written; for information, any other can read it."""
+    """Degrees of parallelism of the run that wrote it; any other layout can read it."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions of the libraries that wrote it."""
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """Every other file of the directory."""
     parts: Mapping[str, PartEntry] = field(default_factory=dict)
-    """The parts, by the name of the file that describes each; empty below schema 3."""
+    """The parts, by the name of the manifest of each; empty in schema 2."""
     linked: Sequence[str] = field(default_factory=list)
-    """Files that were not written but shared with an earlier checkpoint (incremental.py)."""
+    """Files that are hard links to those of an earlier checkpoint (incremental.py)."""
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """Every tensor in the shards."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of shared parameters, and the name under which each is stored."""
+    """Stored names of shared parameters, by alias."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
     embedded: Mapping[int, RankManifest] = field(default_factory=dict, repr=False)
-    """Parts that the manifest itself holds, by number: one per file in schema 2, else none."""
+    """Parts that are in the root itself, by number: one for each file in schema 2, else none."""
 
     @property
     def size(self) -> int:
-        """Bytes of all files that it lists."""
+        """Bytes of all files in the manifest."""
         return sum(entry.size for entry in self.files.values())
 
     @property
     def own_size(self) -> int:
-        """Bytes that were written for it; the rest was there."""
+        """Bytes without the files that are links to earlier ones."""
         return self.size - sum(self.files[name].size for name in self.linked)
 
     @property
     def files_by_rank(self) -> dict[int, dict[str, FileEntry]]:
-        """What each rank has written, with the file that describes it; empty below schema 3.
+        """Files of each rank, with the manifest of its part; empty in schema 2.
 
-        Files that are in none (the state, ``.metadata``) are the first rank's, like the manifest.
+        The state, ``.metadata`` and the root are in none of these: the first rank writes them.
         """
         return {
             part.number: {n: self.files[n] for n in (name, *part.files)}
@@ -165,8 +166,8 @@ class Manifest:
     def file(self, role: str) -> str:
         """Return the name of the file that is ``role`` in this checkpoint.
 
-        That is ``role`` itself, or ``<token>=<role>`` where it replaced another checkpoint in a
-        store (remote_commit.py).
+        The name is ``role`` itself, or ``<token>=<role>`` where the checkpoint replaced another in
+        a store (remote_commit.py).
         """
         return next((name for name in self.files if name.rpartition("=")[2] == role), role)
 
@@ -187,8 +188,8 @@ class Manifest:
         """Parse the content of ``manifest.json``; fields of later versions are ignored.
 
         Raises:
-            DamagedCheckpointError: it is not a manifest, or not what was written.
-            CheckpointError: it has a newer schema.
+            DamagedCheckpointError: the text is not a manifest, or not what was written.
+            CheckpointError: the format is newer or older than those that are read.
         """
         other = _other_format(text)
         try:
@@ -259,7 +260,7 @@ def _file(name: str, data: Mapping[str, Any]) -> FileEntry:
 
 
 def _contents(data: Mapping[str, Any], schema: int) -> dict[str, Any]:
-    """Return the tensors, and the parts or, in schema 2, what stands for them."""
+    """Return the tensors and the parts; in schema 2 the parts are made here."""
     if schema < PART_SCHEMA:
         chunks = {n: chunk_entries(t["chunks"]) for n, t in data["tensors"].items()}
         dtypes = {n: (_dtype(t), counts(t["shape"])) for n, t in data["tensors"].items()}
@@ -278,11 +279,11 @@ def in_parts(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]],
     chunks: Mapping[str, Sequence[Any]],
 ) -> tuple[dict[str, TensorEntry], dict[int, RankManifest]]:
-    """Turn an index that is in one piece into parts, one for each file.
+    """Split an index of all tensors into parts, one for each file.
 
     Args:
         kinds: dtype and shape of every tensor.
-        chunks: their `ChunkEntry` objects.
+        chunks: `ChunkEntry` objects of every tensor.
 
     Returns:
         The tensors, and the parts by number.
@@ -326,7 +327,7 @@ def _run(data: Any) -> Run:
 def _repeat(data: Any) -> Repeat:
     count, part_step, distances = data
     if not is_count(count):
-        raise ValueError(f"chunks that come {count!r} times")
+        raise ValueError(f"a run of {count!r} chunks")
     return Repeat(count=count, part_step=steps([part_step])[0], steps=steps(distances))
 
 
@@ -339,11 +340,11 @@ def _part(data: Mapping[str, Any]) -> PartEntry:
 
 def _check_mappings(manifest: Manifest) -> None:
     if not strings(manifest.aliases) or not strings(manifest.versions):
-        raise TypeError("a name is not a string")
+        raise TypeError("aliases and versions must have strings as names and values")
     if not isinstance(manifest.linked, list) or not manifest.files.keys() >= set(manifest.linked):
-        raise TypeError("a link to no file")
+        raise TypeError("linked must be a list of names that are in files")
     if not isinstance(manifest.layout, dict) or not is_count(manifest.optimizers):
-        raise TypeError("a field has another type")
+        raise TypeError("layout must be an object, and optimizers a count")
     for number in (manifest.step, manifest.epoch):
         if number is not None and not is_count(number):
             raise TypeError(f"{number!r} is not a count")
@@ -353,20 +354,21 @@ def _check_mappings(manifest: Manifest) -> None:
 
 
 def _check_parts(manifest: Manifest) -> None:
-    """Refuse parts that share a file or a number, or that claim more than there is text about."""
+    """Refuse parts that share a file or a number, or claim more chunks than they have text for."""
     if manifest.schema < PART_SCHEMA:
         return
     names = [n for name, part in manifest.parts.items() for n in (name, *part.files)]
     if len(set(names)) < len(names) or not manifest.files.keys() >= set(names):
-        raise ValueError("a file of a part is in none or in two")
+        raise ValueError("a file of a part is in two parts, or not in files")
     if len({part.number for part in manifest.parts.values()}) < len(manifest.parts):
-        raise ValueError("two parts have one number")
+        raise ValueError("two parts have the same number")
     for name, part in manifest.parts.items():
         if part.count * _CHUNK_BYTES > manifest.files[name].size:
             raise ValueError(f"{name} is too small for {part.count} chunks")
     total = sum(entry.count for entry in manifest.tensors.values())
-    if total != sum(part.count for part in manifest.parts.values()):
-        raise ValueError(f"{total} chunks are not those of the parts")
+    held = sum(part.count for part in manifest.parts.values())
+    if total != held:
+        raise ValueError(f"the tensors have {total} chunks, the parts {held}")
 
 
 def library_versions() -> dict[str, str]:
@@ -386,19 +388,19 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as an absolute path of this machine's file system.
 
     Raises:
-        ConfigError: it is the URL of a remote file system.
+        ConfigError: the path is the URL of a remote file system.
     """
     text = os.fspath(path)
     if "://" in text:
         raise ConfigError(
-            f"path {text!r}: this is written to a file of this machine; nearest valid: a path "
+            f"path {text!r}: must be a path of this machine, not a URL; nearest valid: a path "
             "without a scheme"
         )
     return Path(os.path.abspath(text))
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether ``path`` is a complete checkpoint directory (its content is not verified)."""
+    """Return whether ``path`` is a complete checkpoint directory; nothing in it is verified."""
     return (storage_path(path) / MANIFEST_FILE).is_file()
 
 
@@ -406,8 +408,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of a checkpoint directory.
 
     Raises:
-        DamagedCheckpointError: there is none, or it is not what was written.
-        CheckpointError: there is no such directory, or it cannot be read.
+        DamagedCheckpointError: the manifest is missing, or not what was written.
+        CheckpointError: the directory is missing, or the manifest cannot be read.
     """
     directory = storage_path(path)
     if not directory.is_dir():

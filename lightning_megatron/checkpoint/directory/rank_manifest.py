@@ -1,13 +1,13 @@
-"""What one rank has written of a checkpoint, and the JSON file that says so.
+"""The manifest of one rank: its files, and the place of each of its chunks.
 
 ::
 
     manifest.5.json     files of rank 5 with sizes and hashes, the place of each of its chunks
 
-Every rank that writes tensors writes its own, after its shards, so nobody has to know the chunks of
-all ranks. The root (manifest.py) holds the hash of the part, the part the hashes of its files; and
-from the root everybody knows which rectangles are in it, so that only those parts are opened that
-have something to read.
+Every rank that writes tensors writes such a manifest after its shards, so no rank has to know the
+chunks of all. The root (manifest.py) holds the hash of each rank's manifest, which holds the hashes
+of that rank's files. The root also says which rectangles are in which part, so a reader opens only
+the parts that it needs.
 """
 
 import hashlib
@@ -33,12 +33,12 @@ from lightning_megatron.errors import DamagedCheckpointError
 _BLOCK_BYTES = 1 << 20
 
 PART_SCHEMA = 3
-"""First schema of manifests with parts; parts have changed at no later one."""
+"""First format with a manifest for each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of the checkpoint."""
+    """Size and hash of one file."""
 
     size: int
     """Bytes."""
@@ -55,7 +55,7 @@ def read_entry(path: AnyPath) -> FileEntry:
     """Return the manifest's entry for a file as it is stored now.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_BLOCK_BYTES))
@@ -75,6 +75,7 @@ class ChunkEntry:
     sizes: tuple[int, ...]
     """Elements, per dimension."""
     file: str
+    """Name of the file."""
     begin: int
     """First byte in the file."""
     length: int
@@ -82,7 +83,7 @@ class ChunkEntry:
 
 
 def part_file(number: int) -> str:
-    """Return the name of the manifest of a part, and so of the rank that writes it.
+    """Return the name of the manifest of a rank.
 
     >>> part_file(5)
     'manifest.5.json'
@@ -92,22 +93,22 @@ def part_file(number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RankManifest:
-    """What one rank has written."""
+    """Files and chunks of one rank."""
 
     number: int
     """The rank."""
     files: Mapping[str, FileEntry]
-    """Its files."""
+    """Files of the rank, by name."""
     tensors: Mapping[str, tuple[ChunkEntry, ...]]
-    """Its chunks of every tensor of which it has any."""
+    """Chunks of the rank, by name of the tensor."""
 
     @property
     def count(self) -> int:
-        """Number of its chunks."""
+        """Number of chunks."""
         return sum(map(len, self.tensors.values()))
 
     def to_json(self) -> str:
-        """Return the content of its file."""
+        """Return the content of the file."""
         head = json.dumps({"schema": PART_SCHEMA, "part": self.number}, indent=1)[: -len("\n}")]
         files = one_line_each("files", ((name, asdict(e)) for name, e in self.files.items()))
         plain = ((name, plain_chunks(chunks)) for name, chunks in self.tensors.items())
@@ -119,10 +120,10 @@ class RankManifest:
 
         Args:
             text: the content.
-            name: of the file, for errors.
+            name: name of the file, for errors.
 
         Raises:
-            DamagedCheckpointError: it is not a part, or not what was written.
+            DamagedCheckpointError: the text is not a manifest, or not what was written.
         """
         if not is_sealed(text, name):
             raise DamagedCheckpointError(f"{name} does not end with its own hash")
@@ -142,7 +143,7 @@ def file_entry(name: str, data: Mapping[str, Any]) -> FileEntry:
     """Parse the entry of a file.
 
     Raises:
-        ValueError: it is something else, or has no hash.
+        ValueError: the entry has no name, size or hash.
     """
     size = data["size"]
     sha256 = data.get("sha256")
@@ -152,7 +153,7 @@ def file_entry(name: str, data: Mapping[str, Any]) -> FileEntry:
 
 
 def plain_chunks(chunks: Iterable[ChunkEntry]) -> list[Any]:
-    """Return the form of chunks that JSON has."""
+    """Return chunks as JSON data."""
     return [[list(c.offsets), list(c.sizes), c.file, c.begin, c.length] for c in chunks]
 
 
@@ -160,17 +161,17 @@ def chunk_entries(data: Any, files: Mapping[str, str] | None = None) -> tuple[Ch
     """Parse chunks.
 
     Args:
-        data: what JSON has of them.
-        files: names of the files that they may be in; any when None.
+        data: the chunks as JSON data.
+        files: names of the files that chunks may be in; any when None.
 
     Raises:
-        ValueError: it is something else.
-        LookupError: a chunk is in another file.
+        ValueError: the data are not chunks.
+        LookupError: a chunk is in a file that is not in ``files``.
     """
     chunks = []
     for offsets, sizes, file, begin, length in data:
         if not isinstance(file, str) or not is_count(begin) or not is_count(length):
-            raise ValueError("a chunk without a place")
+            raise ValueError("a chunk has no file, begin or length")
         chunks.append(
             ChunkEntry(
                 offsets=counts(offsets),

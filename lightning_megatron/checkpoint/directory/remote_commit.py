@@ -1,13 +1,13 @@
-"""Publishing a checkpoint in a store, which has no directories to rename.
+"""The commit of a checkpoint in an object store, which cannot rename a directory.
 
-All that a store promises is that an object appears whole. So the manifest is the commit: shards and
-state are put under names that no manifest mentions, and the manifest last. Without one a prefix is
-torn, and nobody takes it for a checkpoint.
+A store promises only that an object appears whole. So the manifest is the commit: shards and state
+are put first, under names that no manifest mentions, and the manifest last. A prefix without a
+manifest is torn, and is not taken for a checkpoint.
 
 A checkpoint that replaces another (``last.ckpt``) is written beside it in the same prefix, as
-``<token>=__0_0.distcp`` and so on. Putting its manifest over the old one is the moment of change;
-then what only the old one needed is deleted. A crash at any time leaves the old one or the new one,
-and objects that the next save sweeps up. A prefix that is copied to a disk is a valid directory.
+``<token>=__0_0.distcp`` and so on. The change happens when its manifest is put over the old one;
+then the objects of the old one are deleted. A crash at any time leaves the old or the new one, and
+objects that the next save deletes. A prefix that is copied to a disk is a valid directory.
 """
 
 import logging
@@ -35,12 +35,12 @@ class RemoteStaging:
     """A checkpoint under construction in a store.
 
     Args:
-        target: its prefix.
-        token: distinguishes this attempt from others.
+        target: the prefix of the checkpoint.
+        token: name of this attempt, different from that of any other.
 
     Attributes:
-        directory: where files are put.
-        prefix: what their names begin with; known after `create`.
+        directory: the prefix under which files are put.
+        prefix: beginning of the names of the files; known after `create`.
     """
 
     def __init__(self, target: RemotePath, token: str) -> None:
@@ -51,10 +51,10 @@ class RemoteStaging:
         self._committed = False
 
     def create(self) -> None:
-        """Choose names that nothing has.
+        """Choose names that are not taken.
 
         Raises:
-            CheckpointError: something stands there that is no checkpoint; it is not deleted.
+            CheckpointError: the prefix holds something else than a checkpoint, which stays.
         """
         if is_checkpoint(self.target):
             self.prefix = f"{self._token}="
@@ -73,7 +73,7 @@ class RemoteStaging:
         self.target.fs.makedirs(self.target.path, exist_ok=True)
 
     def write(self, name: str, data: bytes) -> None:
-        """Put one object; with the manifest the checkpoint is published."""
+        """Put one object; the manifest publishes the checkpoint."""
         (self.target / name).write_bytes(data)
         self._committed = self._committed or name == MANIFEST_FILE
 
@@ -83,7 +83,7 @@ class RemoteStaging:
             self.write(name, data)
 
     def publish(self) -> None:
-        """Delete what the manifest does not name; never raises, as the checkpoint stands."""
+        """Delete our objects that the manifest does not name; never raises."""
         try:
             needed = {MANIFEST_FILE, *read_manifest(self.target).files}
             for entry in self.target.iterdir():
@@ -93,7 +93,7 @@ class RemoteStaging:
             logger.warning("could not delete what %s has replaced: %s", self.target, error)
 
     def discard(self) -> None:
-        """Remove what was written so far; never raises."""
+        """Delete the objects of an unfinished save; never raises."""
         if self._committed or not self._created:
             return
         try:
@@ -112,5 +112,5 @@ def remove_remote(path: RemotePath) -> None:
 
 
 def move_remote(path: RemotePath, to: RemotePath) -> None:
-    """Rename a checkpoint: a copy within the store, object by object."""
+    """Rename a checkpoint; the store copies object by object."""
     path.fs.mv(path.path, to.path, recursive=True)

@@ -1,14 +1,14 @@
-"""How many checkpoints a run keeps.
+"""The deletion of old checkpoints: ``CheckpointConfig(keep=N)``.
 
-``CheckpointConfig(keep=N)`` leaves the N newest of the checkpoints that a ModelCheckpoint makes as
-training goes on, whatever it counts itself. Deleting is what cannot be undone, so it is narrow and
-late:
+The N newest checkpoints of a ModelCheckpoint stay, whatever the callback counts itself. A deletion
+cannot be undone, so it has three limits:
 
-- Only what bears a name that the callback's ``filename`` produces is touched: never ``last.ckpt``,
-  nor what somebody saved beside them under a name of their own, nor a damaged or torn one.
-- Never what a ModelCheckpoint holds as one of its best or as its last, nor where the run started.
-- Not before the new one stands and was read back and compared with its hashes. The ranks share
-  that read, and it takes place only when there is something to delete.
+- Only checkpoints with a name that the callback's ``filename`` produces are deleted: never
+  ``last.ckpt``, nor one that the user saved under another name, nor a damaged or torn one.
+- Checkpoints that a ModelCheckpoint holds as one of its best or as its last stay, and so does the
+  one from which the run started.
+- The new checkpoint has to be published, read back and compared with its hashes first. The ranks
+  share that read, which takes place only when there is something to delete.
 """
 
 import logging
@@ -32,28 +32,28 @@ class Rotation:
     """The checkpoints that one callback makes in turn."""
 
     directory: AnyPath
-    """Where they are, or below."""
+    """Directory in or below which they are."""
     names: str
-    """Regular expression of their paths from there."""
+    """Regular expression for their paths relative to the directory."""
     spared: frozenset[AnyPath]
-    """What is kept beside the newest."""
+    """Checkpoints that stay beside the newest."""
 
 
 def rotate(
     target: AnyPath, manifest: Manifest, rotations: Sequence[Rotation], keep: int, peers: Peers
 ) -> None:
-    """Delete what a checkpoint that was just published makes superfluous; collective.
+    """Delete the old checkpoints after a new one was published; collective.
 
     Args:
         target: the new checkpoint.
         manifest: its manifest.
-        rotations: of all callbacks; the first rank's count.
-        keep: how many stay.
+        rotations: those of all callbacks; the first rank's are used.
+        keep: number of checkpoints of each callback that stay.
         peers: the ranks that saved.
 
     Raises:
-        CheckpointError: on every rank: the new one is not what was written, or something cannot be
-            deleted. What was deleted before that was superfluous.
+        CheckpointError: on every rank: the new checkpoint is not what was written, or an old one
+            cannot be deleted.
     """
     what = f"keeping the newest {keep} checkpoints beside {target}"
     found = peers.run(what, lambda: None, lambda _: superfluous(target, rotations, keep))
@@ -70,7 +70,7 @@ def rotate(
 
 
 def superfluous(target: AnyPath, rotations: Sequence[Rotation], keep: int) -> list[AnyPath]:
-    """Return what can be deleted once ``target`` stands, newest first."""
+    """Return the checkpoints that can be deleted once ``target`` is published, newest first."""
     spared = {target.resolve()}.union(*({p.resolve() for p in r.spared} for r in rotations))
     found: dict[AnyPath, None] = {}
     for rotation in rotations:
@@ -81,7 +81,7 @@ def superfluous(target: AnyPath, rotations: Sequence[Rotation], keep: int) -> li
 
 
 def _members(rotation: Rotation) -> list[AnyPath]:
-    """Return the complete checkpoints that take turns, newest first."""
+    """Return the complete checkpoints of a rotation, newest first."""
     base, names = rotation.directory.resolve(), re.compile(rotation.names)
     return [
         path
@@ -93,7 +93,7 @@ def _members(rotation: Rotation) -> list[AnyPath]:
 
 
 def _is_whole(path: AnyPath) -> bool:
-    """Whether all files are there; their contents were compared when they were new."""
+    """Return whether all files are there; their contents were compared when they were new."""
     try:
         check_files(path, read_manifest(path))
     except (CheckpointError, OSError):

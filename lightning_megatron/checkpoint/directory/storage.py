@@ -1,13 +1,12 @@
-"""Where a checkpoint is: a directory of this machine's file system, or a prefix in a store.
+"""Paths of checkpoints: directories of this machine, or prefixes in an object store.
 
-What reads checkpoints asks little of a place: its entries, their sizes, their bytes. `RemotePath`
-answers that for every scheme that fsspec knows (``s3://``, ``gs://``, ``memory://``), under the
-names that `pathlib.Path` uses; so nothing but the commit (commit.py, remote_commit.py) has to know
-which of the two it was given. ``file://`` and ``local://`` are ordinary paths, with all the
-guarantees that a local file system has and a store has not.
+Readers of checkpoints need little of a path: its entries, their sizes, their bytes. `RemotePath`
+offers that for every scheme of fsspec (``s3://``, ``gs://``, ``memory://``), with the method names
+of `pathlib.Path`. Only the commit (commit.py, remote_commit.py) has to know which of the two
+it was given. ``file://`` and ``local://`` are ordinary paths of this machine.
 
-Stores list what they have seen before; here every question is asked anew, as other processes write.
-Credentials and endpoints are fsspec's own business (its configuration files and variables).
+fsspec caches listings; here every listing is asked anew, as other processes write. Credentials and
+endpoints are set as fsspec documents it (configuration files and environment variables).
 """
 
 import difflib
@@ -28,18 +27,18 @@ _LOCAL_SCHEMES = ("file", "local")
 
 @dataclass(frozen=True)
 class RemoteStat:
-    """What is known of a file in a store."""
+    """Size and date of an object."""
 
     st_size: int
     st_mtime: float
-    """Seconds since 1970; 0 where the store does not say."""
+    """Date in seconds since 1970; 0 where the store has none."""
 
 
 class RemotePath(os.PathLike[str]):
     """A place in a store, with the methods of `pathlib.Path` that checkpoints need.
 
     Args:
-        url: with its scheme.
+        url: the URL with its scheme.
 
     Raises:
         ConfigError: fsspec knows no such scheme, or the package for it is not installed.
@@ -57,7 +56,7 @@ class RemotePath(os.PathLike[str]):
 
     @property
     def fs(self) -> Any:
-        """The fsspec file system, without what it remembers."""
+        """The fsspec file system, with an empty cache."""
         from fsspec.core import url_to_fs
 
         fs, _ = url_to_fs(self._url)
@@ -66,7 +65,7 @@ class RemotePath(os.PathLike[str]):
 
     @property
     def path(self) -> str:
-        """What the file system calls it."""
+        """The path within the file system, without the scheme."""
         from fsspec.core import url_to_fs
 
         path: str = url_to_fs(self._url)[1]
@@ -74,25 +73,25 @@ class RemotePath(os.PathLike[str]):
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self.parts[-1] if self.parts else ""
 
     @property
     def suffix(self) -> str:
-        """The ending of the name."""
+        """The suffix of the name."""
         return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> "RemotePath":
-        """The place around it; a root's is itself."""
+        """The parent; a root is its own."""
         return RemotePath(self._url[: -len(self.name) - 1]) if len(self.parts) > 1 else self
 
     def with_name(self, name: str) -> "RemotePath":
-        """Return its sibling of that name."""
+        """Return the sibling of this name."""
         return self.parent / name
 
     def is_relative_to(self, other: "Path | RemotePath") -> bool:
-        """Whether it is ``other`` or below."""
+        """Return whether the path is ``other`` or below it."""
         return (
             isinstance(other, RemotePath)
             and other._scheme == self._scheme
@@ -100,33 +99,33 @@ class RemotePath(os.PathLike[str]):
         )
 
     def relative_to(self, other: "Path | RemotePath") -> PurePosixPath:
-        """Return the way from ``other``."""
+        """Return the path relative to ``other``."""
         if not isinstance(other, RemotePath) or not self.is_relative_to(other):
             raise ValueError(f"{self} is not below {other}")
         return PurePosixPath(*self.parts[len(other.parts) :])
 
     def absolute(self) -> "RemotePath":
-        """Itself."""
+        """Return the path itself, which is absolute."""
         return self
 
     def resolve(self) -> "RemotePath":
-        """Itself: there are no links."""
+        """Return the path itself, as stores have no links."""
         return self
 
     def is_symlink(self) -> bool:
-        """False."""
+        """Return False, as stores have no links."""
         return False
 
     def exists(self) -> bool:
-        """Whether there is something."""
+        """Return whether an object or prefix exists."""
         return bool(self.fs.exists(self.path))
 
     def is_dir(self) -> bool:
-        """Whether there are objects below."""
+        """Return whether the path is a prefix of objects."""
         return bool(self.fs.isdir(self.path))
 
     def is_file(self) -> bool:
-        """Whether it is an object."""
+        """Return whether the path is an object."""
         return bool(self.fs.isfile(self.path))
 
     def stat(self) -> RemoteStat:
@@ -140,19 +139,19 @@ class RemotePath(os.PathLike[str]):
         return RemoteStat(size, modified)
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the objects right below, by name, from one listing."""
+        """Return the sizes of the objects directly below, by name, from one listing."""
         return {e.name: size for e, kind, size in self._entries() if kind == "file"}
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """Return what is right below."""
+        """Yield the entries directly below."""
         return (entry for entry, _, _ in self._entries())
 
     def glob(self, pattern: str) -> Iterator["RemotePath"]:
-        """Return what is right below and has such a name."""
+        """Yield the entries directly below whose names match."""
         return (e for e in self.iterdir() if fnmatch.fnmatchcase(e.name, pattern))
 
     def rglob(self, pattern: str) -> Iterator["RemotePath"]:
-        """Return what is below, at any depth, and has such a name."""
+        """Yield the entries below, at any depth, whose names match."""
         for entry, kind, _ in self._entries():
             if fnmatch.fnmatchcase(entry.name, pattern):
                 yield entry
@@ -160,7 +159,7 @@ class RemotePath(os.PathLike[str]):
                 yield from entry.rglob(pattern)
 
     def open(self, mode: str = "rb", buffering: int = -1) -> Any:
-        """Open an object as a binary file; a written one appears when it is closed."""
+        """Open an object as a binary file; what is written appears when the file is closed."""
         return self.fs.open(self.path, mode)
 
     def read_bytes(self) -> bytes:
@@ -169,7 +168,7 @@ class RemotePath(os.PathLike[str]):
         return content
 
     def write_bytes(self, data: bytes) -> None:
-        """Put an object, at once: readers see what was there before or this."""
+        """Put an object; readers see the old or the new one, never a mixture."""
         self.fs.pipe_file(self.path, data)
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -222,11 +221,11 @@ class RemotePath(os.PathLike[str]):
 
 
 AnyPath: TypeAlias = Path | RemotePath
-"""Where a checkpoint is."""
+"""Path of a checkpoint, local or in a store."""
 
 
 def storage_path(path: str | os.PathLike[str]) -> AnyPath:
-    """Return where ``path`` is: an absolute path of this machine, or a place in a store.
+    """Return ``path`` as an absolute path of this machine, or as a path in a store.
 
     Raises:
         ConfigError: fsspec knows no such scheme, or the package for it is not installed.

@@ -1,9 +1,9 @@
-"""Is the checkpoint what was written?
+"""Verification: the files of a checkpoint are those that were written.
 
-Sizes are compared on one rank, as that costs a system call per file. Hashes need every byte: the
-files are spread over the ranks, largest first to the one with the fewest bytes, and over a few
-threads in each, as the hash function runs without Python's lock. That is one read of the whole
-checkpoint, at the speed of the disks; loading then finds its part in the page cache.
+One rank compares the sizes, which costs a system call per file. Hashes need every byte: the files
+are spread over the ranks, the largest first to the rank with the fewest bytes, and over a few
+threads in each rank, as the hash function runs without Python's lock. That is one read of the whole
+checkpoint at the speed of the disks; loading then finds its part in the page cache.
 """
 
 import heapq
@@ -31,8 +31,8 @@ def check_files(directory: AnyPath, manifest: Manifest) -> None:
     """Compare the names and sizes in the directory with its manifest.
 
     Raises:
-        DamagedCheckpointError: a file is missing, is not a file inside the directory, or has
-            another size.
+        DamagedCheckpointError: a file is missing, is a link out of the directory, or has another
+            size.
     """
     faults = []
     root, present = directory.resolve(), sizes(directory)
@@ -56,13 +56,13 @@ def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Pee
     """Compare the content of every file with its hash in the manifest; collective.
 
     Args:
-        what: what is being done; begins the message of an error.
+        what: beginning of error messages, like ``loading PATH``.
         directory: the checkpoint.
-        manifest: what it should contain.
+        manifest: its manifest.
         peers: the ranks that share the work.
 
     Raises:
-        DamagedCheckpointError: on every rank, naming the files, expected and found hashes.
+        DamagedCheckpointError: on every rank; it names the files, with expected and found hashes.
         CheckpointError: a file could not be read.
     """
 
@@ -82,7 +82,7 @@ def check_contents(what: str, directory: AnyPath, manifest: Manifest, peers: Pee
 
 
 def foreign_files(directory: AnyPath, manifest: Manifest) -> list[str]:
-    """Return what lies in the directory and is not part of the checkpoint; it is never read."""
+    """Return the files in the directory that do not belong to the checkpoint; none is ever read."""
     known = {MANIFEST_FILE, METADATA_FILE, *manifest.files}  # an index may have been made later
     return sorted(path.name for path in directory.iterdir() if path.name not in known)
 
@@ -92,7 +92,7 @@ def _is_link_out(path: AnyPath, root: AnyPath) -> bool:
 
 
 def _share(manifest: Manifest, peers: Peers) -> list[str]:
-    """Return the files that this rank hashes."""
+    """Return names of the files that this rank hashes."""
     loads = [(0, rank) for rank in range(peers.size)]  # a heap
     share = []
     sizes_of = [(name, entry.size) for name, entry in manifest.files.items()]
@@ -107,7 +107,7 @@ def _share(manifest: Manifest, peers: Peers) -> list[str]:
 def _content_fault(directory: AnyPath, manifest: Manifest, name: str) -> str | None:
     expected, path = manifest.files[name], directory / name
     try:
-        # A part must be text to the end: what it claims to hold is believed by its size.
+        # A part must be text to the end, as its size limits the chunks that it may claim.
         is_part = name in manifest.parts
         found = entry_of(read_text(path).encode()) if is_part else read_entry(path)
     except DamagedCheckpointError as error:
@@ -121,5 +121,5 @@ def _content_fault(directory: AnyPath, manifest: Manifest, name: str) -> str | N
 
 
 def is_shared(path: AnyPath) -> bool:
-    """Whether a file has hard links elsewhere, so that its damage would be theirs."""
+    """Return whether a file has further hard links, which its damage would reach too."""
     return isinstance(path, Path) and path.stat().st_nlink > 1

@@ -1,10 +1,10 @@
-"""Tensors out of files, into the chunks that this process holds.
+"""The reader of shards: it fills the chunks of this rank.
 
-Every rank reads the stored rectangles that overlap its own, without communication. Which ones is
-asked of the index (index.py), then part after part is gone through: each file is opened once, read
-from front to back, and what both rectangles have in common is copied. What
-torch.distributed.checkpoint leaves unchecked, index.py has checked before; where it calls
-`torch.load`, shard_archive.py takes the numbers out.
+Every rank reads the stored rectangles that overlap its own, without communication. The index
+(index.py) names them. Then one part after the other is read: each file is opened once, read from
+front to back, and the intersection of the stored and the wanted rectangle is copied. The checks
+that torch.distributed.checkpoint leaves out are made in index.py; in place of its `torch.load`,
+shard_archive.py takes the numbers out of the archives.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """A stored rectangle of which one of ours has a part."""
+    """A stored rectangle that overlaps a chunk of this rank."""
 
     stored: str
     """Name of the tensor in the checkpoint."""
@@ -37,7 +37,7 @@ class _Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
-    """The same, with the bytes that hold it."""
+    """A wanted rectangle, with the bytes that hold it."""
 
     place: ChunkEntry
     wanted: _Wanted
@@ -51,7 +51,7 @@ def read_chunks(
     Args:
         directory: the checkpoint.
         index: its index, checked.
-        chunks: what to fill.
+        chunks: the chunks to fill.
         stored: the stored name of every chunk.
 
     Raises:
@@ -69,7 +69,7 @@ def read_chunks(
 
 
 def files_of(index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]) -> set[str]:
-    """Return the files that `read_chunks` opens; arguments and errors as there."""
+    """Return the names of the files that `read_chunks` would open."""
     return {
         one.place.file
         for number, wanted in _by_part(index, chunks, stored).items()
@@ -80,7 +80,7 @@ def files_of(index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str
 def _by_part(
     index: ShardIndex, chunks: Mapping[str, Chunk], stored: Mapping[str, str]
 ) -> dict[int, list[_Wanted]]:
-    """Find the stored rectangles that overlap ours, by the part that they are in."""
+    """Return the stored rectangles that overlap those of this rank, by part."""
     by_part: dict[int, list[_Wanted]] = defaultdict(list)
     for name, chunk in chunks.items():
         if not chunk.tensor.numel():
@@ -92,7 +92,7 @@ def _by_part(
 
 
 def _placed(index: ShardIndex, number: int, wanted: Sequence[_Wanted]) -> Iterator[_Placed]:
-    """Find in a part what is wanted of it."""
+    """Yield the wanted rectangles of a part, with their bytes."""
     tensors = index.part(number).tensors
     for one in wanted:
         place = next(
@@ -119,7 +119,7 @@ def _fill(file: BinaryIO, placed: list[_Placed], dtype: torch.dtype) -> None:
     content = bytearray(place.length)
     file.seek(place.begin)
     if file.readinto(content) < place.length:  # type: ignore[attr-defined]
-        raise DamagedCheckpointError(f"{place.file} is shorter than it was")
+        raise DamagedCheckpointError(f"{place.file} is shorter than when it was verified")
     try:
         tensor = read_tensor(content, dtype, place.sizes)
     except DamagedCheckpointError as error:
@@ -132,7 +132,7 @@ def _fill(file: BinaryIO, placed: list[_Placed], dtype: torch.dtype) -> None:
 def _copy_common(
     source: Tensor, source_offsets: Sequence[int], target: Tensor, target_offsets: Sequence[int]
 ) -> None:
-    """Copy what two rectangles of one tensor have in common from the first to the second."""
+    """Copy the intersection of two rectangles of a tensor from the first to the second."""
     for dim, (theirs, ours) in enumerate(zip(source_offsets, target_offsets, strict=True)):
         begin = max(theirs, ours)
         length = min(theirs + source.shape[dim], ours + target.shape[dim]) - begin

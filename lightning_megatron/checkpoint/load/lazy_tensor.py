@@ -1,15 +1,14 @@
-"""Tensors of a checkpoint whose values are fetched when somebody looks at them.
+"""Lazy tensors: entries of a state_dict whose values are fetched when they are used.
 
 ``on_save_checkpoint`` and ``on_load_checkpoint`` see ``checkpoint["state_dict"]``, and under most
-layouts no process holds what it names: the values lie in files, or in parts on other ranks. A
-`LazyTensor` stands for one of them. It is a tensor of the right shape, number format and device,
-and can be renamed, dropped or handed on for nothing. Whatever asks for its values (a method, a
-function of torch, ``float()``, ``copy_`` into another tensor, pickling) is done with the whole
-tensor, which is fetched then and let go afterwards, so that a hook that goes through all of them
-needs the memory of one.
+layouts no process holds the whole tensors: the values are in files, or in parts on other ranks. A
+`LazyTensor` stands for one of them. It has the right shape, dtype and device, and can be renamed,
+dropped or passed on at no cost. An operation that needs its values (a method, a function of torch,
+``float()``, ``copy_`` into another tensor, pickling) runs on the whole tensor, which is fetched
+for it and released afterwards. So a hook that visits all tensors needs the memory of one.
 
-torch leads every use of a subclass of Tensor through ``__torch_function__``, and that of its C++
-code through ``__torch_dispatch__``:
+torch calls ``__torch_function__`` for every use of a subclass of Tensor, and ``__torch_dispatch__``
+for the uses in its C++ code:
 https://docs.pytorch.org/docs/stable/notes/extending.html#subclassing-torch-tensor
 """
 
@@ -64,16 +63,16 @@ _ABOUT = frozenset(
     + [getattr(Tensor, name) for name in _METHODS]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
-"""Functions that do not look at the values: lazy tensors answer them themselves."""
+"""Functions that need no values; a lazy tensor answers them itself."""
 _MEMORY = ("numpy", "data_ptr", "untyped_storage", "storage", "__array__", "__dlpack__")
-"""Ways to the memory past which no version counter counts."""
+"""Methods that expose the memory; later writes are not counted by ``_version``."""
 
 
 class LazyCache:
-    """The values that were fetched last for the lazy tensors of one mapping.
+    """The value that was fetched last for the lazy tensors of one mapping.
 
     Attributes:
-        closed: why nothing can be fetched any more; None while it can.
+        closed: reason why no value can be fetched any more; None while values can be fetched.
     """
 
     def __init__(self) -> None:
@@ -90,7 +89,7 @@ class LazyCache:
             lazy.hold(held)
         if self._last is not lazy:
             if self._last is not None:
-                self._last.let_go()
+                self._last.release()
             self._last = lazy
         return held
 
@@ -99,16 +98,16 @@ class LazyTensor(Tensor):
     """A tensor whose values are fetched when they are needed.
 
     Args:
-        name: under which it is stored, or the module has it.
-        shape: of the whole tensor.
-        dtype: its number format.
-        device: on which its values will be.
-        fetch: returns them.
-        shelf: shared by all tensors of a mapping.
+        name: its name in the checkpoint, or in the module.
+        shape: shape of the whole tensor.
+        dtype: dtype of its values.
+        device: device of its values.
+        fetch: function that returns the values.
+        cache: cache that all tensors of a mapping share.
     """
 
     source: str
-    shelf: LazyCache
+    cache: LazyCache
     fetch: Callable[[], Tensor]
     _held: Tensor | None
     _known: "weakref.ref[Tensor] | None"
@@ -124,12 +123,12 @@ class LazyTensor(Tensor):
         dtype: torch.dtype,
         device: torch.device,
         fetch: Callable[[], Tensor],
-        shelf: LazyCache,
+        cache: LazyCache,
     ) -> "LazyTensor":
         lazy: LazyTensor = tensor_without_memory(cls, shape, dtype, device)
         lazy.source = name
         lazy.fetch = fetch
-        lazy.shelf = shelf
+        lazy.cache = cache
         lazy._held = None
         lazy._known = None
         lazy._version_read = 0
@@ -140,37 +139,37 @@ class LazyTensor(Tensor):
         super().__init__()
 
     def value(self) -> Tensor:
-        """The whole tensor."""
-        return self.shelf.take(self)
+        """Return the whole tensor."""
+        return self.cache.take(self)
 
     def changed(self) -> Tensor | None:
-        """The whole tensor, if somebody may have written to it; None if it is what it was."""
+        """Return the whole tensor if it may have been written to, else None."""
         held = self.held()
         return held if held is not None and self._differs(held) else None
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written to by torch."""
+        """Whether torch has counted a write to the values."""
         held = self.held()
         return held is not None and held._version != self._version_read
 
     def held(self) -> Tensor | None:
-        """The values, where somebody still has them."""
+        """Return the values if they are still in memory, else None."""
         return self._held if self._held is not None or self._known is None else self._known()
 
     def hold(self, value: Tensor) -> None:
-        """Keep what was fetched."""
+        """Keep fetched values."""
         self._held = value
         self._known = weakref.ref(value)
         self._version_read = value._version
 
     def become(self, value: Tensor) -> None:
-        """Stand for other values from now on."""
+        """Replace the values."""
         self.hold(value)
         self._lent = True
 
-    def let_go(self) -> None:
-        """Leave the values to whoever uses them, unless they were written to."""
+    def release(self) -> None:
+        """Drop the reference to the values, unless they were written to."""
         if self._held is not None and not self._differs(self._held):
             self._held = None
 

@@ -1,13 +1,13 @@
-"""Distribution of a state_dict over a module, in the way of ``Module.load_state_dict``.
+"""The distribution of a state_dict over the modules, as ``Module.load_state_dict`` does it.
 
-torch walks through the modules. Each one runs its pre-hooks, takes the entries under its prefix in
-``_load_from_state_dict`` (which classes override to understand the names and shapes of earlier
-versions), hands the rest to its children and runs its post-hooks. `ModuleState` does the same for a
-module that is cut over ranks. It copies nothing yet: where nobody overrides anything, an entry that
-comes from a checkpoint is only noted, and later read straight into this rank's part.
+torch walks through the modules. Each module runs its pre-hooks, takes the entries under its prefix
+in ``_load_from_state_dict`` (which classes override to accept the names of earlier versions),
+passes the rest to its children and runs its post-hooks. `ModuleState` does the same for a module
+that is sharded over ranks. It copies nothing yet: without an override, an entry of a checkpoint is
+only noted, and later read straight into this rank's shard.
 
-A module that overrides ``_load_from_state_dict`` has whole parameters while it does so, one module
-at a time, of which this rank's part is kept.
+A module that overrides ``_load_from_state_dict`` has whole parameters during that call, one module
+at a time; this rank's shard of them is kept.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +39,7 @@ def cut(whole: Tensor, chunk: Chunk) -> Tensor:
 
 
 def edits_loaded(module: nn.Module) -> bool:
-    """Whether a module looks at the values of a state_dict before they are its own."""
+    """Return whether a module or one in it changes a state_dict while it is loaded."""
     return type(module).load_state_dict is not nn.Module.load_state_dict or any(
         loads_itself(child) or not all(map(is_fsdps, child._load_state_dict_pre_hooks.values()))
         for child in module.modules()
@@ -47,25 +47,25 @@ def edits_loaded(module: nn.Module) -> bool:
 
 
 class ModuleState:
-    """The entries that the modules in a module take from a state_dict.
+    """The entries of a state_dict that each module takes.
 
-    The module keeps its tensors until somebody copies what was found. Other attributes may change
-    at once, by the module's own ``_load_from_state_dict``.
+    Tensors of the module do not change here. Other attributes may change at once, by the module's
+    own ``_load_from_state_dict``.
 
     Args:
-        module: as this rank holds it.
-        chunks: of its parameters and persistent buffers (`own_chunks`).
+        module: the module as this rank holds it.
+        chunks: chunks of its parameters and persistent buffers (`own_chunks`).
         names: canonical name of every parameter.
-        versions: of the modules that wrote the state, by name, where they are not 1; None if they
-            are not known.
+        versions: versions of the modules that wrote the state, by name, where not 1; None if
+            unknown.
 
     Attributes:
-        taken: what each chunk gets: an entry of a checkpoint, or a whole tensor.
-        parts: what each chunk gets as it is: this rank's part.
+        taken: for each chunk, its entry: one of a checkpoint, or a whole tensor.
+        parts: for each chunk that is already cut, this rank's values.
         missing: names of the module that the state lacks.
         unplaced: names of the state that no module of this rank takes.
-        problems: what cannot be.
-        misfits: shapes in the state and in the module of what does not fit, by name.
+        problems: faults, one sentence each.
+        misfits: shapes in the state and in the module of tensors that do not fit, by name.
         resized: buffers that got another shape.
     """
 
@@ -101,7 +101,7 @@ class ModuleState:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether somebody wants to see the module once it is loaded."""
+        """Whether a module has post-hooks."""
         return bool(self._hooks)
 
     def find(self, state: Mapping[str, Any]) -> None:
@@ -110,14 +110,14 @@ class ModuleState:
         self._walk(self._module, dict(state), "", post_hooks=True)
 
     def find_below(self, module: nn.Module, state: dict[str, Any], prefix: str) -> IncompatibleKeys:
-        """Distribute what is given to one of the modules, whose own post-hooks torch will run."""
+        """Distribute a state_dict over one of the modules, whose own post-hooks torch runs."""
         self._top = state if module is self._module else {}
         known = len(self.missing), len(self._unexpected)
         self._walk(module, state, prefix, post_hooks=False)
         return IncompatibleKeys(self.missing[known[0] :], self._unexpected[known[1] :])
 
     def finish(self) -> None:
-        """Hand over what is no tensor of a chunk; all others have their values."""
+        """Set extra state and resized buffers, and run the post-hooks."""
         for module, value in self._extra:
             module.set_extra_state(value)
         for module, name, value in self.resized:
@@ -168,7 +168,7 @@ class ModuleState:
                 self._unexpected.append(key)
 
     def _is_shadowed(self, tensor: Tensor, value: Any) -> bool:
-        """Whether a shared parameter has got other values than these."""
+        """Return whether a shared parameter takes other values than these."""
         taken = self.taken.get(self._names.get(tensor, ""))
         if not isinstance(taken, LazyTensor) or not isinstance(value, LazyTensor):
             return False
@@ -206,7 +206,8 @@ class ModuleState:
         chunk = self._chunks[owner]
         if chunk.tensor.is_meta:
             self.problems.append(
-                f"parameter {key!r} has no memory (meta device): materialise it before loading"
+                f"parameter {key!r} has no memory (meta device); nearest valid: materialise it "
+                "before loading"
             )
         elif tuple(value.shape) != chunk.full_shape:
             self.misfits[key] = tuple(value.shape), chunk.full_shape
@@ -217,7 +218,7 @@ class ModuleState:
     def _take_whole(
         self, module: nn.Module, state: dict[str, Any], prefix: str, given: tuple[Any, ...]
     ) -> None:
-        """Run a module's own ``_load_from_state_dict`` on whole tensors, and keep our part."""
+        """Run a module's own ``_load_from_state_dict`` on whole tensors, and keep our shards."""
         known, own = dict(state), tensors_of(module)
         with _whole_tensors(module, self._chunks_of(module)) as stand_ins:
             before = {name: value._version for name, value in stand_ins.items()}
@@ -260,13 +261,13 @@ def _takes_extra_state(module: nn.Module) -> bool:
 
 
 def _is_held(tensor: Tensor, chunk: Chunk) -> bool:
-    """Whether this rank has all values of a tensor."""
+    """Return whether this rank has all values of a tensor."""
     return not isinstance(tensor, DTensor) and tuple(tensor.shape) == chunk.full_shape
 
 
 @contextmanager
 def _whole_tensors(module: nn.Module, chunks: Mapping[str, Chunk]) -> Iterator[dict[str, Tensor]]:
-    """Give a module whole tensors in place of its own; what no rank here knows is NaN."""
+    """Give a module whole tensors in place of its own; unknown values are NaN."""
     parameters, buffers = dict(module._parameters), dict(module._buffers)
     stand_ins: dict[str, Tensor] = {}
     for name, tensor in tensors_of(module).items():
@@ -296,9 +297,9 @@ def redirected(
 ) -> Iterator[None]:
     """Have ``load_state_dict`` of a module, or of one in it, call ``take`` instead of copying.
 
-    That is for modules that override it: what they pass on to torch's is what counts. torch's asks
-    the module itself for ``_load_from_state_dict`` first and its children then, of which it must
-    find none, as ``take`` has cared for them.
+    Modules that override it pass the final state_dict to torch's. That calls
+    ``_load_from_state_dict`` of the module first and then of its children, which are hidden from it
+    here, as ``take`` has handled them.
     """
 
     def stand_in(child: nn.Module) -> Callable[..., None]:

@@ -1,14 +1,13 @@
-"""The newest checkpoint that can be trusted.
+"""The newest valid checkpoint, for runs that go on by themselves.
 
-A run that is to go on by itself needs more than "the latest": the latest may be torn, or a disk may
-have spoiled it. So the candidates are opened from the newest on, which verifies them; one that is
-damaged is renamed ``<name>.corrupt`` (never deleted), which takes it out of every later search, and
-the one before it is tried. All ranks do this together and agree. What cannot be *read*, for want of
-permission or by a failing disk, is no damage: going back would throw work away, so it is an error.
-So is a file in the place of a directory.
+The latest checkpoint may be torn, or damaged by a disk. So candidates are opened from the newest
+on, which verifies them. A damaged one is renamed ``<name>.corrupt`` (never deleted), which takes it
+out of every later search, and the one before it is tried. All ranks do this together and agree. A
+checkpoint that cannot be *read*, for want of permission or by a failing disk, is not damaged: going
+back would throw work away, so that is an error. So is a file in the place of a directory.
 
-Local checkpoints (local/run.py) stand in the same order, by when their state was taken. They
-are passed over where they are damaged or where a part of them is on no node that is left.
+Local checkpoints (local/run.py) are in the same order, by the time at which their state was
+captured. They are skipped if they are damaged, or if a file of them is on no node that is left.
 """
 
 import logging
@@ -43,16 +42,16 @@ def open_newest(
     """Open the newest valid checkpoint; collective.
 
     Args:
-        places: where to look; the first rank's count.
-        with_optimizers: pass over checkpoints that hold weights alone.
+        places: directories to search; the first rank's are used.
+        with_optimizers: skip checkpoints without optimizer state.
         group: the ranks that read; all when None.
-        stock: what the nodes have of local checkpoints, if there may be some.
+        stock: local checkpoints of the nodes, if there may be some.
 
     Returns:
-        None when there has never been a checkpoint.
+        The open checkpoint; None if there has never been one.
 
     Raises:
-        CheckpointError: every one is damaged, which is listed; or one cannot be read.
+        CheckpointError: all checkpoints are damaged, which it lists; or one cannot be read.
     """
     peers = Peers(group)
     found, corrupt = peers.run(
@@ -65,15 +64,15 @@ def open_newest(
             assert stock is not None
             try:
                 return stock.open(one)
-            except CheckpointError as error:  # what it should have spared is lost, and no more
+            except CheckpointError as error:  # the shared one before it is used
                 if peers.is_first:
-                    logger.warning("Going back further: %s", error)
+                    logger.warning("Skipping a local checkpoint: %s", error)
             continue
         try:
             return CheckpointReader(one.path, group=group)
         except DamagedCheckpointError as error:
             reasons.append(_put_aside(one.path, error, peers))
-    reasons += [f"{path}: found damaged before" for path in corrupt]
+    reasons += [f"{path}: found damaged by an earlier search" for path in corrupt]
     if not reasons:
         return None
     listed = "\n".join(f"  {reason}" for reason in reasons)
@@ -89,19 +88,19 @@ def open_or_go_back(
     with_optimizers: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> CheckpointReader:
-    """Open ``path``, or if it is damaged the newest valid checkpoint beside it; collective.
+    """Open ``path``, or the newest valid checkpoint if ``path`` is damaged; collective.
 
-    In the latter case ``path`` becomes a link to that one, so that the name stays good (but for
-    stores, which have no links).
+    In the latter case ``path`` becomes a link to that checkpoint (except in stores, which have no
+    links).
 
     Args:
-        path: a checkpoint; the first rank's value counts.
-        places: where else to look.
-        with_optimizers: pass over checkpoints that hold weights alone.
+        path: a checkpoint; the first rank's value is used.
+        places: directories to search for others.
+        with_optimizers: skip checkpoints without optimizer state.
         group: the ranks that read; all when None.
 
     Raises:
-        CheckpointError: there is none, every one is damaged, or one cannot be read.
+        CheckpointError: no valid checkpoint exists, or one cannot be read.
     """
     peers = Peers(group)
     try:
@@ -147,13 +146,13 @@ class _Shared:
 
     path: AnyPath
     taken: float
-    """When the state was taken, or else when it was written."""
+    """Time at which the state was captured, or else of writing."""
 
 
 def _merged(
     shared: Sequence[_Shared], local: Sequence[LocalCandidate]
 ) -> list[_Shared | LocalCandidate]:
-    """Put both in one order, the newest first, in which each keeps its own."""
+    """Merge shared and local checkpoints, the newest first."""
     merged: list[_Shared | LocalCandidate] = []
     ours = list(local)
     for one in shared:
@@ -164,18 +163,18 @@ def _merged(
 
 
 def _search(places: Places, with_optimizers: bool) -> tuple[list[_Shared], list[AnyPath]]:
-    """Return the candidates, and what earlier searches have renamed."""
+    """Return the candidates, and the checkpoints that earlier searches have renamed."""
     for place in (*places.trees, *places.folders):
         if isinstance(place, Path) and place.exists() and not place.is_dir():
             raise CheckpointError(
-                f"{place} is no directory, as where checkpoints are looked for should be: bring "
-                "back what was there, or move it away to start from the beginning"
+                f"{place} is a file, where checkpoints are searched for in a directory; nearest "
+                "valid: restore the directory, or move the file away to start from the beginning"
             )
     found = candidates(places)
     weights = [path for path in found if with_optimizers and _has_weights_alone(path)]
     if weights:
         logger.warning(
-            "Passing over checkpoints of weights alone: %s",
+            "Skipping checkpoints without optimizer state: %s",
             summary([str(path) for path in weights]),
         )
     return [_Shared(p, _taken(p)) for p in found if p not in weights], renamed(places)

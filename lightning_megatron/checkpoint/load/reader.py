@@ -1,8 +1,8 @@
 """An open checkpoint.
 
-Opening one verifies it, in the order of cost and so that nothing is parsed before its hash was
-compared: the root manifest against its own hash, names and sizes of the files, their contents, and
-that the chunks tile the tensors and are where the manifests say. The ranks share the last two.
+Opening verifies it, the cheapest check first, and nothing is parsed before its hash was compared:
+the root manifest against its own hash; names and sizes of the files; their contents; and whether
+the chunks tile the tensors and are where the manifests say. The ranks share the last two.
 """
 
 import os
@@ -23,35 +23,34 @@ from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
 
 MODEL_PREFIX = "model"
-"""Of the names of parameters and buffers in the shards."""
+"""Prefix of the names of parameters and buffers in the shards."""
 
 PRETRAINED = "pretrained"
-"""Key of Lightning's state in checkpoints that hold the weights of another library's model, for
-training to start from."""
+"""Key in the state of checkpoints that were made of another library's weights."""
 
 
 class CheckpointReader:
     """An open, verified checkpoint; opening is collective.
 
     Args:
-        path: the directory; the first rank's value counts.
+        path: the directory; the first rank's value is used.
         group: the ranks that read; all when None.
         alone: read in this process only, even if there are process groups.
 
     Attributes:
         peers: the ranks that read.
-        directory: where the checkpoint is.
-        manifest: its manifest.
-        index: where the numbers of every tensor are.
+        directory: path of the checkpoint.
+        manifest: its root manifest.
+        index: the index of its tensors.
         state: Lightning's state.
         extras: module state that is not a parameter or buffer, by name.
-        optimizers: what `merge_snapshots` returned for each optimizer.
-        versions: of the modules, by name, where they are not 1; None in older checkpoints.
-        verify_s: seconds that it took to verify.
+        optimizers: the result of `merge_snapshots` for each optimizer.
+        versions: versions of the modules, by name, where not 1; None in older checkpoints.
+        verify_s: seconds that opening took.
 
     Raises:
-        DamagedCheckpointError: it is not what was written, or would run code.
-        CheckpointError: it does not exist or cannot be read.
+        DamagedCheckpointError: the checkpoint is not what was written.
+        CheckpointError: the checkpoint does not exist or cannot be read.
     """
 
     def __init__(
@@ -97,11 +96,11 @@ class CheckpointReader:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether it is not the state of a run but weights for one to start from."""
+        """Whether the checkpoint holds weights to start from, and not the state of a run."""
         return PRETRAINED in self.state
 
     def entry(self, stored: str) -> StoredTensor | None:
-        """Return shape, dtype and places of a stored tensor."""
+        """Return shape, dtype and chunks of a stored tensor; None if there is none."""
         return self.index.tensors.get(stored)
 
     def model_names(self) -> list[str]:
@@ -111,7 +110,7 @@ class CheckpointReader:
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     def stored_name(self, name: str, aliases: Sequence[str] = ()) -> str | None:
-        """Return the name under which a parameter is stored, or None."""
+        """Return the name under which a parameter is stored; None if it is not."""
         for candidate in (name, *aliases):
             canonical = self.manifest.aliases.get(candidate, candidate)
             if self.entry(f"{MODEL_PREFIX}.{canonical}") is not None:
@@ -121,12 +120,12 @@ class CheckpointReader:
     def fetch_files(
         self, chunks: Mapping[str, Chunk] | None, stored: Mapping[str, str] | None = None
     ) -> None:
-        """See to it that this rank can `read` some chunks; collective.
+        """Fetch the files that this rank needs to `read` some chunks; collective.
 
-        Nothing is to be done where all ranks see all files.
+        All ranks see all files here, so there is nothing to do; see `LocalReader`.
 
         Args:
-            chunks: those of this rank; None for whatever is stored.
+            chunks: the chunks of this rank; None for everything that is stored.
             stored: as for `read`.
         """
 
@@ -134,9 +133,9 @@ class CheckpointReader:
         """Fill chunks in place; not collective.
 
         Args:
-            chunks: what to fill; every one must lie within the stored tensor.
-            stored: the stored name (with ``model.`` or ``optimizer.<i>.``) of every chunk; the
-                chunk's own where None.
+            chunks: the chunks to fill; each must be within the stored tensor.
+            stored: the stored name of every chunk, with ``model.`` or ``optimizer.<i>.``; its own
+                name when None.
         """
         names = stored or {name: name for name in chunks}
         read_chunks(self.directory, self.index, chunks, names)

@@ -1,4 +1,4 @@
-"""One tensor out of a shard, without unpickling it.
+"""The reader of a tensor's archive in a shard, without unpickling.
 
 torch.distributed.checkpoint stores each chunk as `torch.save` makes it: a zip archive of a pickle,
 which names shape and strides, and a record with the numbers. `torch.save` writes exactly one
@@ -49,15 +49,15 @@ class _Call:
 
 
 def read_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor in an archive that ``torch.save`` wrote; it uses the archive's memory.
+    """Return the tensor of an archive that ``torch.save`` wrote; it shares the archive's memory.
 
     Args:
         content: the archive.
-        dtype: the tensor's format.
-        shape: the tensor's shape.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
 
     Raises:
-        DamagedCheckpointError: it is something else.
+        DamagedCheckpointError: the content is no such archive.
     """
     try:
         entries = _entries(content)
@@ -85,7 +85,7 @@ def _address(view: memoryview) -> int:
 
 
 def _entries(content: bytearray) -> dict[str, zipfile.ZipInfo]:
-    """Return the records of an archive by name, without the folder that all of them are in."""
+    """Return the records of an archive by name, without the folder of all of them."""
     with zipfile.ZipFile(_File(memoryview(content))) as archive:
         found = archive.infolist()
     entries = {entry.filename.partition("/")[2]: entry for entry in found}
@@ -95,7 +95,7 @@ def _entries(content: bytearray) -> dict[str, zipfile.ZipInfo]:
 
 
 def _record(content: bytearray, entry: zipfile.ZipInfo) -> memoryview:
-    """Return the content of a record, which must be stored as it is."""
+    """Return the content of a record, which must be uncompressed."""
     view, name = memoryview(content), entry.filename
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
         raise ValueError(f"{name} is compressed")
@@ -124,10 +124,10 @@ def _describe(pickled: memoryview) -> tuple[str, int, tuple[int, ...], tuple[int
 
 
 def _interpret(pickled: bytes) -> Any:
-    """Build what a pickle describes of tuples, numbers and names; nothing is looked up or called.
+    """Interpret a pickle as tuples, numbers and names; nothing is looked up or called.
 
     Raises:
-        ValueError: it has opcodes that the pickle of a tensor has not.
+        ValueError: the pickle has opcodes that no tensor needs.
     """
     stack: list[Any] = []
     marks: list[int] = []

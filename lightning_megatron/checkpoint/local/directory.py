@@ -1,20 +1,19 @@
-"""Where a machine keeps local checkpoints.
+"""The directories in which a machine keeps local checkpoints.
 
 ::
 
-    /dev/shm/lightning_megatron-1000/      for each user; or the directory that was given
-        3f0c...-a81b.../                   of one run: where its shared checkpoints are, and a token
-            lock                           held while the run lives
-            step=00000120.ckpt/            files of some ranks, copies of others' (inventory.py)
+    /dev/shm/lightning_megatron-1000/      of each user; or the option ``directory``
+        3f0c...-a81b.../                   of each run: a hash of its shared places, and a token
+            lock                           locked while the run lives
+            step=00000120.ckpt/            files of some ranks, copies of others (inventory.py)
 
-A run finds what runs before it have left by the first half of the name: who keeps shared
-checkpoints in the same places is the same run, started again. The token keeps apart those that
-run at the same time; the lock, which the system takes back from the dead, tells whose files nobody
-will miss. Directories are readable by their owner alone, and one that belongs to somebody else is
-refused, as anybody may write to /dev/shm.
+The first half of the name identifies a run that is started again: it keeps its shared checkpoints
+in the same places. The token keeps apart runs at the same time. The lock, which the system releases
+when a process dies, shows which runs are dead. Directories are readable by their owner alone, and
+a directory of another user is refused, as anybody may write to /dev/shm.
 
-Room in memory is not what the file system says: its size is a limit, and the memory may be used up
-before. So what the machine and the control group of the process have left counts as well.
+The free space of a file system in memory is only a limit, as the memory may be used up before. So
+the free memory of the machine and of the process' control group counts as well.
 """
 
 import contextlib
@@ -37,23 +36,23 @@ from lightning_megatron.errors import CheckpointError
 _MEMORY = Path("/dev/shm")
 _LOCK = "lock"
 _RUN = re.compile(r"[0-9a-f]{16}-[0-9a-f]{12}")
-"""Name of a run's directory; nothing else is ever deleted."""
+"""Names of the directories of runs; nothing else is ever deleted."""
 _SUFFIX = ".ckpt"
 _RESERVE = 1.1
 _ABANDONED_S = 24 * 3600.0
-"""Age after which files of a dead run that nobody has gone on with are deleted."""
+"""Age after which the files of a dead run are deleted."""
 
 
 def bases(given: str | None) -> list[Path]:
-    """Return the directories in which runs of this user keep local checkpoints, preferred first.
+    """Return the directories for local checkpoints of this user, the preferred first.
 
-    They are made if they are not there.
+    Missing directories are made.
 
     Args:
         given: `LocalCheckpointConfig.directory`.
 
     Raises:
-        CheckpointError: none can be used, which says why.
+        CheckpointError: no directory can be used; it has the reasons.
     """
     if given is not None:
         paths = [Path(os.path.abspath(os.path.expanduser(env.expanded(given))))]
@@ -78,7 +77,7 @@ def bases(given: str | None) -> list[Path]:
 
 
 def _check_owner(path: Path) -> None:
-    """Refuse what somebody else has put there."""
+    """Refuse a directory of another user."""
     found = path.lstat()
     if not stat.S_ISDIR(path.stat().st_mode) or found.st_uid != os.getuid():
         raise CheckpointError(f"{path} is not a directory of this user")
@@ -87,7 +86,7 @@ def _check_owner(path: Path) -> None:
 
 
 def identity(directories: Sequence[Path]) -> tuple[object, ...]:
-    """Return what only processes have in common that see the same directories."""
+    """Return a value that is equal for processes that see the same directories, and no others."""
     machine = os.uname().nodename
     with contextlib.suppress(OSError):  # other systems than Linux
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -96,16 +95,16 @@ def identity(directories: Sequence[Path]) -> tuple[object, ...]:
 
 
 def run_key(places: Places) -> str:
-    """Return what runs have in common that keep their shared checkpoints in the same places."""
+    """Return a hash of the places in which a run keeps its shared checkpoints."""
     text = "\n".join(map(str, (*places.trees, "", *places.folders)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def free_bytes(directory: Path) -> int:
-    """Return how many bytes can be written to a directory.
+    """Return the number of bytes that can be written to a directory.
 
     Raises:
-        OSError: it cannot be looked at.
+        OSError: the directory cannot be examined.
     """
     free = shutil.disk_usage(directory).free
     if _is_in_memory(directory):
@@ -114,14 +113,14 @@ def free_bytes(directory: Path) -> int:
 
 
 def check_room(directory: Path, needed: int) -> None:
-    """Refuse to begin what the machine has no room for.
+    """Raise an error if the machine has too little room.
 
     Args:
-        directory: where files are to be written.
+        directory: directory to write to.
         needed: bytes that the node's ranks write and receive.
 
     Raises:
-        CheckpointError: it names both figures, and what would take less.
+        CheckpointError: too few bytes are free; it has both figures and the remedies.
     """
     free = free_bytes(directory)
     if free < needed * _RESERVE:
@@ -133,12 +132,12 @@ def check_room(directory: Path, needed: int) -> None:
 
 
 def roomiest(directories: Sequence[Path], needed: int, key: str) -> Path:
-    """Return the first of some directories that has room for so many bytes, else the emptiest.
+    """Return the first directory with room for some bytes, else the one with most room.
 
     Args:
-        directories: what `bases` returned.
-        needed: bytes.
-        key: of runs whose files will give way.
+        directories: the result of `bases`.
+        needed: number of bytes.
+        key: key of runs whose files will be deleted.
     """
 
     def room(base: Path) -> int:
@@ -160,14 +159,14 @@ def _size(run: Path) -> int:
 
 
 def runs_of(key: str, directories: Sequence[Path]) -> Iterator[Path]:
-    """Yield the directories of the runs that have a key."""
+    """Yield the directories of the runs with a key."""
     for base in directories:
         with contextlib.suppress(OSError):
             yield from sorted(p for p in base.glob(f"{key}-*") if p.is_dir() and not p.is_symlink())
 
 
 def checkpoints_in(run: Path) -> list[Path]:
-    """Return the published local checkpoints of a run, in no order."""
+    """Return the published local checkpoints of a run, in any order."""
     with contextlib.suppress(OSError):
         return [p for p in run.iterdir() if p.suffix == _SUFFIX and not p.name.startswith(".")]
     return []
@@ -181,8 +180,7 @@ def checkpoint_name(step: int) -> str:
 class RunLock:
     """The lock of a run's directory, held until `release` or the end of the process.
 
-    It is a lock of the process, which those that it forks (workers of a DataLoader) do not inherit
-    and cannot keep.
+    Forked processes (workers of a DataLoader) do not inherit it.
 
     Args:
         run: the directory.
@@ -193,7 +191,7 @@ class RunLock:
         self._file: int | None = None
 
     def take(self) -> bool:
-        """Try to get it; return whether no other process has it."""
+        """Try to take the lock; return whether this process has it."""
         if self._file is not None:
             return True
         file = os.open(self.run / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -206,26 +204,26 @@ class RunLock:
         return True
 
     def release(self) -> None:
-        """Let it go."""
+        """Release the lock."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
 
 def remove_run(run: Path) -> None:
-    """Delete what a run has left; never raises."""
+    """Delete the directory of a run; never raises."""
     for path in checkpoints_in(run):
         with contextlib.suppress(OSError):
-            remove(path)  # no half of it is ever taken for a whole
+            remove(path)  # never taken for complete while it is deleted
     shutil.rmtree(run, ignore_errors=True)
 
 
 def remove_abandoned(directories: Sequence[Path], key: str) -> None:
-    """Delete what dead runs have left that nobody went on with for a day; never raises.
+    """Delete the directories of dead runs after a day without a restart; never raises.
 
     Args:
-        directories: what `bases` returned.
-        key: of this run, whose own are left alone.
+        directories: the result of `bases`.
+        key: key of this run, whose directories stay.
     """
     for base in directories:
         with contextlib.suppress(OSError):
@@ -271,10 +269,10 @@ def _memory_left() -> list[int]:
 
 def _group_memory(folder: Path) -> list[int]:
     with contextlib.suppress(OSError, ValueError):
-        limit = int((folder / "memory.max").read_text())  # "max" is no number: there is none
+        limit = int((folder / "memory.max").read_text())  # "max" is no number: no limit is set
         used = int((folder / "memory.current").read_text())
         stat_lines = (folder / "memory.stat").read_text().splitlines()
-        # Cached files count as used, and are given up when something else needs the memory.
+        # Cached files count as used, but are dropped when the memory is needed.
         cached = [int(line.split()[1]) for line in stat_lines if line.startswith("inactive_file ")]
         return [max(limit - used + sum(cached), 0)]
     return []

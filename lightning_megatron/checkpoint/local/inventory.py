@@ -1,9 +1,9 @@
-"""What belongs to a local checkpoint, and what of it a node has.
+"""The inventory of a local checkpoint: the list of its files over all nodes.
 
-No node has all files, so every node keeps the list of all: name, size, hash and writer of each, the
-same everywhere. Directories whose lists are the same, to the byte, are of one checkpoint, and only
-their files are ever put together; a step that was saved twice is not mistaken for another. The list
-says nothing of what the files mean, which the manifest in them does.
+No node has all files, so every node keeps the list of all: name, size, hash and writer of each.
+Directories whose lists are equal to the byte belong to one checkpoint, and only their files are
+put together; a step that was saved twice is not mistaken for another. The content of the files is
+described by the manifest among them.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ class Inventory:
     step: int
     """Optimizer steps taken."""
     taken: float
-    """When the state was as it is in the checkpoint, in seconds since 1970."""
+    """Time at which the state was captured, in seconds since 1970."""
     files: Mapping[str, FileEntry]
     """Size and hash of every file."""
     nodes: Mapping[str, int]
-    """Node that wrote each file which not all nodes have; its number then."""
+    """Number of the node that wrote each file, at that time; without files that all nodes have."""
 
     @property
     def everywhere(self) -> list[str]:
@@ -58,7 +58,7 @@ class Inventory:
 
     @property
     def digest(self) -> str:
-        """Hash of the list, which names the checkpoint."""
+        """Hash of the list, which identifies the checkpoint."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @classmethod
@@ -66,7 +66,7 @@ class Inventory:
         """Parse the content of ``local.json``.
 
         Raises:
-            DamagedCheckpointError: it is not what was written.
+            DamagedCheckpointError: the text is not what was written.
         """
         body, _, seal = text.rstrip("\n").rpartition("\n")
         if hashlib.sha256(body.encode()).hexdigest() != seal:
@@ -82,7 +82,7 @@ class Inventory:
             raise DamagedCheckpointError(f"{INVENTORY_FILE} is no inventory: {error!r}") from None
 
     def held(self, directory: Path) -> set[str]:
-        """Return the files that a directory has, by their sizes.
+        """Return the names of files that a directory has with the right size.
 
         Raises:
             OSError: the directory cannot be read.
@@ -91,16 +91,16 @@ class Inventory:
         return {name for name, entry in self.files.items() if present.get(name) == entry.size}
 
     def size(self, names: Iterable[str]) -> int:
-        """Return the bytes of some files."""
+        """Return the total bytes of some files."""
         return sum(self.files[name].size for name in names)
 
 
 def read_inventory(directory: Path) -> Inventory:
-    """Read the list of a local checkpoint.
+    """Read the inventory of a local checkpoint.
 
     Raises:
-        OSError: it cannot be read.
-        DamagedCheckpointError: it is not what was written.
+        OSError: the file cannot be read.
+        DamagedCheckpointError: the file is not what was written.
     """
     return Inventory.from_json(read_text(directory / INVENTORY_FILE))
 

@@ -1,9 +1,9 @@
-"""Which ranks share a directory of a machine, and which ranks keep copies for which.
+"""Nodes: the ranks that share a directory of a machine, and the ranks that keep copies.
 
-Ranks are of one *node* if they see the same directories, told by the kernel that they run on and
-its numbers for the directories: that is what local checkpoints need to know, wherever processes,
-containers and ranks are put. Nodes are numbered by their lowest ranks and form a ring. A restart
-may number ranks and nodes otherwise, so nothing that is kept goes by these numbers.
+Ranks belong to one *node* if they see the same directories: the kernel and its numbers for the
+directories are equal. That holds however processes, containers and ranks are placed. Nodes are
+numbered by their lowest ranks and form a ring. A restart may number ranks and nodes differently, so
+nothing that is stored depends on these numbers.
 """
 
 from collections.abc import Hashable, Sequence
@@ -29,14 +29,14 @@ class Nodes:
         """Return the nodes of all ranks; collective.
 
         Args:
-            mine: what is the same for the ranks of a node, and for no others.
+            mine: a value that is equal for the ranks of a node, and for no others.
             peers: all ranks.
         """
         return peers.run("finding out who shares a machine", lambda: mine, _numbered)
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of nodes."""
         return max(self.of_rank) + 1
 
     def ranks(self, node: int) -> list[int]:
@@ -44,11 +44,11 @@ class Nodes:
         return [rank for rank, other in enumerate(self.of_rank) if other == node]
 
     def is_leader(self, rank: int) -> bool:
-        """Whether a rank does what one rank of each node does."""
+        """Return whether a rank is the leader of its node, which does the work of the node."""
         return self.of_rank.index(self.of_rank[rank]) == rank
 
     def keepers(self, rank: int, replicas: int) -> list[int]:
-        """Return the ranks of other nodes that get copies of what ``rank`` writes."""
+        """Return the ranks of other nodes that keep copies of the files of ``rank``."""
         node = self.of_rank[rank]
         position = self.ranks(node).index(rank)
         found = []

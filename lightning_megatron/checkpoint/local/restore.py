@@ -1,15 +1,15 @@
-"""Finding local checkpoints after a restart, and reading them.
+"""Local checkpoints after a restart: the search for them, and the reader.
 
-Which node a process is on, and what is left there, may have changed, so all of it is found out
-anew. One rank of each node lists what is there (by names and sizes); the first rank puts the lists
-together, newest first. Opening one is done on all ranks: every file that is left somewhere is
-compared with its hash on one of the nodes that have it, if possible on that which wrote it. Files
-that turn out to be damaged are renamed, and another node's copy is compared. If one is left of
-every file, the checkpoint is whole. Nodes that lack the small files get them then.
+A restart may place processes on other nodes, and files may be lost, so everything is searched anew.
+One rank of each node lists the files there, by names and sizes. The first rank merges the lists,
+newest first. All ranks open a checkpoint together: every file is compared with its hash on one of
+the nodes that have it, if possible on the one that wrote it. A damaged file is renamed, and another
+node's copy is compared. If a good copy of every file is left, the checkpoint is whole. Nodes that
+lack the small files get them then.
 
-Before tensors are read each rank says which files hold its part. What its node lacks is fetched,
-and what is there and was not compared yet is compared. Then everything reads as from a directory
-that holds it all.
+Before tensors are read, each rank names the files that hold its chunks. Files that its node lacks
+are fetched, and files that were not compared yet are compared. Then reading works as from a
+directory with all files.
 """
 
 import os
@@ -42,29 +42,29 @@ _THREADS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCandidate:
-    """A local checkpoint of which some node has something."""
+    """A local checkpoint of which some node has files."""
 
     step: int
     """Optimizer steps taken."""
     taken: float
-    """When the state was as it is in the checkpoint, in seconds since 1970."""
+    """Time at which the state was captured, in seconds since 1970."""
     digest: str
-    """Of its inventory."""
+    """Hash of its inventory."""
     name: str
-    """Of its directories, with that of the run."""
+    """Name of its directories, with that of the run."""
     leader: int
-    """A rank that has its inventory."""
+    """Rank that has its inventory."""
 
 
 class LocalStock:
-    """What the nodes have of local checkpoints.
+    """The local checkpoints on the nodes.
 
     Args:
-        peers: all ranks, over a group that this thread has for itself.
-        nodes: who shares a machine.
-        runs: returns the directories of this run and of those before it, on this node.
-        new_run: returns the directory for a run of some name, in which there is room for so many
-            bytes; made if need be.
+        peers: all ranks, over a group that no other thread uses.
+        nodes: the nodes of the ranks.
+        runs: function that returns the directories of this run and those before it on this node.
+        new_run: function that returns the directory for a run of some name, with room for some
+            bytes; it makes the directory if need be.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class LocalStock:
         self._found: dict[str, Path] = {}
 
     def find(self) -> list[LocalCandidate]:
-        """Return what there is, the newest first; collective."""
+        """Return the candidates, the newest first; collective."""
 
         def each() -> list[LocalCandidate]:
             self._found = {}
@@ -102,7 +102,7 @@ class LocalStock:
         found = []
         for run in self._runs():
             for path in checkpoints_in(run):
-                # What another process deletes meanwhile, or has damaged, is not there.
+                # A checkpoint that is damaged, or being deleted by another process, is left out.
                 with suppress(OSError, CheckpointError):
                     inventory = read_inventory(path)
                     digest = inventory.digest
@@ -119,11 +119,11 @@ class LocalStock:
         return found
 
     def open(self, candidate: LocalCandidate) -> "LocalReader":
-        """Open one that `find` returned; collective.
+        """Open a candidate; collective.
 
         Raises:
-            DamagedCheckpointError: a file is on no node, or what is there of it is damaged.
-            CheckpointError: something else is wrong.
+            DamagedCheckpointError: no node has a good copy of some file.
+            CheckpointError: anything else failed.
         """
         began = time.perf_counter()
         what = f"opening the local checkpoint {candidate.name}"
@@ -138,7 +138,7 @@ class LocalStock:
         return LocalReader(share, began)
 
     def directory(self, candidate: LocalCandidate, needed: int) -> Path:
-        """Return where this node has a checkpoint, or can have it; on the leader of a node."""
+        """Return the directory of a checkpoint on this node, made if need be; on its leader."""
         known = self._found.get(candidate.digest)
         if known is None:
             run, _, name = candidate.name.partition("/")
@@ -148,7 +148,7 @@ class LocalStock:
         return known
 
     def held(self, candidate: LocalCandidate, inventory: Inventory) -> tuple[set[str], int | None]:
-        """Return the files that this node has, and which of the writing nodes it was."""
+        """Return the files on this node, and its number when the checkpoint was written."""
         path = self._found.get(candidate.digest)
         if path is None or not self.nodes.is_leader(self.peers.rank):
             return set(), None
@@ -164,7 +164,7 @@ class LocalStock:
 
 
 class _NodeShare:
-    """One checkpoint, and which node has what of it; the same on all ranks."""
+    """The files of one checkpoint on each node; the same on all ranks."""
 
     def __init__(
         self, stock: LocalStock, candidate: LocalCandidate, inventory: Inventory, what: str
@@ -192,9 +192,9 @@ class _NodeShare:
         assert mine is not None
         self.directory = Path(mine)
         self._sound: list[set[str]] = [set() for _ in leaders]
-        """Files of each node that were compared with their hashes."""
+        """Files of each node that equal their hashes."""
         self.fetched = 0
-        """Bytes that came from other nodes to any."""
+        """Bytes that nodes have fetched from each other."""
 
     @property
     def node(self) -> int:
@@ -202,7 +202,7 @@ class _NodeShare:
         return self.nodes.of_rank[self.peers.rank]
 
     def verify(self) -> None:
-        """Compare one copy of every file with its hash; of damaged ones, another."""
+        """Compare one copy of every file with its hash, and another copy if that is damaged."""
         damaged: list[str] = []
         while True:
             share: dict[int, list[str]] = {}
@@ -222,15 +222,15 @@ class _NodeShare:
             if lost:
                 reason = f"; {summary(damaged)}" if damaged else ""
                 raise DamagedCheckpointError(
-                    f"{self.what}: {summary(lost)}: on none of the {self.nodes.count} nodes that "
-                    f"are here{reason}"
+                    f"{self.what}: {summary(lost)}: on none of the {self.nodes.count} nodes of "
+                    f"this run{reason}"
                 )
             if not share:
                 return
             damaged += self._compare(share)
 
     def _compare(self, share: Mapping[int, Sequence[str]]) -> list[str]:
-        """Compare files of each node with their hashes; return what is damaged."""
+        """Compare files of each node with their hashes; return the faults."""
 
         def each() -> list[tuple[str, str]]:
             mine = self._portion(share.get(self.node, ()))
@@ -250,7 +250,7 @@ class _NodeShare:
         return damaged
 
     def _portion(self, names: Sequence[str]) -> list[str]:
-        """Return those of a node's files that this of its ranks sees to, by their bytes."""
+        """Return this rank's share of the files of its node, balanced by bytes."""
         ranks = self.nodes.ranks(self.node)
         load, mine = dict.fromkeys(ranks, 0), []
         for name in sorted(names, key=lambda n: (-self.inventory.files[n].size, n)):
@@ -272,14 +272,14 @@ class _NodeShare:
         return name, f"{path}: {reason}"
 
     def bring_to_all(self, names: Sequence[str]) -> None:
-        """See to it that every node has some files."""
+        """Fetch some files to every node."""
         self.fetch_files([set(names)] * self.nodes.count)
 
     def fetch_files(self, wanted: Sequence[set[str]]) -> None:
-        """See to it that each node has the files that it wants, and that they are sound.
+        """Fetch the files that each node wants, and compare those that it has.
 
         Args:
-            wanted: names, by node; the same on all ranks.
+            wanted: names of files, by node; the same on all ranks.
         """
         unknown = {
             node: sorted(names & self._held[node] - self._sound[node])
@@ -313,7 +313,7 @@ class _NodeShare:
             self.fetched += files[transfer.name].size
 
     def _transfers(self, wanted: Sequence[set[str]]) -> list[Transfer]:
-        """Plan who sends what to whom, so that ranks have about the same to do."""
+        """Return the transfers, balanced over the ranks."""
         load = [0] * self.peers.size
         found = []
         for node, names in enumerate(wanted):
@@ -334,11 +334,11 @@ class _NodeShare:
 
 
 class LocalReader(CheckpointReader):
-    """An open local checkpoint, in which each node sees the files that it has.
+    """An open local checkpoint; each node sees its own files.
 
     Args:
-        share: which node has what.
-        began: when opening began, by `time.perf_counter`.
+        share: the files of each node.
+        began: time at which opening began, by `time.perf_counter`.
     """
 
     def __init__(self, share: _NodeShare, began: float) -> None:
@@ -348,7 +348,7 @@ class LocalReader(CheckpointReader):
 
     @property
     def fetched(self) -> int:
-        """Bytes that nodes have got from each other so far, of all together."""
+        """Bytes that all nodes have fetched from each other so far."""
         return self._share.fetched
 
     @override

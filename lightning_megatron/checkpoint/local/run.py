@@ -1,25 +1,25 @@
-"""Local checkpoints: on the machines themselves, each with a copy on another machine.
+"""`LocalRun`: checkpoints on the machines themselves, each with a copy on another machine.
 
-A shared checkpoint is as far away as the file system that all machines see, so it is made rarely,
-and a machine that is lost takes the steps since then with it. A local one is written into memory
-(``/dev/shm``) or onto a disk of the machine: each rank writes its shard there, as into any
-checkpoint, and sends the file to a rank of the next machine, which keeps it beside its own.
+A shared checkpoint needs the file system that all machines see, so it is made rarely, and the steps
+since then are lost with a machine. A local checkpoint is in memory (``/dev/shm``) or on a disk of
+the machine: each rank writes its shard there, as into any checkpoint, and sends the file to a rank
+of the next machine, which keeps it beside its own.
 
 ::
 
     node 0: files of node 0, copies of node 2        node 1: files of node 1, copies of node 0
     node 2: files of node 2, copies of node 1
 
-So every file is on ``1 + replicas`` nodes. Any ``replicas`` nodes may be lost at once, with all
-that they hold; more only where no neighbours in this ring are among them. What is left goes on from
-the newest local checkpoint of which every file is still somewhere: each node fetches what its ranks
-read, and they load it as any other, under whatever layout.
+So every file is on ``1 + replicas`` nodes. Any ``replicas`` nodes may be lost at once; more only if
+no neighbours in this ring are among them. The other nodes go on from the newest local checkpoint of
+which every file is left: each node fetches the files that its ranks read, and they load it as any
+other, under any layout.
 
-Costs, for state of ``B`` bytes a node and ``k`` checkpoints kept: ``(k + 1) * (1 + replicas) * B``
-of memory or disk (the next one stands before the oldest goes), ``B`` more for the copy from which
-shards are written, and ``replicas * B`` over the network for each checkpoint. Training waits for
-the copy to the host alone. The idea is that of GEMINI (Wang et al., SOSP 2023) and of the local
-checkpoints of Megatron-LM and NVRx.
+Costs, for state of ``B`` bytes a node and ``k`` kept checkpoints: ``(k + 1) * (1 + replicas) * B``
+of memory or disk (the next one is complete before the oldest is deleted), ``B`` more for the copy
+from which shards are written, and ``replicas * B`` over the network for each checkpoint. Training
+waits only for the copy to the host. The idea is that of GEMINI (Wang et al., SOSP 2023) and of the
+local checkpoints of Megatron-LM and NVRx.
 """
 
 import logging
@@ -61,18 +61,18 @@ class LocalRun:
     """Makes, keeps and deletes the local checkpoints of a run; making one is collective.
 
     Args:
-        config: what the user set.
-        places: where the shared checkpoints of the run are; the first rank's count.
+        config: the options.
+        places: directories of the run's shared checkpoints; the first rank's are used.
         peers: all ranks.
         background: the same ranks over a gloo group of its own.
-        report: called with what came of every save, in the thread that wrote it.
+        report: function that is called with the result of every save, in the thread that wrote.
 
     Attributes:
-        nodes: who shares a machine.
-        stock: what the nodes have of checkpoints, of this run and of those before it.
+        nodes: the nodes of the ranks.
+        stock: local checkpoints on the nodes, of this run and of those before it.
 
     Raises:
-        ConfigError: there is no directory for them, or all nodes have the same.
+        ConfigError: no directory can be used, or nodes share it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class LocalRun:
 
     @property
     def copies(self) -> int:
-        """How many nodes have each file."""
+        """Number of nodes that have each file."""
         return 1 + min(self._config.replicas, self.nodes.count - 1)
 
     def save(
@@ -127,16 +127,16 @@ class LocalRun:
         optimizers: Sequence[OptimizerSnapshot] = (),
         layout: Mapping[str, int] | None = None,
     ) -> None:
-        """Begin to make one; collective. Arguments as for `Saver.save`."""
+        """Begin to make a checkpoint; collective. Arguments are those of `Saver.save`."""
         path = self._bases[0] / self._name / checkpoint_name(state["global_step"])
         self._saver.save(path, model, state, optimizers=optimizers, layout=layout)
 
     def check(self) -> None:
-        """Report saves that have ended; call before every training step, on all ranks."""
+        """Report saves that have ended; all ranks call it before every training step."""
         self._saver.check()
 
     def before_update(self) -> None:
-        """Let no update overtake the copies from a device."""
+        """Have the update wait for copies from a device."""
         self._saver.before_update()
 
     def drain(self) -> None:
@@ -144,14 +144,14 @@ class LocalRun:
         self._saver.drain()
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Wait for what is in flight and leave the rest to runs after this one; not collective."""
+        """Wait for the save in flight; checkpoints stay for later runs. Not collective."""
         self._saver.close(timeout_s=timeout_s)
         for lock in self._locks.values():
             lock.release()
         self._locks.clear()
 
     def clean(self) -> None:
-        """Delete all of them, and what dead runs before this one have left; not collective."""
+        """Delete all checkpoints of this run and of dead runs before it; not collective."""
         if not self._leads:
             return
         for run in runs_of(self._key, self._bases):
@@ -172,7 +172,7 @@ class LocalRun:
         return found
 
     def _leave_shared_bases(self, token: str) -> None:
-        """Use no directory that several nodes see; collective."""
+        """Drop the directories that several nodes see; collective."""
         probes = [base / f".{token}.{self.nodes.of_rank[self._peers.rank]}" for base in self._bases]
 
         def put() -> None:
@@ -199,14 +199,14 @@ class LocalRun:
             if not self._bases:
                 raise ConfigError(
                     f"checkpoint.local.directory={self._config.directory!r}: several machines see "
-                    f"the same {', '.join(sorted(map(str, shared)))}, which is lost with none of "
-                    "them; nearest valid: directory='/local/disk', a disk of each machine"
+                    f"the same {', '.join(sorted(map(str, shared)))}, and each machine needs its "
+                    "own; nearest valid: directory='/local/disk', a disk of each machine"
                 )
 
         self._peers.run(what, check, lambda _: None)
 
     def _directory(self, needed: int) -> Path:
-        """Return the directory of this run on this node; made when there is something for it."""
+        """Return the directory of this run on this node; the first save makes it."""
         if self._run is None:
             base = roomiest(self._bases, needed * (self._config.keep + 1), self._key)
             self._run = self._made(base / self._name)
@@ -222,7 +222,7 @@ class LocalRun:
         return run
 
     def _is_dead(self, run: Path) -> bool:
-        """Whether nobody but perhaps this process uses the directory of another run."""
+        """Return whether no other process uses the directory of a run."""
         with suppress(OSError):
             lock = self._locks.get(run) or RunLock(run)
             if lock.take():
@@ -238,7 +238,7 @@ class LocalRun:
         )
 
     def _delete_older(self) -> None:
-        """Keep the newest, first of all of this run; in the thread that writes."""
+        """Delete all but the newest, those of other runs first; in the thread that writes."""
         if not self._leads or self._run is None:
             return
         others = [run for run in runs_of(self._key, self._bases) if run != self._run]
@@ -258,7 +258,7 @@ def _newest_first(runs: Sequence[Path]) -> list[Path]:
     dated: list[tuple[float, Path]] = []
     for run in runs:
         for path in checkpoints_in(run):
-            taken = 0.0  # what cannot be read goes first
+            taken = 0.0  # an unreadable one is deleted first
             with suppress(OSError, CheckpointError):
                 taken = read_inventory(path).taken
             dated.append((taken, path))

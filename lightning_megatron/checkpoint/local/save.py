@@ -1,17 +1,17 @@
-"""Writing a local checkpoint.
+"""`LocalSave`: the writing of a local checkpoint.
 
-What is written, and who writes which rectangle, is settled as for any checkpoint (save_plan.py).
-Then, in the background, each step on all ranks and agreed:
+The plan is that of any checkpoint (save_plan.py). In the background all ranks then carry out these
+steps together:
 
 1. one rank of each node makes a hidden directory there, if there is room;
-2. every rank writes its shards into that of its node;
-3. the first rank makes the small files (state, index, manifest) and the inventory, which all get;
-4. every rank sends what it wrote to those that keep copies of it (nodes.py), and gets others';
-5. each node puts manifest and inventory beside them and renames the directory;
-6. when all nodes have, each deletes what is now one too many.
+2. every rank writes its shards into the directory of its node;
+3. the first rank makes the small files (state, index, manifest) and the inventory, for all nodes;
+4. every rank sends its files to the ranks that keep copies (nodes.py), and receives others' files;
+5. each node writes manifest and inventory beside them and renames the directory;
+6. when all nodes have done so, each deletes its oldest checkpoint if there are too many.
 
-A crash before 5 leaves nothing that looks like a checkpoint, one in the midst of 5 a checkpoint
-that some nodes have, which may be all that is needed, and before 6 nothing older is touched.
+A crash before step 5 leaves nothing that looks like a checkpoint. A crash in step 5 leaves a
+checkpoint on some nodes, which may be enough to load it. Before step 6 no older one is touched.
 """
 
 import os
@@ -40,30 +40,31 @@ from lightning_megatron.checkpoint.save.write_error import write_error
 from lightning_megatron.errors import CheckpointError
 
 OWN_FILE = "node"
-"""File that says, by its content, which of the writing nodes a directory is of."""
+"""File with the number that the node had when it wrote the checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Small:
-    """What the first rank makes, and all get."""
+    """Small files of the first rank, for all nodes."""
 
     manifest: Manifest
     inventory: Inventory
     writers: Mapping[str, int]
     """Rank that wrote each of the other files."""
     contents: Mapping[str, bytes]
-    """The small files."""
+    """Content of the small files."""
 
 
 class LocalSave:
-    """A local checkpoint of which only the tensors are missing; one of `save_job.Save`.
+    """A local checkpoint without its tensors; a `saver.Save`.
 
     Args:
-        planned: the same as for a shared checkpoint.
-        directory: where this rank's node is to have it; exists but for the last part.
-        nodes: who shares a machine.
-        replicas: how many other nodes keep copies.
-        commit: called on every rank when all nodes have it.
+        planned: the plan, as for a shared checkpoint.
+        directory: function that returns the directory of the run on this node, with room for some
+            bytes.
+        nodes: the nodes of the ranks.
+        replicas: number of other nodes that keep copies.
+        commit: function that is called on every rank when all nodes have the checkpoint.
     """
 
     def __init__(
@@ -83,21 +84,21 @@ class LocalSave:
 
     @property
     def plan(self) -> WritePlan:
-        """Who writes which rectangle."""
+        """Assignment of rectangles to ranks."""
         return self._planned.plan
 
     @property
     def unchanged(self) -> bool:
-        """Whether all ranks said that their tensors are those of the save before."""
+        """Whether the tensors of all ranks are those of the save before."""
         return self._planned.unchanged
 
     def write(
         self, shards: ShardWriting, peers: Peers, stop: Callable[[], bool] = lambda: False
     ) -> Manifest | None:
-        """Write, copy and publish; collective. As `PlannedSave.write`.
+        """Write, copy and publish; collective. Arguments are those of `PlannedSave.write`.
 
         Raises:
-            CheckpointError: it failed on any rank; older ones are what they were.
+            CheckpointError: the save failed on some rank; older checkpoints are unchanged.
         """
         name = self.target.name
         what = f"saving the local checkpoint {name}"
@@ -152,7 +153,7 @@ class LocalSave:
         return small.manifest
 
     def _needed(self, loads: Sequence[int], rank: int) -> int:
-        """Return the bytes that come to the node of a rank."""
+        """Return the bytes that the node of a rank will hold."""
         node = self._nodes.of_rank[rank]
         total = 0
         for writer, load in enumerate(loads):
@@ -175,7 +176,7 @@ class LocalSave:
         return _Small(manifest, inventory, writers, contents)
 
     def _copy(self, directory: Path, small: _Small, peers: Peers, made: Sequence[Staging]) -> None:
-        """Bring everything that belongs there to the directory of this node."""
+        """Exchange the copies, and write the small files into the directory of this node."""
         inventory = small.inventory
         transfers = [
             Transfer(name=name, source=rank, target=keeper)

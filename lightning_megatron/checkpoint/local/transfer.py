@@ -1,11 +1,10 @@
-"""Files from ranks to ranks, over ``torch.distributed`` on the host.
+"""The transfer of files between ranks, over ``torch.distributed`` on the host.
 
-Both ends know which files go where, so nothing is sent but their bytes: block after block, into a
-buffer of fixed size and from there to the disk, all files of a round side by side. Block ``j`` of
-every file travels in round ``j`` at both ends, so that no two ranks wait for each other. A rank
-that cannot read or write goes on sending and receiving, else its peer would wait for ever; what
-arrives is held against the hash that was taken when the file was first written, and the fault is
-returned.
+Both ends know the list of files, so only bytes are sent: block after block, into a buffer of fixed
+size and from there to the disk, all files of a batch in parallel. Block ``j`` of every file is sent
+in round ``j`` at both ends, so no two ranks wait for each other. A rank that cannot read or write
+goes on sending and receiving, as its peer would wait for ever. The receiver compares the file with
+the hash that was taken when the file was first written, and returns the fault.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from lightning_megatron.checkpoint.rank_coordination import Peers
 
 BLOCK_BYTES = 4 << 20
 _AT_ONCE = 16
-"""Files that one rank sends or receives at the same time, each with a block of memory."""
+"""Number of files that a rank sends or receives at a time, each with a block of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +44,16 @@ def exchange(
     directory: Path,
     peers: Peers,
 ) -> list[str]:
-    """Send and receive files; every rank that takes part calls this, with the same arguments.
+    """Send and receive files; every rank involved calls this with the same arguments.
 
     Args:
-        transfers: all of them, in the same order on all ranks.
+        transfers: all transfers, in the same order on all ranks.
         entries: size and hash of each file, by name.
-        directory: where this rank has its files, and puts those that it gets.
-        peers: the ranks, over a group that nobody else uses meanwhile.
+        directory: directory of this rank's files, sent and received.
+        peers: the ranks, over a group that is not in use elsewhere.
 
     Returns:
-        What went wrong on this rank, one sentence each. A file that did not arrive as it was
-        written is not there.
+        Faults of this rank, one sentence each. A file with a fault is deleted.
     """
     faults: list[str] = []
     for batch in _batches(transfers):
@@ -75,7 +73,7 @@ def exchange(
 
 
 def _batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    """Cut the list so that no rank takes part in too many at once."""
+    """Split the list so that no rank has too many transfers at a time."""
     batch: list[Transfer] = []
     load: dict[int, int] = {}
     for transfer in transfers:
@@ -103,7 +101,7 @@ def _end(
 
 
 class _End:
-    """This rank's end of one transfer."""
+    """End of a transfer on this rank."""
 
     def __init__(
         self,
@@ -151,7 +149,7 @@ class _Sender(_End):
             if self._file is None or self._failed:
                 block.zero_()
             elif self._file.readinto(block.numpy()) != len(block):  # type: ignore[attr-defined]
-                self.fail("it is shorter than it was")
+                self.fail("the file is shorter than the inventory says")
         except OSError as error:
             self.fail(error)
         work = dist.isend(block, self.transfer.target, group=self.group)
@@ -191,7 +189,7 @@ class _Receiver(_End):
             if self._file is not None and not self._failed:
                 os.fsync(self._file.fileno())
                 if self._digest.hexdigest() != self.entry.sha256:
-                    self.fail(f"what rank {self.transfer.source} sent is not what was written")
+                    self.fail(f"rank {self.transfer.source} sent other bytes than were written")
             if self._failed and self._file is not None:
                 self.path.unlink(missing_ok=True)
         except OSError as error:

@@ -1,7 +1,6 @@
-"""Checkpoints outside training: in one process, without process groups.
+"""Exports of a checkpoint outside training, in one process without process groups.
 
-Everything here reads a checkpoint directory of any layout in one process and needs the memory of
-the whole model once.
+Every function reads a checkpoint directory of any layout and needs the memory of the whole model.
 """
 
 import io
@@ -42,9 +41,9 @@ def load_full_state_dict(
 
     Args:
         path: a checkpoint directory.
-        device: where to put the tensors.
-        aliases: whether a shared parameter appears under each of its names (as one tensor), as
-            ``Module.state_dict`` has it, or under the first only.
+        device: device of the tensors.
+        aliases: whether a shared parameter appears under each of its names (as one tensor), as in
+            ``Module.state_dict``, or under the first only.
 
     Raises:
         CheckpointError: the checkpoint does not exist or is damaged.
@@ -65,10 +64,10 @@ def export_safetensors(
 
     Args:
         path: a checkpoint directory.
-        file: the file to write; replaced at once when complete.
-        dtype: format of floating-point tensors; as stored when None.
-        aliases: whether to write a shared parameter under each of its names; without, the file is
-            smaller and ``safetensors.torch.load_model`` reads it.
+        file: the file to write; an existing one is replaced when the new one is complete.
+        dtype: dtype of floating-point tensors; the stored one when None.
+        aliases: whether to write a shared parameter under each of its names; False makes a smaller
+            file, which ``safetensors.torch.load_model`` reads.
 
     Raises:
         CheckpointError: the checkpoint does not exist or is damaged.
@@ -76,7 +75,7 @@ def export_safetensors(
     state = load_full_state_dict(path, aliases=aliases)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     for name in state.keys() - tensors.keys():
-        logger.warning("%r is not a tensor: it is not exported", name)
+        logger.warning("%r is not a tensor and is left out", name)
     seen: set[int] = set()
     for name, value in tensors.items():
         cast = value.to(dtype) if dtype is not None and value.is_floating_point() else value
@@ -94,13 +93,14 @@ def load_from_checkpoint(
     strict: bool | None = None,
     **hyper_parameters: Any,
 ) -> ModuleT:
-    """Make a LightningModule from a checkpoint, as ``LightningModule.load_from_checkpoint`` does.
+    """Return a LightningModule from a checkpoint, like ``LightningModule.load_from_checkpoint``.
 
     Args:
         module_class: the class of the module; ``configure_model`` is called if it is overridden.
         path: a checkpoint directory of any layout, or a file that Lightning wrote.
-        map_location: the device of the module; the CPU for a directory when None.
-        strict: whether names that only one side has are an error; the module's choice when None.
+        map_location: device of the module; the CPU for a directory when None.
+        strict: whether names that only the module or only the checkpoint has are an error; the
+            module's own setting when None.
         hyper_parameters: arguments of the module that override the stored ones.
 
     Raises:
@@ -127,7 +127,7 @@ def convert_to_lightning(path: str | os.PathLike[str], file: str | os.PathLike[s
 
     Args:
         path: a checkpoint directory.
-        file: the file to write; replaced at once when complete.
+        file: the file to write; an existing one is replaced when the new one is complete.
 
     Raises:
         CheckpointError: the checkpoint does not exist or is damaged.
@@ -167,7 +167,7 @@ def _replace_file(file: Path, write: Callable[[Path], None]) -> None:
 
 
 def plain_hyper_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyper-parameters in the form that ``torch.load(weights_only=True)`` reads."""
+    """Return hyper-parameters as values that ``torch.load(weights_only=True)`` reads."""
     plain = {}
     for key, value in values.items():
         candidate = _plain(value)
@@ -177,7 +177,7 @@ def plain_hyper_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
         try:
             torch.load(buffer, weights_only=True)
         except pickle.UnpicklingError:
-            logger.warning("Hyper-parameter %r is not a plain value: it is left out", key)
+            logger.warning("Hyper-parameter %r is not a plain value and is left out", key)
             continue
         plain[key] = candidate
     return plain

@@ -1,14 +1,13 @@
-"""A checkpoint directory made of what Lightning's own strategies saved, in one process.
+"""The import of checkpoints of Lightning's own strategies, in one process.
 
-Lightning writes a single file (``torch.save``), and its ModelParallelStrategy and FSDPStrategy a
-directory: shards of torch.distributed.checkpoint and a ``meta.pt``. All of these are pickles, and a
-pickle runs what is in it. Here it does not: files are read as tensors and plain values alone, the
-index of a directory with the few classes that it is made of, its tensors from their bytes. What
-cannot be read that way is refused, unless ``trust_pickle`` says that the file's author may run code
-on this machine. It is the only place where one can say so: our own checkpoints hold no pickle that
-anybody would have to trust.
+Lightning writes a single file (``torch.save``); its ModelParallelStrategy and FSDPStrategy write a
+directory with shards of torch.distributed.checkpoint and a ``meta.pt``. All of these are pickles,
+and a pickle can run any code. Here files are read as tensors and plain values only, the index of a
+directory with the few classes that it needs, its tensors from their bytes. Other content is
+refused, unless ``trust_pickle`` allows the file's author to run code on this machine. No other
+function has that option, as our own checkpoints hold no pickle that is read.
 
-Only weights and hyper-parameters are taken. The result is marked as `PRETRAINED`, so that training
+The import takes weights and hyper-parameters. The result is marked as `PRETRAINED`, so training
 starts from it at step 0.
 """
 
@@ -49,7 +48,7 @@ from lightning_megatron.errors import ConfigError, DamagedCheckpointError, raise
 _META_FILE = "meta.pt"
 _HYPER_PARAMETERS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 _PREFIXES = ("state_dict.", "model.")
-"""Of the module's names in directories of ModelParallelStrategy and FSDPStrategy."""
+"""Prefixes of the module's names in directories of ModelParallelStrategy and FSDPStrategy."""
 
 
 def import_lightning(
@@ -61,7 +60,7 @@ def import_lightning(
     max_shard_bytes: int = 2**30,
     overwrite: bool = False,
 ) -> None:
-    """Make a checkpoint directory of weights that Lightning saved, for training to start from.
+    """Make a checkpoint directory from weights that Lightning saved.
 
     ``Trainer.fit(module, ckpt_path=path)`` then starts at step 0 from them, under any layout. A
     file is mapped into memory and a directory read in parts of ``max_shard_bytes``.
@@ -70,23 +69,23 @@ def import_lightning(
         source: a ``.ckpt`` file of any Lightning strategy, a file with a plain ``state_dict``, or
             the directory that ModelParallelStrategy or FSDPStrategy made.
         path: the checkpoint directory to make.
-        trust_pickle: whether ``source`` may run any code that its author put into it; needed where
-            hyper-parameters are objects of your own classes.
-        dtype: format of floating-point weights in the checkpoint; as they are when None.
+        trust_pickle: whether ``source`` may run any code of its author; needed for
+            hyper-parameters that are objects of your own classes.
+        dtype: dtype of floating-point weights in the checkpoint; unchanged when None.
         max_shard_bytes: largest size of a file, unless a single tensor is larger.
         overwrite: whether to replace a checkpoint that is there.
 
     Raises:
-        ConfigError: there is nothing of this kind, or it cannot be read without trust. Nothing was
+        ConfigError: ``source`` is no such checkpoint, or cannot be read without trust. Nothing was
             written.
-        CheckpointError: reading or writing failed; ``path`` is what it was before.
+        CheckpointError: reading or writing failed; ``path`` is unchanged.
     """
     found, target = local_path(source), local_path(path)
     raise_if_any(target_problems(target, overwrite))
     opened = (_open_directory if found.is_dir() else _open_file)(found, trust_pickle)
     names = list(opened.tensors)
     if not names:
-        raise ConfigError(f"{source}: it holds no weights of a module")
+        raise ConfigError(f"{source}: must hold the weights of a module, and holds none")
 
     def chunks(names: list[str], values: Mapping[str, Tensor]) -> dict[str, Chunk]:
         return {
@@ -113,12 +112,12 @@ def import_lightning(
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """Something of Lightning's, open for reading."""
+    """An open checkpoint of Lightning."""
 
     tensors: Mapping[str, Tensor]
-    """Shape and format of every weight, on the meta device."""
+    """Shape and dtype of every weight, on the meta device."""
     read: Callable[[list[str]], Mapping[str, Tensor]]
-    """Return the values of some."""
+    """Function that returns the values of some weights."""
     hyper_parameters: Mapping[str, Any]
     aliases: Mapping[str, tuple[str, ...]]
     """Further names of shared weights."""
@@ -131,7 +130,7 @@ def _open_file(file: Path, trust_pickle: bool) -> _Opened:
     state = content.get("state_dict", content)
     values = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if others := [str(name) for name in state if name not in values]:
-        rank_zero_warn(f"{file}: left out, as they are no tensors: {summary(others)}")
+        rank_zero_warn(f"{file}: entries that are no tensors are left out: {summary(others)}")
     first: dict[tuple[Any, ...], str] = {}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, value in values.items():
@@ -150,10 +149,13 @@ def _open_file(file: Path, trust_pickle: bool) -> _Opened:
 
 def _open_directory(directory: Path, trust_pickle: bool) -> _Opened:
     if is_checkpoint(directory):
-        raise ConfigError(f"{directory}: it is a checkpoint of MegatronStrategy already")
+        raise ConfigError(
+            f"{directory}: is a checkpoint of MegatronStrategy already; nearest valid: this path "
+            "as ckpt_path, without an import"
+        )
     if not (directory / METADATA_FILE).is_file():
         raise ConfigError(
-            f"{directory}: it has no {METADATA_FILE}, so it is no sharded checkpoint; nearest "
+            f"{directory}: has no {METADATA_FILE}, so it is no sharded checkpoint; nearest "
             "valid: the directory or file that Lightning's ModelCheckpoint made"
         )
     metadata = _module_index(_index(directory, trust_pickle))
@@ -187,17 +189,17 @@ def _load(file: Path, trust_pickle: bool) -> Any:
     try:
         try:
             return torch.load(file, mmap=True, **options)
-        except RuntimeError:  # the format of before torch 1.6 cannot be mapped
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
             return torch.load(file, **options)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     except pickle.UnpicklingError as error:
-        cause = "it is damaged, or no file of torch.save"
+        cause = "damaged, or not a file of torch.save"
         if not trust_pickle:
             cause = (
-                "besides tensors and plain values it may hold objects, and to read these is to run "
-                "code that is in the file; nearest valid: trust_pickle=True (--trust-pickle), if "
-                "you trust whoever made it"
+                "it may hold objects beside tensors and plain values, and reading those runs code "
+                "of the file; nearest valid: trust_pickle=True (--trust-pickle), if you trust its "
+                "author"
             )
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{file}: {cause} ({reason})") from error
@@ -209,8 +211,8 @@ def _index(directory: Path, trust_pickle: bool) -> Metadata:
     except DamagedCheckpointError as error:
         if not trust_pickle:
             raise ConfigError(
-                f"{error}; nearest valid: trust_pickle=True (--trust-pickle), if you trust whoever "
-                "made it"
+                f"{error}; nearest valid: trust_pickle=True (--trust-pickle), if you trust its "
+                "author"
             ) from error
     with (directory / METADATA_FILE).open("rb") as file:
         trusted: Metadata = pickle.load(file)
@@ -218,7 +220,7 @@ def _index(directory: Path, trust_pickle: bool) -> Metadata:
 
 
 def _module_index(index: Metadata) -> Metadata:
-    """The part of an index that is about the tensors of the module."""
+    """Return an index with only the tensors of the module."""
     entries = {
         name: entry
         for name, entry in index.state_dict_metadata.items()

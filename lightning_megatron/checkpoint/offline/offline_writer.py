@@ -1,8 +1,8 @@
-"""Writing a checkpoint directory whose tensors are never in memory together.
+"""The writer of a checkpoint whose tensors do not fit into memory together.
 
-One process takes the place of several ranks, one after the other: each part is planned from shapes
-alone, then loaded, written to a file of its own, and forgotten. What comes of it is the same as if
-that many ranks had saved, and is read by any number of them in parallel.
+One process acts as several ranks, one after the other. Each file is planned from shapes alone; then
+its tensors are loaded, written and freed. The result is the same as if that many ranks had saved,
+and any number of ranks reads it in parallel.
 """
 
 import os
@@ -28,29 +28,29 @@ from lightning_megatron.checkpoint.trainer_state.state_files import join_states,
 
 @dataclass(frozen=True, kw_only=True)
 class FileContent:
-    """What goes into one file."""
+    """Tensors of one file."""
 
     planned: Mapping[str, Chunk]
-    """Tensors of the model by name, on the meta device."""
+    """Chunks of the model by name, on the meta device."""
     load: Callable[[], Mapping[str, Chunk]]
-    """Returns the same with values; called once."""
+    """Function that returns the same chunks with values; called once."""
 
 
 def write_in_parts(
     target: Path, parts: Sequence[FileContent], state: Mapping[str, Any]
 ) -> Manifest:
-    """Write a checkpoint of a model, part by part, in this process alone.
+    """Write a checkpoint of a model, file by file, in this process alone.
 
     Args:
-        target: the directory to make; what stands there is replaced once the new one is complete.
-        parts: all tensors of the model.
+        target: the directory to make; an existing one is replaced once the new one is complete.
+        parts: the files, with all tensors of the model.
         state: Lightning's checkpoint dictionary without model and optimizers.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: it cannot be written; the target is what it was before.
+        CheckpointError: a file cannot be written; the target is unchanged.
     """
     plans = plan_in_turn([offer(all_chunks(part.planned, ())) for part in parts])
     everything = {name: chunk for part in parts for name, chunk in part.planned.items()}
@@ -84,11 +84,11 @@ Item = TypeVar("Item")
 
 
 def groups(items: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]:
-    """Neighbours whose bytes do not exceed ``most`` together; a larger one is alone.
+    """Yield groups of neighbours with at most ``most`` bytes; a larger item is a group.
 
     Args:
-        items: each with its size in bytes.
-        most: bytes.
+        items: items with their sizes in bytes.
+        most: largest number of bytes of a group.
 
     >>> list(groups([("a", 2), ("b", 1), ("c", 5), ("d", 1)], 3))
     [['a', 'b'], ['c'], ['d']]
@@ -105,11 +105,14 @@ def groups(items: Iterable[tuple[Item, int]], most: int) -> Iterator[list[Item]]
 
 
 def target_problems(target: Path, overwrite: bool) -> list[str]:
-    """Say why a checkpoint cannot be made at ``target``."""
+    """Return faults of ``target`` as the path of a new checkpoint."""
     if not os.path.lexists(target):
         return []
     if not overwrite:
         return [f"{target} exists; nearest valid: another path, or overwrite=True"]
     if not is_checkpoint(target):
-        return [f"{target} exists and is no checkpoint: it is not overwritten"]
+        return [
+            f"{target} exists and is no checkpoint: it is not overwritten; nearest valid: "
+            "another path"
+        ]
     return []

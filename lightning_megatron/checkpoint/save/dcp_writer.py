@@ -1,10 +1,9 @@
-"""Tensors in files: torch.distributed.checkpoint, driven by chunks.
+"""The writer of shards: torch.distributed.checkpoint (DCP), driven by chunks.
 
-DCP (``torch.distributed.checkpoint``) writes one file per rank. Its planner decides who writes
-what; ours takes `Chunk` objects, and who writes which of them was agreed before
-(write_assignment.py). Planning and writing are separate calls: a plan serves until names or shapes
-change, and tells which tensors have to be copied before they are written in the background. Reading
-is in dcp_reader.py.
+DCP writes one file per rank. Its planner decides which rank writes what; ours takes `Chunk`
+objects, and the ranks have agreed before which of them writes each (write_assignment.py). Planning
+and writing are separate calls: a plan is valid until names or shapes change, and says which tensors
+have to be copied before they are written in the background. The reader is dcp_reader.py.
 
 Files are written by one thread, as DCP loses the errors of its helper threads (pytorch issue
 191391).
@@ -60,12 +59,12 @@ from lightning_megatron.checkpoint.save.write_error import write_error
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlan:
-    """Who writes which rectangle, as one rank knows it."""
+    """Assignment of rectangles to ranks, as one rank knows it."""
 
     number: int
-    """This rank, and so the number of its part."""
+    """Number of this rank, and of its part."""
     mine: SavePlan
-    """What this rank writes."""
+    """Plan of DCP with the items that this rank writes."""
     count: int
     """Number of chunks that all ranks write."""
     tensors: Mapping[str, TensorEntry] | None
@@ -73,7 +72,7 @@ class WritePlan:
 
     @property
     def names(self) -> frozenset[str]:
-        """Tensors of which this rank writes a part."""
+        """Names of the tensors of which this rank writes a chunk."""
         return frozenset(item.index.fqn for item in self.mine.items)
 
     @property
@@ -88,14 +87,14 @@ class WritePlan:
         return sum(math.prod(e.shape) * getattr(torch, e.dtype).itemsize for e in entries)
 
     def under(self, prefix: str) -> "WritePlan":
-        """Return the same plan for files whose names begin with something."""
+        """Return the plan with a prefix for the names of files."""
         names = self.mine.storage_data
         renamed = replace(names, prefix=prefix + names.prefix)
         return replace(self, mine=replace(self.mine, storage_data=renamed)) if prefix else self
 
 
 def offer(chunks: Mapping[str, Chunk]) -> SavePlan:
-    """Describe what this rank holds; the same for as long as neither names nor shapes change."""
+    """Return the chunks of this rank as a plan of DCP; equal until names or shapes change."""
     return _SavePlanner(chunks).create_local_plan()
 
 
@@ -106,13 +105,13 @@ def plan_of(
     count: int,
     tensors: Mapping[str, TensorEntry] | None = None,
 ) -> WritePlan:
-    """Return the plan of a rank that knows what it writes.
+    """Return the plan of a rank after the assignment.
 
     Args:
         number: the rank.
-        offered: what `offer` returned there.
-        positions: by name, which of its chunks of a tensor it writes.
-        count: chunks that all ranks write.
+        offered: the result of `offer` on that rank.
+        positions: positions of the chunks that it writes, by name of the tensor.
+        count: number of chunks that all ranks write.
         tensors: the table of all tensors, on the first rank.
     """
     seen: dict[str, int] = defaultdict(int)
@@ -132,22 +131,22 @@ def plan_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one rank wrote."""
+    """Files and chunks that one rank has written."""
 
     places: Sequence[WriteResult]
-    """Which rectangle lies where."""
+    """Place of each rectangle."""
     files: Mapping[str, FileEntry]
-    """Size and hash of its files, by name."""
+    """Size and hash of the files, by name."""
     linked: frozenset[str] = frozenset()
-    """Those that were not written but shared with an earlier checkpoint."""
+    """Names of the files that are links to those of an earlier checkpoint."""
 
 
 def part_of(plan: WritePlan, written: Written) -> RankManifest:
-    """Return what the manifest of this rank's part says.
+    """Return the manifest of this rank.
 
     Args:
-        plan: what it was to write.
-        written: what it wrote.
+        plan: the plan that was carried out.
+        written: the result.
     """
     sizes = {item.index: tuple(data_of(item).chunk.sizes) for item in plan.mine.items}
     assert len(written.places) == len(sizes), "a chunk that was planned was not written"
@@ -177,16 +176,16 @@ def write_shards(
     """Write this rank's file; not collective.
 
     Args:
-        directory: exists, and all ranks see it.
-        plan: of all ranks.
-        chunks: values of at least the tensors that the plan gives to this rank.
-        stop: asked before each tensor whether to give up.
+        directory: a directory that exists and that all ranks see.
+        plan: the plan of this rank.
+        chunks: chunks of at least the tensors in the plan.
+        stop: function that is called before each tensor; True gives up.
 
     Returns:
-        What `part_of` needs; None when it was stopped.
+        Files and places of the chunks; None after a stop.
 
     Raises:
-        CheckpointError: with the error of the system and the space that is left.
+        CheckpointError: a file cannot be written; it has the system's error and the free space.
     """
     # Copying ahead is for device tensors: it opens a stream on a device of its own choice.
     on_device = any(not chunk.tensor.is_cpu for chunk in chunks.values())
@@ -226,7 +225,7 @@ class _SavePlanner(SavePlanner):
 
     @override
     def create_local_plan(self) -> SavePlan:
-        # An empty chunk says nothing, unless the whole tensor is empty.
+        # An empty chunk is left out, unless the whole tensor is empty.
         items = [
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),
@@ -259,26 +258,26 @@ class _SavePlanner(SavePlanner):
 
 
 def data_of(item: WriteItem) -> TensorWriteData:
-    """Return what an item says of its tensor; all of ours are tensors."""
+    """Return the tensor data of an item; all of our items are tensors."""
     assert item.tensor_data is not None
     return item.tensor_data
 
 
 def item_bytes(item: WriteItem) -> int:
-    """Bytes of the numbers of an item."""
+    """Return the bytes of the values of an item."""
     data = data_of(item)
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 class _Writer(FileSystemWriter):
-    """Writes no file for a rank that has nothing to write."""
+    """DCP's writer; a rank without items writes no file."""
 
     def __init__(
         self,
         directory: AnyPath,
         copy_ahead: int = 0,
     ) -> None:
-        # In a store, closing a file is what makes it durable.
+        # In a store a file is durable once it is closed.
         super().__init__(
             directory,
             sync_files=isinstance(directory, Path),
@@ -299,10 +298,10 @@ class _Writer(FileSystemWriter):
 
 
 class DigestingFileSystem(FileSystem):
-    """Files, local or in a store, as the writer of shards uses them, and hashes of what it writes.
+    """File system for DCP's writer, local or in a store, that hashes what is written.
 
     Attributes:
-        files: size and hash of the files that were written and closed, by name.
+        files: size and hash of the written files, by name.
     """
 
     def __init__(self) -> None:
@@ -329,7 +328,7 @@ class DigestingFileSystem(FileSystem):
 
 
 class _DigestingStream:
-    """A file that is written from front to back."""
+    """File that is written from front to back and hashed on the way."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -353,7 +352,7 @@ class _DigestingStream:
         self._raw.flush()
 
     def fileno(self) -> int:
-        # Asked for by those who sync, and DCP syncs its index without flushing (2.11-2.13).
+        # Used for fsync; DCP syncs its index without flushing (torch 2.11 to 2.13).
         self._raw.flush()
         return self._raw.fileno()
 

@@ -1,15 +1,15 @@
-"""Copies of tensors on the host, from which a checkpoint is written while training goes on.
+"""The copy in host memory from which a checkpoint is written while training goes on.
 
-The memory is kept from one save to the next: allocating it costs more than copying.
+The memory is kept from one save to the next, as allocating it costs more than copying.
 
-Copies from a GPU do not stop the host either. They run on a stream of their own, which begins when
-what training has enqueued so far is done, into page-locked memory, beside the next forward and
-backward: these only read parameters and optimizer state. What a forward does write, the buffers, is
-copied by the training stream itself, in order. Before the update of the next step the training
-stream waits, on the device, for the copies (`HostCopy.before_update`); the thread that writes the
-checkpoint waits for them on the host (`HostCopy.complete`). Should something else write to the
-tensors before that, a callback say, torch's count of writes tells, and the save fails: half of the
-copy might be newer than the other half.
+Copies from a GPU do not stop the host. They run on a stream of their own, after the work that
+training has enqueued so far, into page-locked memory. The next forward and backward run at the same
+time, as they only read parameters and optimizer state. Buffers, which a forward writes, are copied
+by the training stream itself, in order. Before the update of the next step the training stream
+waits for the copies on the device (`HostCopy.before_update`); the thread that writes the checkpoint
+waits for them on the host (`HostCopy.complete`). If something else, like a callback, writes to the
+tensors before that, torch's count of writes shows it, and the save fails: half of the copy might be
+newer than the other half.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,7 +25,7 @@ Stamp = tuple[int, int, torch.Size]
 
 
 class HostCopy:
-    """One copy of this rank's part of a checkpoint, page-locked where it comes from a GPU."""
+    """The copy of this rank's tensors, page-locked if they are on a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -34,18 +34,18 @@ class HostCopy:
         self._transfer = _Transfer()
 
     def is_current(self, chunks: Mapping[str, Chunk]) -> bool:
-        """Whether nothing was written to these tensors since `take` (as torch counts writes)."""
+        """Return whether these tensors were not written to since `take`, as torch counts writes."""
         return self._stamps is not None and _stamps(chunks) == self._stamps
 
     def take(self, chunks: Mapping[str, Chunk], names: Collection[str]) -> dict[str, Chunk]:
-        """Copy tensors, over those of the last call.
+        """Copy tensors into the buffers of the last call.
 
         Args:
-            chunks: all of this rank.
-            names: those to copy.
+            chunks: all chunks of this rank.
+            names: names of the chunks to copy.
 
         Returns:
-            The copies, by name; for others than this thread when `complete` has returned.
+            The copies, by name; other threads may read them after `complete`.
         """
         self._stamps = None  # for as long as the copy is neither the old one nor the new one
         wanted = {name: chunk for name, chunk in chunks.items() if name in names}
@@ -61,18 +61,18 @@ class HostCopy:
 
     @property
     def chunks(self) -> dict[str, Chunk]:
-        """What `take` returned last."""
+        """Result of the last `take`."""
         return self._chunks
 
     def before_update(self) -> None:
-        """Have what the device does from now on wait for the copies; called by training."""
+        """Have later work on the device wait for the copies; called by training."""
         self._transfer.hold_up_writers()
 
     def complete(self) -> None:
-        """Wait until the copies are there; called by whoever reads them.
+        """Wait until the copies are complete; called by the thread that reads them.
 
         Raises:
-            CheckpointError: something wrote to the tensors meanwhile.
+            CheckpointError: the tensors were written to before that.
         """
         self._transfer.wait()
 
@@ -83,9 +83,9 @@ class HostCopy:
         self._buffers = {}
 
     def _provide(self, chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
-        """Return a buffer for each chunk, those of the last call where they fit."""
+        """Return a buffer for each chunk; those of the last call are used where they fit."""
         fitting = {n: b for n, b in self._buffers.items() if n in chunks and _fits(b, chunks[n])}
-        self._buffers = fitting  # what does not fit is freed first
+        self._buffers = fitting  # other buffers are freed first
         for name, chunk in chunks.items():
             if name not in fitting:
                 source = chunk.tensor
@@ -96,17 +96,17 @@ class HostCopy:
 
 
 class _Transfer:
-    """Copies from GPUs that may be under way."""
+    """Copies from GPUs, which may be under way."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._events: dict[torch.device, torch.cuda.Event] = {}
-        # Sources and their state at the beginning, which two threads look at: changed at once.
+        # Sources and their first stamps; two threads read the pair, so it is set at once.
         self._watched: tuple[dict[str, Chunk], dict[str, Stamp] | None] = {}, {}
         self._holds_up = True
         """Whether the training streams wait for the copies from here on."""
         self._undisturbed = True
-        """Whether nothing had written to the tensors when that began."""
+        """Whether the tensors had not been written to when that wait was enqueued."""
 
     def start(self, chunks: Mapping[str, Chunk], buffers: Mapping[str, Tensor]) -> None:
         """Enqueue copies of tensors on GPUs."""
@@ -138,7 +138,7 @@ class _Transfer:
                     buffers[name].copy_(chunk.tensor, non_blocking=True)
                     # Should it be freed meanwhile, its memory is not given to another tensor.
                     chunk.tensor.record_stream(beside)
-            # Waited for by a thread that shall sleep meanwhile, not spin.
+            # The thread that waits for it sleeps instead of spinning.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(beside)
         self._events[device] = event

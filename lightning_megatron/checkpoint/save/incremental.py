@@ -1,19 +1,19 @@
-"""Checkpoints that share files with the one before.
+"""Incremental checkpoints, which share files with the one before by hard links.
 
-Where a trunk is frozen and adapters train, nearly all that a checkpoint holds was in the one before
-it. A hard link puts such a file into a second directory at no cost: both own it, and deleting one
-takes nothing from the other. So every checkpoint stays a directory that is complete by itself.
+If a trunk is frozen and adapters train, nearly all values of a checkpoint are in the one before it.
+A hard link puts a file into a second directory at no cost: both own it, and deleting one leaves the
+other. So every checkpoint is a directory that is complete by itself.
 
-A link is worth something only if the *whole* file is unchanged. So each rank writes two files
-instead of one: of what stood still since the last save, and of what moved. Which is which is a
-guess, made from a small sample of every tensor (at first: what no optimizer updates stands still).
-A guess costs space when it is wrong, never truth: before a link stays, the file is read from front
-to back, each tensor compared with memory bit by bit, and the file with its hash. What a disk has
-spoiled is thus not passed on, but written anew. A saving of bytes written is paid for by as many
-bytes read.
+A link is possible only if the *whole* file is unchanged. So each rank writes two files instead of
+one: the tensors that did not change since the last save, and those that did. Which tensors did not
+change is a guess, made from a small sample of every tensor (for the first save: tensors that no
+optimizer updates do not change). A wrong guess costs space, never correctness: before a link is
+kept, the file is read from front to back, each tensor is compared with memory bit by bit, and the
+file with its hash. So a file that a disk has damaged is not linked but written anew. The bytes that
+are not written are read instead.
 
-The price of sharing: a bit that flips later is in all checkpoints that share the file. Loading and
-`ckpt verify` detect it in each, but going back then has to go past all of them.
+Sharing has a price: a bit that flips later is in all checkpoints that share the file. Loading and
+`ckpt verify` detect it in each, but the newest valid checkpoint is then older than all of them.
 """
 
 import errno
@@ -55,15 +55,15 @@ logger = logging.getLogger(__name__)
 _SAMPLED = 1024
 """Elements of a tensor that are compared from one save to the next."""
 _MOST_LINKS = 16
-"""Files of one rank that are linked; when more have come together, all is written anew."""
+"""Largest number of linked files of one rank; with more, all files are written anew."""
 _REMEMBERED = 4
-"""Checkpoints in which a file is looked for; any of them may have been deleted."""
+"""Number of earlier checkpoints to link to; any of them may have been deleted."""
 _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class _StoredChunk:
-    """A rectangle in a file of an earlier checkpoint, and the same one now."""
+    """A chunk in a file of an earlier checkpoint, and the present tensor."""
 
     place: ChunkEntry
     item: WriteItem
@@ -78,15 +78,15 @@ class _Base:
     files: Mapping[str, FileEntry]
     """All of its files."""
     parts: Sequence[RankManifest]
-    """Those of its parts that may hold something of this rank."""
+    """Manifests of ranks that may have written chunks of this rank."""
     dtypes: Mapping[str, torch.dtype]
-    """Of its tensors."""
+    """Dtypes of its tensors."""
 
 
 class Increments:
-    """One rank's memory of what it saved last.
+    """Record of the last saves of one rank.
 
-    `expect` and `note` may be called by training, the rest by whatever writes.
+    Training may call `expect` and `note`; the writing thread calls the other methods.
     """
 
     def __init__(self) -> None:
@@ -101,12 +101,12 @@ class Increments:
         self._cannot_link = False
 
     def expect(self, names: Sequence[str]) -> None:
-        """Learn from the names of all tensors of this rank which of them are trained."""
+        """Note which tensors of this rank an optimizer updates, from the names of all."""
         states = (n.split(".", 2)[2] for n in names if n.startswith(f"{OPTIMIZER_PREFIX}."))
         self._trained = frozenset(f"{MODEL_PREFIX}.{state.rpartition('.')[0]}" for state in states)
 
     def note(self, target: AnyPath, manifest: Manifest) -> None:
-        """Learn that what this rank wrote last is published."""
+        """Note that the last save was published."""
         if isinstance(target, Path):
             parts = [] if self._written is None else [self._written]
             self._remember(_Base(target, manifest.files, parts, self._dtypes))
@@ -115,7 +115,7 @@ class Increments:
         self._written = None
 
     def note_loaded(self, target: AnyPath, manifest: Manifest) -> None:
-        """Learn that a checkpoint was loaded, perhaps one of another layout."""
+        """Note the checkpoint that was loaded, perhaps one of another layout."""
         if isinstance(target, Path):
             self._loaded = target, manifest
 
@@ -124,7 +124,7 @@ class Increments:
         self._bases = deque([base, *others], maxlen=_REMEMBERED)
 
     def _look_up(self, items: Mapping[MetadataIndex, WriteItem]) -> None:
-        """Find the parts of the loaded checkpoint that have rectangles of this rank."""
+        """Find the parts of the loaded checkpoint with rectangles of this rank."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -139,18 +139,18 @@ class Increments:
                 if rectangle == _rectangle(item)
             }
             parts = [index.part(number) for number in sorted(numbers)]
-        except (OSError, CheckpointError) as error:  # what cannot be linked is written
+        except (OSError, CheckpointError) as error:  # then everything is written
             logger.debug("%s cannot be linked to: %s", path, error)
             return
         dtypes = {name: tensor.dtype for name, tensor in index.tensors.items()}
         self._remember(_Base(path, manifest.files, parts, dtypes))
 
     def writing(self, chunks: Mapping[str, Chunk], write: ShardWriting) -> ShardWriting:
-        """Have written only what cannot be linked.
+        """Return a function that links unchanged files and writes the rest.
 
         Args:
             chunks: the tensors.
-            write: writes them.
+            write: function that writes them.
         """
         return lambda directory, plan, stop: self._write(directory, plan, stop, chunks, write)
 
@@ -189,7 +189,7 @@ class Increments:
         return done
 
     def _stands_still(self, index: MetadataIndex) -> bool:
-        """Guess whether a tensor is what it was when it was saved last."""
+        """Guess whether a tensor is unchanged since the last save."""
         before = self._samples.get(index)
         if before is None:
             trained = index.fqn in self._trained or index.fqn.startswith(f"{OPTIMIZER_PREFIX}.")
@@ -199,7 +199,7 @@ class Increments:
     def _unchanged(
         self, items: Mapping[MetadataIndex, WriteItem], chunks: Mapping[str, Chunk]
     ) -> dict[str, list[_StoredChunk]]:
-        """Return the files of the last checkpoint in which nothing seems to have changed."""
+        """Return the files of the last checkpoint that seem to be unchanged."""
         found: dict[str, list[_StoredChunk]] = {}
         no_good: set[str] = set()
         held = [part.tensors for part in self._bases[0].parts] if self._bases else []
@@ -221,7 +221,7 @@ class Increments:
         return kept if len(kept) <= _MOST_LINKS else {}
 
     def _link(self, directory: Path, name: str, parts: Sequence[_StoredChunk]) -> bool:
-        """Link a file into the directory if it holds just these tensors."""
+        """Link a file into the directory if it holds exactly these tensors."""
         entry, target = self._bases[0].files[name], directory / name
         for base in self._bases:
             if base.files.get(name) != entry:
@@ -245,7 +245,7 @@ class Increments:
     def _holds(
         self, origin: Path, file: Path, entry: FileEntry, parts: Sequence[_StoredChunk]
     ) -> bool:
-        """Whether the file is intact and holds these tensors, bit by bit."""
+        """Return whether the file is intact and holds these tensors, bit by bit."""
         digest, different = hashlib.sha256(), []
         with file.open("rb") as stream:
             for part in sorted(parts, key=lambda part: part.place.begin):
@@ -306,7 +306,7 @@ def _joined(one: Written, other: Written) -> Written:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Return the bits of some elements of a tensor, spread over it."""
+    """Return the hash of some elements of a tensor, spread over it."""
     flat = tensor.detach().reshape(-1)
     step = max(flat.numel() // _SAMPLED, 1)
     return hashlib.sha256(_bits(flat[::step]).numpy().tobytes()).digest()
@@ -317,7 +317,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _is_same(content: bytearray, tensor: Tensor) -> bool:
-    """Whether an archive holds the bits of a tensor."""
+    """Return whether an archive holds the bits of a tensor."""
     try:
         stored = read_tensor(content, tensor.dtype, tuple(tensor.shape))
     except DamagedCheckpointError:

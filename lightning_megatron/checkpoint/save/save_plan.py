@@ -1,20 +1,20 @@
-"""A save in two halves: what must happen at once, and what can wait.
+"""A save in two halves: the plan, made at once, and the writing, which can wait.
 
-`SavePlanning` captures everything but the tensors: the path, Lightning's state as JSON, who writes
-which rectangle. It is quick, and raises what the user did wrong. `PlannedSave.write` puts the
-tensors and all of it into a hidden sibling directory and commits by rename (see commit.py); it may
+`SavePlanning` captures everything but the tensors: the path, Lightning's state as JSON, and the
+assignment of rectangles to ranks. It is quick, and raises the user's mistakes. `PlannedSave.write`
+writes tensors and state into a hidden sibling directory and commits by a rename (commit.py). It may
 run later, on another thread and another group, with copies of the tensors. The order is
 
 1. the first rank makes the directory;
-2. every rank writes its tensors (dcp_writer.py), and then the manifest of its part
+2. every rank writes its tensors (dcp_writer.py) and then its manifest
    (rank_manifest.py);
 3. the first rank writes the state, the index of torch.distributed.checkpoint where that is small
    enough (dcp_metadata.py) and, last, the root manifest with all sizes and hashes, and renames.
 
-What the first rank is told of each other is the names, sizes and hashes of its files.
+The other ranks send the first one the names, sizes and hashes of their files.
 
-If any rank fails in any step, all raise the same error, the temporary directory is removed and the
-target is what it was.
+If any rank fails in any step, all ranks raise the same error, the temporary directory is removed
+and the target is unchanged.
 """
 
 import logging
@@ -71,35 +71,35 @@ logger = logging.getLogger(__name__)
 OPTIMIZER_PREFIX = "optimizer"
 
 ShardWriting = Callable[[AnyPath, WritePlan, Callable[[], bool]], Written | None]
-"""`write_shards` for given tensors: directory, plan and whether to stop."""
+"""`write_shards` for given tensors; takes directory, plan and a function that says to stop."""
 
 
 def writing(chunks: Mapping[str, Chunk]) -> ShardWriting:
-    """Have these tensors written by the thread that saves."""
+    """Return the function that writes these tensors."""
     return lambda directory, plan, stop: write_shards(directory, plan, chunks, stop)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartReport:
-    """What the first rank has to know of a part."""
+    """Report of a rank about its part, for the first rank."""
 
     name: str | None
-    """The file that describes it; None for a rank that has nothing to write."""
+    """Name of the rank's manifest; None for a rank that has nothing to write."""
     entry: PartEntry
     files: Mapping[str, FileEntry]
-    """The files of the rank, that one included."""
+    """Files of the rank, its manifest included."""
     linked: frozenset[str]
-    """Those that were not written."""
+    """Names of the files that are links to earlier ones."""
     part: RankManifest | None
-    """All of it, where an index in one piece is made of the parts."""
+    """The manifest itself, if it is needed for ``.metadata``."""
     content: bytes | None = None
-    """Content of the file that describes it, while that is not written."""
+    """Content of the manifest until it is written."""
 
     def write(self, staging: Staging | RemoteStaging) -> "PartReport":
-        """Write the file that describes it.
+        """Write the manifest of the rank.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         if self.name is not None and self.content is not None:
             try:
@@ -110,15 +110,15 @@ class PartReport:
 
 
 def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
-    """Report what a rank has written; the file that says so is still to be written.
+    """Return the report of a rank after its shards were written.
 
     Args:
-        prefix: of the names of files.
-        plan: what the rank was to write.
-        written: what it has written.
+        prefix: prefix of the names of files.
+        plan: the plan that was carried out.
+        written: the result.
 
     Raises:
-        CheckpointError: the file would be too large to be read.
+        CheckpointError: the manifest would be too large to be read.
     """
     part = part_of(plan, written)
     entry = PartEntry(number=plan.number, files=tuple(written.files), count=part.count)
@@ -139,20 +139,20 @@ def report_part(prefix: str, plan: WritePlan, written: Written) -> PartReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSave:
-    """A checkpoint of which only the tensors are missing."""
+    """A checkpoint without its tensors."""
 
     target: AnyPath
     """The directory to make."""
     token: str
-    """Distinguishes this attempt from others."""
+    """Name of this attempt, different from that of any other."""
     plan: WritePlan
-    """Who writes which rectangle."""
+    """Assignment of rectangles to ranks."""
     state_files: StateFiles | None
-    """Everything that is not a shard; on the first rank."""
+    """Files other than shards; on the first rank."""
     unchanged: bool
-    """Whether all ranks said that their tensors are those of the save before."""
+    """Whether the tensors of all ranks are those of the save before."""
     summary: Manifest
-    """The manifest, as far as it is known before anything is written."""
+    """The manifest as far as it is known before writing."""
 
     def write(
         self,
@@ -163,15 +163,15 @@ class PlannedSave:
         """Write and publish; collective.
 
         Args:
-            shards: writes this rank's part; if it raises, the save fails on all ranks.
-            peers: the ranks that planned it, perhaps over another group.
-            stop: asked now and then whether to give up; one rank is enough.
+            shards: function that writes this rank's shards; if it raises, all ranks fail.
+            peers: the ranks that planned the save, perhaps over another group.
+            stop: function that is called now and then; True on any rank gives up.
 
         Returns:
-            The manifest, on every rank; None when it was given up.
+            The manifest, on every rank; None when the save was given up.
 
         Raises:
-            CheckpointError: it failed on any rank; the target is what it was before.
+            CheckpointError: the save failed on some rank; the target is unchanged.
         """
         what, staging = f"saving {self.target}", staging_for(self.target, self.token)
         published = False
@@ -229,11 +229,11 @@ class PlannedSave:
     def assemble(
         self, reports: Sequence[PartReport], prefix: str = ""
     ) -> tuple[Manifest, dict[str, bytes]]:
-        """Return the root manifest, and the files beside it that nobody has written; on the first.
+        """Return the root manifest and the content of files still to write; on the first rank.
 
         Args:
-            reports: of all ranks.
-            prefix: of the names of files.
+            reports: reports of all ranks.
+            prefix: prefix of the names of files.
         """
         assert self.state_files is not None
         assert self.plan.tensors is not None
@@ -267,7 +267,7 @@ class PlannedSave:
 
 
 class SavePlanning:
-    """Makes `PlannedSave` objects, and remembers the plan from one to the next.
+    """Makes `PlannedSave` objects; the write plan is kept while chunks stay the same.
 
     Args:
         peers: the ranks that save.
@@ -288,9 +288,9 @@ class SavePlanning:
         *,
         unchanged: bool = False,
     ) -> PlannedSave:
-        """Capture what is not a tensor; collective.
+        """Capture everything but the tensors; collective.
 
-        Args and errors are those of `save_directory`, and ``unchanged``: whether this rank's
+        Arguments and errors are those of `save_directory`; ``unchanged`` says whether this rank's
         tensors are those of the save before.
         """
         joined: list[StateFiles] = []  # on the first rank

@@ -1,19 +1,18 @@
-"""Saving in the background.
+"""`Saver`: checkpoints are written at once, or in the background.
 
-A save stops training only while the state that is not tensors becomes JSON and this rank's tensors
-are copied to host memory (save_plan.py, host_copy.py). A thread then writes and publishes, and
-talks to the other ranks' threads over a process group of its own: collectives of two threads on one
-group would pair up wrongly. One save is in flight at a
-time, so memory holds one copy; only a save of the same unchanged tensors (``save_last`` beside the
-best ones) queues behind, as it needs none.
+A save stops training only while the state without tensors becomes JSON and this rank's tensors are
+copied to host memory (save_plan.py, host_copy.py). A thread then writes and publishes. It talks to
+the other ranks' threads over a process group of its own, as collectives of two threads on one group
+would pair up wrongly. One save is in flight at a time, so memory holds one copy. Only a save of the
+same unchanged tensors (``save_last`` beside the best ones) queues behind it, as it needs no copy.
 
-Outcomes are agreed: the threads of all ranks see the same error or none. But they see it at
-different times, while training has to stop in the same step everywhere, or peers would wait for a
-rank that has raised. So after a failure the threads agree on the first step that no rank has begun,
-and hold back the steps of their rank while they do. `Saver.check` raises there.
+The threads of all ranks see the same error or none. But they see it at different times, and
+training has to stop in the same step everywhere, or peers would wait for a rank that has raised. So
+after a failure the threads agree on the first step that no rank has begun, and keep their ranks
+from beginning a step meanwhile. `Saver.check` raises in that step.
 
-Deleting is also put off until the save in flight stands, else a crash in between would leave
-nothing; after a failed save the old ones are kept until the next that succeeds.
+Old checkpoints are deleted only when the save in flight is published, as a crash in between would
+leave none; after a failed save they are kept until the next one that succeeds.
 """
 
 import logging
@@ -50,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Save(Protocol):
-    """A checkpoint of which only the tensors are missing: a `PlannedSave`, or a `LocalSave`."""
+    """A checkpoint without its tensors: a `PlannedSave`, or a `LocalSave`."""
 
     @property
     def target(self) -> AnyPath:
@@ -58,11 +57,11 @@ class Save(Protocol):
 
     @property
     def plan(self) -> WritePlan:
-        """Who writes which rectangle."""
+        """Assignment of rectangles to ranks."""
 
     @property
     def unchanged(self) -> bool:
-        """Whether all ranks said that their tensors are those of the save before."""
+        """Whether the tensors of all ranks are those of the save before."""
 
     def write(
         self, shards: ShardWriting, peers: Peers, stop: Callable[[], bool]
@@ -72,56 +71,56 @@ class Save(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOutcome:
-    """What came of a save, as this rank saw it."""
+    """Result of a save on this rank."""
 
     path: str
-    """The checkpoint."""
+    """Path of the checkpoint."""
     step: int | None
-    """Optimizer steps that it holds."""
+    """Optimizer steps of the saved state."""
     seconds: float
-    """From the call until it was published, or given up."""
+    """Seconds from the call until the checkpoint was published, or the save ended otherwise."""
     stall: float
-    """Seconds of them in which training waited."""
+    """Seconds for which training waited."""
     bytes: int
-    """Size of the checkpoint, of all ranks together; 0 if there is none."""
+    """Size of the checkpoint over all ranks; 0 if there is none."""
     ok: bool
-    """Whether it stands."""
+    """Whether the checkpoint was published."""
     error: str | None
-    """Why it does not; None also where it was given up for a newer one."""
+    """Reason of a failure; None also for a save that was given up for a newer one."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A save under way."""
+    """A save in flight."""
 
     planned: Save
     shards: ShardWriting
     begun: float
-    """When it was asked for, by `time.perf_counter`."""
+    """Time of the call, by `time.perf_counter`."""
     step: int | None
     obsolete: list[AnyPath] = field(default_factory=list)
-    """What to delete once it stands."""
+    """Checkpoints to delete once this one is published."""
     rotations: Sequence[Rotation] = ()
-    """What may be deleted for it."""
+    """Rotations that apply once this one is published."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set to give it up."""
+    """Set to give the save up."""
     done: threading.Event = field(default_factory=threading.Event)
     """Set when the fields below are final."""
     error: Exception | None = None
     given_up: bool = False
     raise_at: int = 0
-    """The training step before which an error is raised, on all ranks alike."""
+    """Training step before which all ranks raise the error."""
     bytes: int = 0
     stall_s: float | None = None
-    """Set when training goes on, which may be after all else."""
+    """Seconds for which training waited; set when it goes on, maybe after ``done``."""
 
     @property
     def succeeded(self) -> bool:
-        """Whether the checkpoint stands."""
+        """Whether the checkpoint was published."""
         return self.error is None and not self.given_up
 
     def outcome(self, now: float) -> SaveOutcome:
-        """What came of it, when it has ended."""
+        """Return the result of the save after its end."""
         seconds = now - self.begun
         return SaveOutcome(
             path=str(self.planned.target),
@@ -135,15 +134,15 @@ class Job:
 
 
 class Saver:
-    """Saves checkpoints of one run, now or in the background.
+    """Saves the checkpoints of one run, at once or in the background.
 
     Args:
-        config: what to do when.
+        config: the options.
         peers: the ranks that save.
         background: the same ranks over a gloo group of its own; None to save while training waits.
-        report: called with what came of every save, in the thread that wrote it.
-        noun: what a user calls what is saved.
-        placed: makes of what was planned what is written somewhere else (local/run.py).
+        report: function that is called with the result of every save, in the thread that wrote.
+        noun: name of what is saved, for messages.
+        placed: function that turns a planned save into one for another place (local/run.py).
     """
 
     def __init__(
@@ -171,7 +170,7 @@ class Saver:
         self._unsettled: deque[Job] = deque()
         self._failures = 0
         self._complete = 0
-        self._verdict: tuple[int, Exception] | None = None
+        self._pending: tuple[int, Exception] | None = None
         self._gave_up = False
         # What both threads touch.
         self._lock = threading.Condition()
@@ -192,21 +191,21 @@ class Saver:
         rotations: Sequence[Rotation] = (),
         wait: bool = False,
     ) -> None:
-        """Begin to save, or save; collective. Arguments as for `save_directory`.
+        """Save, or begin to; collective. Arguments are those of `save_directory`.
 
         Args:
             path: the directory to make.
-            model: what `model_chunks` returned.
-            state: Lightning's checkpoint dictionary without model and optimizers; may change as
-                soon as this returns, like the tensors.
-            optimizers: what `capture_optimizer` returned.
+            model: the result of `model_chunks`.
+            state: Lightning's checkpoint dictionary without model and optimizers; it and the
+                tensors may change as soon as this returns.
+            optimizers: the results of `capture_optimizer`.
             layout: degrees of parallelism.
-            rotations: what the configuration's ``keep`` applies to.
+            rotations: rotations to which the option ``keep`` applies.
             wait: whether to return only when the checkpoint is published.
 
         Raises:
-            ConfigError: a value of ``state`` has no plain form.
-            CheckpointError: as the configuration says, this or an earlier save failed.
+            ConfigError: a value of ``state`` cannot be stored.
+            CheckpointError: this or an earlier save failed, and the options say to raise.
         """
         begun = time.perf_counter()
         if self._background is None:
@@ -232,15 +231,15 @@ class Saver:
         job.stall_s = time.perf_counter() - begun
 
     def note_loaded(self, target: AnyPath, manifest: Manifest) -> None:
-        """Learn what training goes on from, which the next checkpoint may have much of."""
+        """Note the checkpoint that training goes on from; the next one may share its files."""
         if self._increments is not None:
             self._increments.note_loaded(target, manifest)
 
     def check(self) -> None:
-        """Report saves that have ended; call before every training step, on all ranks.
+        """Report saves that have ended; all ranks call it before every training step.
 
         Raises:
-            CheckpointError: a save failed, and training is to end.
+            CheckpointError: a save failed, and training has to end.
         """
         with self._lock:
             while self._held_back:
@@ -248,8 +247,8 @@ class Saver:
             self._step += 1
         while self._unsettled and self._unsettled[0].done.is_set():
             self._settle(self._unsettled.popleft())
-        if self._verdict is not None and self._step >= self._verdict[0]:
-            self._pass_verdict()
+        if self._pending is not None and self._step >= self._pending[0]:
+            self._raise_pending()
 
     @property
     def is_busy(self) -> bool:
@@ -257,18 +256,18 @@ class Saver:
         return any(not job.done.is_set() for job in self._unsettled)
 
     def before_update(self) -> None:
-        """Let no update overtake the copies from a device; call between backward and update."""
+        """Have the update wait for copies from a device; called between backward and update."""
         self._copy.before_update()
 
     def drain(self, *, timeout_s: float | None = None, quietly: bool = False) -> None:
         """Wait until no save is in flight.
 
         Args:
-            timeout_s: give up waiting after so many seconds.
-            quietly: log errors instead of raising them; not collective then.
+            timeout_s: seconds after which to stop waiting.
+            quietly: whether to log errors instead of raising them; not collective then.
 
         Raises:
-            CheckpointError: a save failed, and training is to end.
+            CheckpointError: a save failed, and training has to end.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._unsettled:
@@ -277,18 +276,20 @@ class Saver:
             if job.done.wait(left):
                 self._settle(job)
             else:
-                logger.warning("%s is still being written: abandoned", job.planned.target)
-        if self._verdict is None:
+                logger.warning(
+                    "%s: abandoned, as the save has not ended in time", job.planned.target
+                )
+        if self._pending is None:
             return
         if quietly:
             if self._peers.is_first:
-                logger.error("%s", self._verdict[1])
-            self._verdict = None
+                logger.error("%s", self._pending[1])
+            self._pending = None
         else:
-            self._pass_verdict()
+            self._raise_pending()
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Delete a checkpoint, on the first rank: at once, or when a newer one stands."""
+        """Delete a checkpoint, on the first rank: at once, or when a newer one is published."""
         target = storage_path(path)
         with self._lock:
             if self._open:
@@ -305,7 +306,7 @@ class Saver:
                 self._obsolete.append(target)
 
     def close(self, *, timeout_s: float | None = None) -> None:
-        """Wait for what is in flight and end the thread; not collective, raises nothing."""
+        """Wait for the save in flight and end the thread; not collective, never raises."""
         self.drain(timeout_s=timeout_s, quietly=True)
         if self._failures and not self._complete and self._peers.is_first:
             what = "nothing" if self._noun == "checkpoint" else f"no {self._noun}"
@@ -319,11 +320,11 @@ class Saver:
     # The training thread --------------------------------------------------------------------------
 
     def _is_copied(self, chunks: Mapping[str, Chunk]) -> bool:
-        # A write that torch does not count (through `.data`) would be one of a training step.
+        # torch does not count writes through `.data`; such a write belongs to a training step.
         return self._copied_at == self._step and self._copy.is_current(chunks)
 
     def _make_room(self) -> None:
-        """See to it that no save uses the copy."""
+        """Wait until no save uses the copy."""
         if self._config.when_busy == "supersede" and not self._gave_up:
             for job in self._unsettled:
                 job.stop.set()
@@ -366,7 +367,7 @@ class Saver:
             self.drain()
             return
         if self._thread is None:
-            # A daemon: whoever ends the process without draining does not want to wait.
+            # A daemon thread, so that a process may end without waiting for it.
             self._thread = threading.Thread(
                 target=self._work, args=(self._background,), name="checkpoint", daemon=True
             )
@@ -374,7 +375,7 @@ class Saver:
         self._jobs.put(job)
 
     def _settle(self, job: Job) -> None:
-        """Draw the conclusion of a save that has ended; the same on all ranks."""
+        """Count and report a save that has ended; the same on all ranks."""
         self._gave_up = job.given_up
         if job.given_up:
             logger.info("%s: given up for a newer checkpoint", job.planned.target)
@@ -387,7 +388,7 @@ class Saver:
         limit = self._config.max_failed_saves
         ends = limit is not None and self._failures >= limit
         if self._config.on_error == "raise" or ends:
-            self._verdict = self._verdict or (job.raise_at, job.error)
+            self._pending = self._pending or (job.raise_at, job.error)
         elif self._peers.is_first:
             logger.warning(
                 "%s; training goes on (%s failed in a row%s; this run has %s)",
@@ -397,9 +398,9 @@ class Saver:
                 _count(self._complete, self._noun),
             )
 
-    def _pass_verdict(self) -> None:
-        assert self._verdict is not None
-        error, self._verdict = self._verdict[1], None
+    def _raise_pending(self) -> None:
+        assert self._pending is not None
+        error, self._pending = self._pending[1], None
         raise error
 
     # The thread in the background -----------------------------------------------------------------
@@ -438,7 +439,7 @@ class Saver:
             logger.info(message, target, f"{own:,}", f"{linked:,}")
 
     def _rotate(self, job: Job, manifest: Manifest, peers: Peers) -> None:
-        """Delete the oldest, if there are too many; the save has succeeded, whatever happens."""
+        """Delete the oldest checkpoints if there are too many; failures are only logged."""
         keep = self._config.keep
         if keep is None or not job.rotations:
             return
@@ -466,15 +467,15 @@ class Saver:
                 self._lock.notify_all()
 
     def _hold_back(self) -> int:
-        """Keep this rank from beginning a step, and return the one it has begun last."""
+        """Keep this rank from beginning a step; return the step that it has begun last."""
         with self._lock:
             self._held_back = True
             return self._step
 
     def _delete_obsolete(self, job: Job) -> None:
-        """Delete what this save, if it stands, makes superfluous."""
+        """Delete the checkpoints that this save has replaced, if it was published."""
         with self._lock:
-            # Of earlier requests; one that came after the save may well concern its target.
+            # From earlier requests; one that came after the save may concern its target.
             obsolete = [path for path in self._obsolete if path != job.planned.target]
             obsolete += job.obsolete
             self._open.remove(job)

@@ -1,18 +1,18 @@
-"""Who writes which rectangle, agreed without anybody seeing all of them.
+"""The assignment of rectangles to writing ranks, without any rank seeing all of them.
 
-Every rank offers what it holds, and the offers are dealt to planners by name of the tensor: up to
-`OFFERS_EACH` chunks one rank plans alone, for more there are as many planners as it takes. A
-planner sees all chunks of its tensors, so it can check that they tile each, and gives every
-rectangle that several ranks hold to one of them. What goes on to the first rank is short: of every
-tensor its shape and the runs of its rectangles (chunk_runs.py). So neither the work nor the memory
-of any rank grows with the number of all chunks; only the compressed offers pass through the first
-rank, where the ranks are connected as a tree, one planner's after the other's.
+Every rank offers its chunks, and offers are distributed over planners by name of the tensor. One
+rank plans up to `OFFERS_EACH` chunks alone; for more there are more planners. A planner sees all
+chunks of its tensors. So it can check that they tile each tensor, and assigns every rectangle that
+several ranks hold to one of them. It sends little to the first rank: for every tensor the shape and
+the runs of its rectangles (chunk_runs.py). So neither work nor memory of any rank grows with the
+number of all chunks. Only the compressed offers pass through the first rank, one planner's after
+the other's, if the ranks are connected as a tree.
 
-Rectangles of a tensor that as many ranks hold as each other (replicas of a sharded tensor) go to
-the same replica, to the one whose ranks have the fewest bytes so far; that keeps the runs long.
-Parameters are identical on replicas; where values may differ, the lowest rank writes. A planner
-counts the bytes of its own tensors only, and begins its search at another replica than the next
-planner, so that together they do not all choose the first rank.
+Rectangles of a tensor that equally many ranks hold (replicas of a sharded tensor) go to the same
+replica, the one whose ranks have the fewest bytes so far; that keeps the runs long. Parameters are
+identical on replicas; where values may differ, the lowest rank writes. A planner counts the bytes
+of its own tensors only. Each planner starts its search at another replica, so that they do not all
+choose the first rank.
 """
 
 import json
@@ -35,33 +35,33 @@ from lightning_megatron.checkpoint.save.dcp_writer import WritePlan, data_of, pl
 from lightning_megatron.errors import CheckpointError
 
 OFFERS_EACH = 50_000
-"""Chunks that one planner is given, about: half a second of work."""
+"""Approximate number of chunks for one planner: half a second of work."""
 
 Offer: TypeAlias = dict[str, tuple[str, tuple[int, ...], bool, list[Rectangle]]]
-"""What a rank holds of some tensors, by name: dtype, shape, whether the lowest rank is to write,
-and its rectangles."""
+"""Chunks of a rank, by name of the tensor: dtype, shape, whether the lowest rank has to write, and
+the rectangles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What a planner has decided about its tensors."""
+    """Decision of a planner about its tensors."""
 
     tensors: Mapping[str, TensorEntry]
-    """All of them."""
+    """Tensors of the planner, by name."""
     positions: Sequence[Mapping[str, list[int]]]
-    """By rank and name, which of its rectangles the rank writes."""
+    """Positions of the rectangles that each rank writes, by rank and name."""
 
 
 def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
-    """Agree on who writes what; collective.
+    """Assign all chunks to ranks; collective.
 
     Args:
-        what: what is being done; begins the message of an error.
-        offered: what `offer` returned on this rank.
+        what: beginning of error messages, like ``saving PATH``.
+        offered: the result of `offer` on this rank.
         peers: the ranks that write.
 
     Raises:
-        CheckpointError: on every rank, when the ranks' chunks do not tile a tensor.
+        CheckpointError: on every rank: the chunks of a tensor do not tile it.
     """
     total = peers.run(what, lambda: len(offered.items), lambda numbers: sum(numbers))
     planners = min(peers.size, math.ceil(total / OFFERS_EACH) or 1)
@@ -90,7 +90,7 @@ def plan_writes(what: str, offered: SavePlan, peers: Peers) -> WritePlan:
 
 
 def _packed(data: Any) -> bytes:
-    """Return the text that travels: names and shapes repeat themselves."""
+    """Return data as compressed JSON, as names and shapes repeat themselves."""
     return zlib.compress(json.dumps(data).encode(), 1)
 
 
@@ -99,13 +99,13 @@ def _unpacked(text: bytes) -> Any:
 
 
 def plan_in_turn(offered: Sequence[SavePlan]) -> list[WritePlan]:
-    """Plan for one process that writes the files of several ranks, one after the other.
+    """Return plans for one process that writes several files, one after the other.
 
     Args:
-        offered: what `offer` returned for each file.
+        offered: the result of `offer` for each file.
 
     Raises:
-        CheckpointError: the chunks do not tile a tensor.
+        CheckpointError: the chunks of a tensor do not tile it.
     """
     verdict = assign([describe(one) for one in offered])
     count = sum(entry.count for entry in verdict.tensors.values())
@@ -116,7 +116,7 @@ def plan_in_turn(offered: Sequence[SavePlan]) -> list[WritePlan]:
 
 
 def describe(offered: SavePlan) -> Offer:
-    """Return what a rank offers, in the form that travels."""
+    """Return the chunks of a rank in the form that is sent."""
     found: Offer = {}
     for item in offered.items:
         data, name = data_of(item), item.index.fqn
@@ -128,7 +128,7 @@ def describe(offered: SavePlan) -> Offer:
 
 
 def deal(offered: Offer, planners: int) -> list[Offer]:
-    """Return the part of an offer that each planner is to see; by name, so alike on all ranks."""
+    """Split an offer over planners by the hash of the names, which is equal on all ranks."""
     dealt: list[Offer] = [{} for _ in range(planners)]
     for name, held in offered.items():
         dealt[zlib.crc32(name.encode()) % planners][name] = held
@@ -148,23 +148,24 @@ class _Group:
 
     name: str
     bytes: Sequence[int]
-    """Of every rectangle."""
+    """Bytes of every rectangle."""
     holders: Sequence[Sequence[tuple[int, int]]]
-    """Of every rectangle: the ranks that hold it, ascending, and its position in their offers."""
+    """Ranks that hold each rectangle, ascending, with its position in their offers."""
     rectangles: Sequence[Rectangle]
     pinned: bool
 
 
 def assign(offers: Sequence[Offer], planner: int = 0, planners: int = 1) -> Assignment:
-    """Give every rectangle to one of the ranks that hold it, balancing the bytes that they write.
+    """Assign every rectangle to one of its ranks, with balanced bytes.
 
     Args:
-        offers: what the ranks hold, by rank, of all tensors of this planner.
-        planner: its number.
-        planners: how many there are.
+        offers: chunks of each rank, for all tensors of this planner.
+        planner: number of the planner.
+        planners: number of planners.
 
     Raises:
-        CheckpointError: ranks mean different tensors by one name, or the chunks do not tile it.
+        CheckpointError: ranks have different tensors of one name, or the chunks of a tensor do not
+            tile it.
     """
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     pinned: set[str] = set()
@@ -218,7 +219,7 @@ def _groups(
     holders: Mapping[str, Mapping[Rectangle, Sequence[tuple[int, int]]]],
     pinned: set[str],
 ) -> list[_Group]:
-    """Return all rectangles, those without a choice first."""
+    """Return the groups of all tensors, those with one holder first."""
     groups = []
     for name, (dtype, _) in kinds.items():
         by_count: dict[int, list[Rectangle]] = defaultdict(list)
@@ -239,7 +240,7 @@ def _groups(
 
 
 def _choose(group: _Group, load: Sequence[int], planner: int, planners: int) -> int:
-    """Return which of the holders of each rectangle is to write it."""
+    """Return the position of the holders that write the rectangles of a group."""
     replicas = len(group.holders[0])
     if group.pinned or replicas == 1:
         return 0

@@ -1,8 +1,8 @@
-"""What to tell a user whose checkpoint could not be written.
+"""The error message for a checkpoint that could not be written.
 
-A full disk arrives in many forms: torch's archive writer calls a Python stream, loses the stream's
-`OSError` and complains of an "unexpected pos". A message that helps names the file, the system's
-error, and how much room was needed and is left.
+A full disk shows in many forms: torch's archive writer calls a Python stream, loses its `OSError`
+and raises "unexpected pos". A message that helps names the file, the system's error, and the bytes
+that were needed and are free.
 """
 
 import errno
@@ -15,15 +15,15 @@ from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.errors import CheckpointError
 
 _RESERVE = 1.2
-"""Of the size of the tensors; archives, index and state add to it, and others write too."""
+"""Factor on the size of the tensors: archives, index and state add to it, and others write too."""
 
 
 def write_error(error: Exception, directory: AnyPath, needed: int) -> CheckpointError:
-    """Return an error that says why ``directory`` could not be written; it names other paths only.
+    """Return an error with the reason why ``directory`` could not be written.
 
     Args:
-        error: what was raised.
-        directory: where it was to be written; need not exist.
+        error: the error that was raised.
+        directory: the directory; it need not exist, and the message does not repeat it.
         needed: bytes that this process was to write.
     """
     if isinstance(error, CheckpointError):
@@ -35,8 +35,8 @@ def write_error(error: Exception, directory: AnyPath, needed: int) -> Checkpoint
         file = Path(os.fsdecode(cause.filename)) if cause.filename else None
         if file is not None and not file.is_relative_to(os.fspath(directory)):
             what = f"{file}: {what}"
-        if cause.errno == errno.ENOENT:  # rank 0 has made the directory
-            what = f"{what}; it was deleted meanwhile, or not all machines share it"
+        if cause.errno == errno.ENOENT:  # rank 0 had made the directory
+            what = f"{what}; it was deleted during the save, or not all machines share it"
     elif free is not None and free < needed:
         what = f"[Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}"
     else:
@@ -46,14 +46,14 @@ def write_error(error: Exception, directory: AnyPath, needed: int) -> Checkpoint
 
 
 def check_room(directory: AnyPath, needed: int) -> None:
-    """Fail now rather than after minutes of writing to a disk that is too full.
+    """Raise an error if the disk has too little room, before minutes of writing.
 
     Args:
-        directory: where files are to be written; need not exist.
-        needed: bytes that all ranks are to write together.
+        directory: directory to write to; it need not exist.
+        needed: bytes that all ranks write together.
 
     Raises:
-        CheckpointError: there is less room than these, the index and some reserve take.
+        CheckpointError: fewer bytes are free than these, with a reserve.
     """
     free, reserved = _free_bytes(directory), math.ceil(_RESERVE * needed)
     if free is not None and free < reserved:
@@ -62,7 +62,7 @@ def check_room(directory: AnyPath, needed: int) -> None:
 
 
 def _system_error(error: BaseException) -> OSError | None:
-    """Find the error of the operating system behind ``error``."""
+    """Return the error of the operating system behind ``error``; None if there is none."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno is not None:

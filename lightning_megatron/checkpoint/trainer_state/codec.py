@@ -1,9 +1,8 @@
-"""Plain data and tensors to JSON and back, without pickle.
+"""The codec of ``state.json``: plain data and tensors to JSON and back, without pickle.
 
 A checkpoint holds more than weights: loop counters, states of schedulers and callbacks,
-hyper-parameters. Stock checkpoints pickle them, and a pickle runs whatever code its author put in.
-Here such a tree becomes JSON, with the tensors taken out into a table that is stored as a
-safetensors file:
+hyper-parameters. Stock checkpoints pickle them, and a pickle runs any code of its author. Here such
+a tree becomes JSON, and its tensors go into a table that is stored as a safetensors file:
 
 * ``None``, booleans, integers, finite floats, strings, lists and dicts with string keys are written
   as they are;
@@ -12,8 +11,8 @@ safetensors file:
 * members of enums are looked up by name in classes that are already imported, and the frozen
   dataclasses of this package by class name; decoding never imports or calls anything else.
 
-What has no tag is a problem: it is collected with its place in the tree (``callbacks.EMA.shadow``),
-so that one error names all of them.
+A value without a tag is a fault. Faults are collected with their places in the tree
+(``callbacks.EMA.shadow``), so that one error names all of them.
 """
 
 import base64
@@ -92,10 +91,10 @@ def _class_name(kind: type) -> str:
 
 
 class Encoder:
-    """Turns values into plain JSON data; tensors and problems gather on the side.
+    """Turns values into plain JSON data; tensors and faults are collected beside it.
 
     Attributes:
-        tensors: the tensors met, detached CPU copies, by their place in the tree.
+        tensors: detached CPU copies of the tensors, by their place in the tree.
         problems: one sentence per value that cannot be stored, with its place.
     """
 
@@ -104,7 +103,7 @@ class Encoder:
         self.problems: list[str] = []
 
     def encode(self, value: Any, path: str) -> Any:
-        """Return ``value`` as JSON data; ``path`` says where in the tree it stands."""
+        """Return ``value`` as JSON data; ``path`` is its place in the tree."""
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
@@ -192,20 +191,20 @@ class Encoder:
 
 
 class Decoder:
-    """Reverses `Encoder`.
+    """Turns the data of an `Encoder` into values.
 
     Args:
-        tensors: the table that the encoder filled.
+        tensors: the tensors of the encoder.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
 
     def decode(self, data: Any) -> Any:
-        """Return the value that ``data`` stands for.
+        """Return the value of encoded data.
 
         Raises:
-            CheckpointError: the data was not written by an `Encoder`.
+            CheckpointError: the data is not that of an `Encoder`.
         """
         try:
             return self._decode(data)
@@ -255,7 +254,7 @@ def _array(dtype: str, shape: Any, raw: bytes) -> Any:
 
 
 def _enum_member(name: str, member: str, value: Any) -> Any:
-    """Return the member of an enum that is already imported, else its plain value."""
+    """Return the member of an enum if it is already imported, else its plain value."""
     module, _, qualname = name.partition(":")
     kind: Any = sys.modules.get(module)
     for part in qualname.split("."):

@@ -1,8 +1,8 @@
-"""Everything of a checkpoint that is not a shard: ``state.json`` and its tensors.
+"""``state.json`` and ``state.safetensors``: all state that is not in shards.
 
-It has three parts: Lightning's checkpoint dictionary as the first rank sees it; the options and
-non-tensor state of the optimizers, united over ranks, as each pipeline stage has its own
-parameters; and module state that is neither parameter nor buffer.
+They hold Lightning's checkpoint dictionary of the first rank; the options and non-tensor state of
+the optimizers, united over ranks, as each pipeline stage has its own parameters; module state that
+is neither parameter nor buffer; and the versions of the modules.
 """
 
 import json
@@ -30,18 +30,19 @@ from lightning_megatron.errors import CheckpointError, DamagedCheckpointError, r
 logger = logging.getLogger(__name__)
 
 _DENSEST = 1000
-"""How many times more than it takes on disk a file may hold; compression reaches less."""
+"""Largest ratio of a file's size to the disk space it takes; compression reaches less."""
 
 _HYPER_PARAMETERS = frozenset({"hyper_parameters", "datamodule_hyper_parameters"})
-# Classes, of which only Lightning's own are ever stored; a plain dict loads as well.
+# Types, which are Lightning's own; a plain dict loads as well.
 _NOT_STORED = frozenset({"hparams_type", "datamodule_hparams_type"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """What one rank knows beside its tensors."""
+    """State of one rank without tensors."""
 
     aliases: Mapping[str, str]
+    """Canonical names by alias."""
     extras: Mapping[str, Any]
     optimizers: Sequence[OptimizerSnapshot]
     versions: Mapping[str, int]
@@ -50,21 +51,21 @@ class RankState:
 
 @dataclass(frozen=True, kw_only=True)
 class StateFiles:
-    """The state that is not shards, ready to be written."""
+    """Content of the two files."""
 
     json: bytes
     tensors: bytes | None
     aliases: Mapping[str, str]
-    """Of shared parameters, over all ranks."""
+    """Canonical names by alias, over all ranks."""
 
     def files(self) -> dict[str, bytes]:
-        """Return the content of the files that it becomes, by name."""
+        """Return the content of the files, by name."""
         files = {STATE_FILE: self.json}
         return files if self.tensors is None else {**files, STATE_TENSORS_FILE: self.tensors}
 
 
 def rank_state(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]) -> RankState:
-    """Return what this rank adds to the content."""
+    """Return the state of this rank without tensors."""
     chunks = chunks_of(model)
     return RankState(
         aliases={alias: name for name, chunk in chunks.items() for alias in chunk.aliases},
@@ -75,11 +76,11 @@ def rank_state(model: Mapping[str, Any], optimizers: Sequence[OptimizerSnapshot]
 
 
 def join_states(state: Mapping[str, Any], states: Sequence[RankState]) -> StateFiles:
-    """Turn everything that is not shards into bytes, on the first rank.
+    """Join the states of all ranks to the content of the files; on the first rank.
 
     Raises:
-        ConfigError: a value has no plain form; names all of them.
-        CheckpointError: it would be too large to be read.
+        ConfigError: values cannot be stored; it names all of them.
+        CheckpointError: the file would be too large to be read.
     """
     if len({len(c.optimizers) for c in states}) != 1:
         raise CheckpointError("the ranks have different numbers of optimizers")
@@ -108,7 +109,7 @@ def join_states(state: Mapping[str, Any], states: Sequence[RankState]) -> StateF
 
 
 def _encode_lightning_state(state: Mapping[str, Any], encoder: Encoder) -> dict[str, Any]:
-    """Encode the checkpoint dictionary; hyper-parameters without a plain form are left out."""
+    """Encode the checkpoint dictionary; hyper-parameters that cannot be stored are left out."""
     encoded = {}
     for key, value in state.items():
         if key in _HYPER_PARAMETERS and isinstance(value, Mapping):
@@ -140,11 +141,11 @@ def _encode_hyper_parameters(
 
 
 def read_state_files(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
-    """Return the parts ``state``, ``optimizers``, ``extras`` and, unless it is older, ``versions``.
+    """Return ``state``, ``optimizers``, ``extras`` and, in newer checkpoints, ``versions``.
 
     Raises:
         OSError: a file cannot be read.
-        DamagedCheckpointError: it is not the state of a checkpoint.
+        DamagedCheckpointError: the files are not the state of a checkpoint.
     """
     try:
         data = json.loads(read_text(directory / manifest.file(STATE_FILE)))
@@ -155,7 +156,7 @@ def read_state_files(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
         content = Decoder(tensors).decode(data)
     except OSError:
         raise
-    except Exception as error:  # whatever garbage makes the readers do
+    except Exception as error:  # the readers raise all kinds of errors for garbage
         raise DamagedCheckpointError(f"the state cannot be read: {error!r}") from error
     shapes = (("state", dict), ("extras", dict), ("optimizers", list))
     if not isinstance(content, dict) or not all(
@@ -169,7 +170,7 @@ def read_state_files(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
 
 
 def _refuse_holes(file: AnyPath) -> None:
-    """Refuse a file that claims far more than the disk holds of it: reading would allocate that."""
+    """Refuse a file of far more bytes than the disk holds, as reading it would allocate them."""
     found = file.stat()
     kept = getattr(found, "st_blocks", found.st_size) * 512
     if found.st_size > LARGEST_TEXT and found.st_size > _DENSEST * kept:

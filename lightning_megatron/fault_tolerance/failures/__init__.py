@@ -1,1 +1,1 @@
-"""Which rank failed first, when all of them end with an exception."""
+"""Root cause: the rank that failed first, when all end with an exception."""

@@ -1,23 +1,23 @@
-"""Where the ranks of an attempt post how they end, and who failed first can be read.
+"""Entries in the store by which the ranks of an attempt find the one that failed first.
 
-Thousands of ranks lose their connections at the same time and all want to know why, of one store
-that answers one request after the other. So nobody asks rank by rank::
+Thousands of ranks lose their connections at the same time and all look for the cause in one store,
+which answers one request after the other. So no rank asks for each other rank. The keys are::
 
-    <rank>          how the rank ended; the first word counts
-    causes          how many failed by themselves, or died and were seen by a neighbour
-    cause/<n>       the n-th of them; after `_LISTED` they are counted only
-    searches        how many look for the cause of an echo
-    machine/<i>     machine i is there: a rank of it has posted, or answered a search
-    told            how many are about to tell the user
+    <rank>          how the rank ended; the first value stays
+    causes          number of ranks that failed themselves, or died and were seen by a neighbour
+    cause/<n>       the n-th of them; after `_LISTED` they are only counted
+    searches        number of ranks that look for the cause of an echo
+    machine/<i>     machine i runs: a rank of it has posted, or answered a search
+    told            number of ranks that are about to report to the user
 
-A rank that searches asks for ``causes``, less and less often, and reads the few entries that are
-new: a dozen requests, whatever the number of ranks.
+A rank that searches reads ``causes``, less and less often, and the few new entries: a dozen
+requests for any number of ranks.
 
-A process that was killed posts nothing. Its neighbours on the machine see it; where it had none,
-silence has to do: while a search is on, a thread of one rank of every machine answers it within
-`ANSWER_S`, however busy the rank is otherwise. The machines that have not answered at the end of
-the search are found by asking whether all of some are there, then for halves: ``2 log2(machines)``
-requests for each that is not, from one rank.
+A process that was killed posts nothing. Other ranks of its machine see that. If there are none, the
+silence of the machine shows it: during a search, a thread of one rank of every machine answers
+within `ANSWER_S`, however busy the rank is. The machines without an answer at the end of the search
+are found by asking whether all of a set have answered, then by halves: ``2 log2(machines)``
+requests for each, by one rank.
 """
 
 import json
@@ -40,34 +40,34 @@ from lightning_megatron.fault_tolerance.failures.root_cause import (
 from lightning_megatron.launch.attempt import Peer
 
 ANSWER_S = 1.0
-"""How often one rank of each machine looks whether somebody searches."""
+"""Seconds between two checks of one rank of each machine for a search."""
 _KEY = "lightning_megatron/end"
 _STORE_PATIENCE_S = 1.0
 _SILENT_PATIENCE_S = 3.0
-"""How long to wait for what the store answers: once, and where many machines are silent."""
+"""Seconds to wait for the store: for one request, and for the search of silent machines."""
 _LISTED = 64
-"""Causes that can be read; all ranks may fail at the same time."""
+"""Most causes that are listed; all ranks may fail at the same time."""
 _SHOWN = 8
-"""Machines and ranks that a sentence names."""
+"""Most machines and ranks that a message names."""
 _ADDRESS = re.compile(r"\d+(?:\.\d+){3}|[0-9a-fA-F]*:[0-9a-fA-F:]+:[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a rank has ended."""
+    """End of a rank."""
 
     rank: int
     how: str
     """``"failed"`` (a cause), ``"echo"``, ``"left"`` (in order), ``"died"`` (seen by others) or
     ``"gone"`` (does not answer)."""
     what: str = ""
-    """For a person."""
+    """Description for people."""
     at: float = 0.0
     """Seconds since the epoch."""
     host: str = ""
     pid: int = 0
     who: str = ""
-    """In place of the rank, where it is a machine, say."""
+    """Name in the place of the rank, as of a machine; empty for a rank."""
 
     def __str__(self) -> str:
         who = self.who or f"rank {self.rank} ({self.host}, process {self.pid})"
@@ -75,20 +75,20 @@ class Ending:
 
 
 class EndingBoard:
-    """Where the ranks of an attempt post how they end; none waits for another.
+    """Posts and reads the ends of the ranks of an attempt; no rank waits for another.
 
     Args:
-        store: of the attempt.
-        rank: of this process.
+        store: store of the attempt.
+        rank: global rank of this process.
         peers: all processes of the attempt, by rank.
         held_by_rank_0: whether the store ends with rank 0.
-        address: by which other machines reach this one; empty if that is not known.
+        address: address of this machine for others; empty if unknown.
 
     Attributes:
-        local: processes of the other ranks on this machine.
-        posted: what this rank has posted.
-        machines: the ranks of each machine.
-        answers: whether this rank is the one of its machine that answers searches.
+        local: processes of the other ranks of this machine.
+        posted: end that this rank has posted.
+        machines: ranks of each machine.
+        answers: whether this rank answers searches for its machine.
     """
 
     def __init__(
@@ -100,8 +100,10 @@ class EndingBoard:
         held_by_rank_0: bool = False,
         address: str = "",
     ) -> None:
-        self._store, self.rank, self.peers = store, rank, peers
-        # Of a Trainer's run: all ranks begin as many.
+        self._store = store
+        self.rank = rank
+        self.peers = peers
+        # Number of the Trainer's run, the same on all ranks.
         self._run = store.add(f"{_KEY}/runs of {rank}", 1)
         by_machine: dict[str, list[int]] = {}
         for other, peer in enumerate(peers):
@@ -118,13 +120,14 @@ class EndingBoard:
         self._read: set[int] = set()
         self._ended: set[int] = set()
         self._answered = False
-        self._gone, self._held_by_rank_0 = False, held_by_rank_0
+        self._gone = False
+        self._held_by_rank_0 = held_by_rank_0
         self._ooms = oom_kills()
 
     # Posting --------------------------------------------------------------------------------------
 
     def post(self, how: str, what: str = "") -> None:
-        """Say how this rank ends; the first word counts. ``"echo"`` begins a search."""
+        """Post the end of this rank; only the first call counts. ``"echo"`` begins a search."""
         if self.posted is None:
             ending = Ending(
                 rank=self.rank,
@@ -153,7 +156,7 @@ class EndingBoard:
             self._store.set(self._name(f"cause/{number}"), text)
 
     def answer(self) -> None:
-        """Say that this machine is there, if anybody searches; every `ANSWER_S` of one rank."""
+        """Answer for this machine during a search; one rank calls it every `ANSWER_S`."""
 
         def answer() -> None:
             if self._store.add(self._name("searches"), 0):
@@ -179,7 +182,7 @@ class EndingBoard:
         return self._held_by_rank_0 and self.rank == 0
 
     def of(self, rank: int) -> Ending | None:
-        """What a rank has posted; None if nothing, or if the store is gone."""
+        """End that a rank has posted; None without one, or if the store is gone."""
 
         def read() -> Ending | None:
             key = self._name(rank)
@@ -191,10 +194,10 @@ class EndingBoard:
         return found
 
     def causes(self, codes: Mapping[int, int] | None = None) -> list[Ending]:
-        """Who failed by himself, the first one first; posts deaths that others cannot see.
+        """Ranks that failed themselves, the first one first; posts deaths on this machine.
 
         Args:
-            codes: how those ended that this process started: exit code or minus a signal, by rank.
+            codes: exit codes or negative signals of processes that this one started, by rank.
         """
         self._ask(self._read_new)
         for rank, ending in self.dead(codes).items():
@@ -215,7 +218,7 @@ class EndingBoard:
         keys = [self._name(f"cause/{n}") for n in new]
         if len(new) > 1 and self._store.has_extended_api() and self._store.check(keys):
             texts = dict(zip(new, self._store.multi_get(keys), strict=True))
-        else:  # one of them may just be written, or never, as its rank has died
+        else:  # an entry may not be written yet, or never, as its rank has died
             pairs = zip(new, keys, strict=True)
             texts = {n: self._store.get(key) for n, key in pairs if self._store.check([key])}
         for number, text in texts.items():
@@ -224,20 +227,20 @@ class EndingBoard:
             self._read.add(number)
 
     def deaths(self, codes: Mapping[int, int] | None = None) -> list[Ending]:
-        """Processes of this machine that have ended without order; quick while there are none."""
+        """Processes of this machine that died; quick while there are none."""
         if not self.dead(codes).keys() - self._ended:
             return []
         return [ending for ending in self.causes(codes) if ending.how == "died"]
 
-    def is_first_to_tell(self) -> bool:
-        """Whether no other rank has told the user yet; true where that cannot be known."""
+    def is_first_to_report(self) -> bool:
+        """Whether no other rank has reported to the user yet; true if that is unknown."""
         return self._ask(lambda: self._store.add(self._name("told"), 1)) in (1, None)
 
     def _ask(self, call: Callable[[], Any], patience_s: float = _STORE_PATIENCE_S) -> Any:
-        """What ``call`` gets of the store; None if that takes too long, or if the store is gone."""
+        """Result of a call of the store; None if it takes too long, or the store is gone."""
         if self._held_by_rank_0 and 0 in self.local and not is_alive(self.local[0]):
             self._gone = True
-        if self._gone:  # each try would print a stack of torch's
+        if self._gone:  # torch would print a stack for each try
             return None
         result: list[Any] = []
 
@@ -253,10 +256,10 @@ class EndingBoard:
         return result[0] if result else None
 
     def dead(self, codes: Mapping[int, int] | None = None) -> dict[int, Ending]:
-        """Processes of this machine that are no more.
+        """Processes of this machine that have ended.
 
         Args:
-            codes: how those ended that this process started: exit code or minus a signal, by rank.
+            codes: exit codes or negative signals of processes that this one started, by rank.
         """
         found = {}
         for rank, pid in self.local.items():
@@ -280,17 +283,17 @@ class EndingBoard:
             return ""
         return (
             f"; the kernel killed {killed} process{'' if killed == 1 else 'es'} of this control "
-            "group because its memory was used up"
+            "group for lack of memory"
         )
 
     # Silence --------------------------------------------------------------------------------------
 
-    def accuse_the_silent(self, error: str = "") -> list[Ending]:
-        """Post as the cause, and return, who has not answered the search; nothing if all have.
+    def report_silent_machines(self, error: str = "") -> list[Ending]:
+        """Post and return the machines without an answer as the cause; empty if all answered.
 
         Args:
-            error: what this rank was told, in which gloo names the address of the peer. It decides
-                where several machines are silent.
+            error: message of this rank's exception, in which gloo names the address of the peer.
+                It chooses among several silent machines.
         """
         found = self._ask(self._silent, _SILENT_PATIENCE_S)
         if found is None:
@@ -305,9 +308,9 @@ class EndingBoard:
             listed = ", ".join(who[:_SHOWN]) + (", ..." if len(who) > _SHOWN else "")
             who, what = [listed], "do not answer: they were killed, or their machines are off"
         elif len(ranks) > 1:
-            what = "has gone without a word: its processes were killed, or it is off"
+            what = "does not answer: its processes were killed, or it is off"
         else:
-            what = "has gone without a word: it was killed, or its machine is off"
+            what = "does not answer: it was killed, or its machine is off"
         peer = self.peers[ranks[0]]
         accused = Ending(
             rank=ranks[0],
@@ -322,7 +325,7 @@ class EndingBoard:
         return [accused]
 
     def _silent(self) -> list[tuple[int, str]]:
-        """Machines that have not answered, and their addresses."""
+        """Machines without an answer, and their addresses."""
         names = {self._name(f"machine/{i}"): i for i in range(len(self.machines))}
         del names[self._name(f"machine/{self._here}")]
         found = []
@@ -349,12 +352,12 @@ class EndingBoard:
             return []
         peer = self.peers[0]
         how = "has gone" if self._gone else "does not answer"
-        what = f"{how}, and with it the store that would tell who was first"
+        what = f"{how}, and with it the store by which ranks find the first failure"
         return [Ending(rank=0, how="gone", what=what, at=time.time(), host=peer.host, pid=peer.pid)]
 
 
 def _absent(check: Callable[[list[str]], bool], keys: list[str], most: int) -> list[str]:
-    """The keys, up to ``most``, that a store does not have."""
+    """Keys that a store does not have, at most ``most``."""
     if not keys or check(keys):
         return []
     if len(keys) == 1:

@@ -1,17 +1,16 @@
-"""A thread that ends this process when another one of the machine has died.
+"""A thread that ends this process after another process of the machine has died.
 
-A process that waits for a dead one may wait long: gloo notices a broken connection in the next
-collective only, NCCL not at all, and torchrun gives what it terminates 30 s. Who is busy in his own
-code goes on for as long as that takes. The thread looks at the process table a few times a second.
-It first lets the main thread find out by itself, for `GRACE_S`, as that can say more; processes
-that have left in order do not count.
+A process that waits for a dead one may wait long: gloo notices a broken connection only in the next
+collective, NCCL not at all, and torchrun waits 30 s for processes that it terminates. A rank that
+is busy in its own code continues. The thread checks the process table a few times a second. It
+first gives the main thread `GRACE_S` to notice, as its exception says more. Processes that have
+left in order do not count.
 
-On one rank of each machine the thread also answers when others look for the cause of a failure:
-this machine is there (`EndingBoard.answer`).
+On one rank of each machine the thread also answers searches for the cause of a failure
+(`EndingBoard.answer`).
 
-Nobody is watched after training: then ranks end when they like. A run that nobody ends, as its
-strategy was given up or its process groups were destroyed, is over as well: these processes may be
-in another run by now, with other peers.
+The watch ends with training, as ranks may then end at any time. It also ends if the strategy was
+deleted or its process groups were destroyed: the processes may be in another run by now.
 """
 
 import os
@@ -23,7 +22,7 @@ from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.failures.board import ANSWER_S, Ending
 
 GRACE_S = 4.0
-"""How long the main thread has to notice by itself."""
+"""Seconds in which the main thread may notice by itself."""
 _PERIOD_S = 0.25
 
 
@@ -31,10 +30,10 @@ class PeerWatch:
     """Watches the other processes until it is closed.
 
     Args:
-        causes: who has failed, as it is known now; None when the run is over. Called several times
-            a second.
-        rank: of this process, for the message.
-        leave: ends this process; by default with exit code 1, wherever its main thread is.
+        causes: returns the ranks known to have failed; None when the run is over. Called several
+            times a second.
+        rank: global rank of this process, for the message.
+        leave: ends this process; by default with exit code 1, whatever its main thread does.
         answer: called every `ANSWER_S`.
     """
 
@@ -46,14 +45,16 @@ class PeerWatch:
         *,
         answer: Callable[[], None] | None = None,
     ) -> None:
-        self._causes, self._rank, self._answer = causes, rank, answer
+        self._causes = causes
+        self._rank = rank
+        self._answer = answer
         self._leave = leave or _leave
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="peer-watch")
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more; whoever calls this ends by himself."""
+        """End the watch."""
         self._closed.set()
         # The thread holds the run, its process groups included, for as long as it lives.
         if threading.current_thread() is not self._thread:
@@ -76,7 +77,7 @@ class PeerWatch:
             elif time.monotonic() - since > GRACE_S and not self._closed.is_set():
                 announce(
                     f"the run ends: {causes[0]}",
-                    ["this rank did not notice by itself, and is ended"],
+                    ["this rank did not notice within the grace period, and is ended"],
                     rank=self._rank,
                 )
                 self._leave()

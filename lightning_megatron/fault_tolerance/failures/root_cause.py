@@ -1,19 +1,19 @@
-"""Which rank failed first, when all of them have failed.
+"""Sources that tell the first failure of a run from its echoes.
 
 One process dies, and a moment later every other one reports a broken connection: with a thousand
-ranks, a thousand tracebacks of which one says what happened, or none, if that process was killed.
-Four sources tell cause from echo:
+ranks, a thousand tracebacks of which one shows the cause, or none, if that process was killed. Four
+sources tell cause from echo:
 
 * The *exception*. One that only says that a peer's connection broke is an echo; any other is a
   cause. A rank with a cause posts it in the store of the attempt before it ends.
-* The *processes of this machine*. One that has ended, or is a zombie, without having posted
-  anything was killed, by a signal or by the system; a zombie's exit status is in ``/proc``.
+* The *processes of this machine*. A process that has ended, or is a zombie, without a post was
+  killed by a signal or by the system; ``/proc`` has a zombie's exit status.
 * The *memory events* of the control group: whether the kernel killed a process of it meanwhile.
-* The *silence* of a machine. One from which nobody answers the search is off, or cut off, or all of
-  its ranks are gone (`ending_board`).
+* The *silence* of a machine. A machine without an answer to the search is off, or cut off, or all
+  of its ranks are gone (`failures.board`).
 
-A rank with an echo looks at these for a moment before it ends, so that the launcher, too, sees the
-cause die first, and posts that it is an echo.
+A rank with an echo posts that and checks these sources for a moment before it ends, so that the
+launcher, too, sees the cause die first.
 """
 
 import json
@@ -33,11 +33,11 @@ ECHOES = (
     "connection refused",
     "transport endpoint is not connected",
 )
-"""What gloo, NCCL and the store say when the other end has gone, in lower case."""
+"""Messages of gloo, NCCL and the store about a lost peer, in lower case."""
 
 
 def is_echo(exception: BaseException) -> bool:
-    """Whether an exception says no more than that another rank has gone."""
+    """Whether an exception only says that another rank is gone."""
     seen: BaseException | None = exception
     while seen is not None:
         text = str(seen).lower()
@@ -48,18 +48,18 @@ def is_echo(exception: BaseException) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """What ``/proc`` says of a process.
+    """Fields of ``/proc/PID/stat`` after the name.
 
     Raises:
-        FileNotFoundError, ProcessLookupError: there is none.
-        OSError: nothing can be read now, as when this process has no file descriptor left.
+        FileNotFoundError, ProcessLookupError: there is no such process.
+        OSError: the file cannot be read now, as when no file descriptor is left.
     """
     text = Path(f"/proc/{pid}/stat").read_text()
     return text.rpartition(")")[2].split()  # a program's name may hold anything
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and has not ended; true where there is no ``/proc`` to see it."""
+    """Whether a process exists and has not ended; without ``/proc``, zombies count as alive."""
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(pid, 0)
@@ -77,7 +77,7 @@ def is_alive(pid: int) -> bool:
 
 
 def exit_code_of_zombie(pid: int) -> int | None:
-    """Exit code, or minus the signal, of a process that its parent has not asked about yet."""
+    """Exit code, or negative signal, of a zombie; None if it is none."""
     try:
         fields = _stat(pid)
     except OSError:
@@ -89,17 +89,17 @@ def exit_code_of_zombie(pid: int) -> int | None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Exit code, or minus a signal, in words."""
+    """Text of an exit code or negative signal."""
     if code is None:
-        return "ended without a word: it was killed, or crashed (its launcher knows the signal)"
+        return "ended without an error: it was killed, or crashed (its launcher knows the signal)"
     if code >= 0:
         return f"ended with exit code {code}: its own output says why"
     with suppress(ValueError):
         name = signal.Signals(-code).name
         hints = {
-            signal.SIGKILL: "somebody, or the kernel for want of memory",
+            signal.SIGKILL: "by a user, or by the kernel for lack of memory",
             signal.SIGSEGV: "a fault in native code",
-            signal.SIGABRT: "native code that gave up",
+            signal.SIGABRT: "an abort in native code",
             signal.SIGBUS: "a fault in native code, or a full /dev/shm",
         }
         hint = hints.get(signal.Signals(-code))
@@ -108,11 +108,11 @@ def describe_exit(code: int | None) -> str:
 
 
 def oom_kills(root: Path = Path("/sys/fs/cgroup"), membership: str | None = None) -> int:
-    """Processes of this control group that the kernel has killed for want of memory.
+    """Number of processes of this control group that the kernel has killed for lack of memory.
 
     Args:
-        root: where control groups are mounted.
-        membership: what ``/proc/self/cgroup`` says, if not that.
+        root: mount point of control groups.
+        membership: text in the place of ``/proc/self/cgroup``.
     """
     if membership is None:
         try:
@@ -127,7 +127,7 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup"), membership: str | None = None
             place, name = root / "memory", "memory.oom_control"
         else:
             continue
-        # In a container the path may be the host's, and what is mounted the group itself.
+        # In a container the path may be the host's, and the mount the group itself.
         for file in (place / path.strip("/") / name, place / name):
             with suppress(OSError):
                 for entry in file.read_text().splitlines():
@@ -138,12 +138,12 @@ def oom_kills(root: Path = Path("/sys/fs/cgroup"), membership: str | None = None
 
 
 def write_error_file(file: str, message: str, trace: str, at: float) -> None:
-    """Tell torchrun how this worker failed; it takes the earliest for the cause.
+    """Write the error file of this worker for torchrun, which reports the earliest one.
 
     Args:
-        file: where torchrun looks.
+        file: path that torchrun reads.
         message: one line.
-        trace: traceback, as text.
+        trace: traceback as text.
         at: seconds since the epoch.
     """
     extra = {"py_callstack": trace, "timestamp": str(int(at))}

@@ -1,4 +1,4 @@
-"""How a rank whose exception is an echo finds out who failed first."""
+"""Search for the first failure, by a rank whose exception is an echo."""
 
 import random
 import time
@@ -7,31 +7,31 @@ from collections.abc import Callable, Iterator, Mapping
 from lightning_megatron.fault_tolerance.failures.board import Ending, EndingBoard
 
 SEARCH_S = 2.0
-"""How long to look for a cause; longer than any machine takes to answer."""
+"""Seconds to search for a cause; longer than any machine takes to answer."""
 VERDICT_S = 3.0
-"""How much longer, where one rank finds out who is silent, the others wait for it."""
+"""Further seconds in which the others wait for the rank that finds silent machines."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 0.8
-"""Between two looks: at first, and at last."""
+"""Seconds between two requests: at first, and at last."""
 
 
 def find_cause(
     board: EndingBoard, error: str, codes: Callable[[], Mapping[int, int]] = dict
 ) -> tuple[list[Ending], bool]:
-    """Look for the cause of an echo, which is posted.
+    """Post an echo and search for its cause.
 
     Args:
-        board: of this rank.
-        error: what this rank was told.
-        codes: gives how those ended that this process started.
+        board: board of this rank.
+        error: message of this rank's exception.
+        codes: returns exit codes of the processes that this one started, by rank.
 
     Returns:
-        Causes, the first one first, and whether it is this rank that tells the user.
+        Causes, the first one first, and whether this rank is to report to the user.
     """
     board.post("echo")
     causes = _search(board, codes, SEARCH_S)
-    first = board.is_first_to_tell()
+    first = board.is_first_to_report()
     if not causes and len(board.machines) > 1:
-        causes = board.accuse_the_silent(error) if first else _search(board, codes, VERDICT_S)
+        causes = board.report_silent_machines(error) if first else _search(board, codes, VERDICT_S)
     return causes, first
 
 
@@ -47,7 +47,7 @@ def _search(
 
 
 def looks(seconds: float) -> Iterator[None]:
-    """Moments to ask the store, less and less often, and not those of thousands of other ranks."""
+    """Yield when to ask the store: less and less often, at random times of its own."""
     own = random.Random()
     deadline, pause = time.monotonic() + seconds, _PAUSE_S
     while True:

@@ -1,11 +1,10 @@
-"""Names the rank that hangs, instead of letting all of them wait for half an hour.
+"""Detection of hangs: `HangDetector` names the rank that hangs.
 
 One rank that stands still, in a data loader, a lock or a broken file system, stops all ranks: they
-wait for it in the next collective, until that fails after `ConnectionConfig.timeout_s` and names
-nobody. `HangDetector` watches from outside the training thread, from outside the process even
-(`fault_tolerance.hangs.node_monitor`), which section every rank is in, since when, and whether it
-waits for others. On several nodes the monitors also watch each other
-(`fault_tolerance.hangs.node_board`).
+wait for it in the next collective, which fails after `ConnectionConfig.timeout_s` without naming a
+rank. `HangDetector` watches the section of every rank, how long it lasts, and whether the rank
+waits for others. It does so from another process (`fault_tolerance.hangs.node_monitor`), one for
+each node; these also watch each other (`fault_tolerance.hangs.node_board`).
 """
 
 import os
@@ -46,51 +45,48 @@ FOLDER = "hangs"
 _MEMORY, _NEEDED = Path("/dev/shm"), 4 << 20
 _SHORTEST_S, _SHORTEST_AUTO_S, _LONGEST_AUTO_S = 5.0, 10.0, 120.0
 _HELD_S = 60.0
-"""How long a rank waits to be ended."""
-
-
+"""Seconds that a rank waits to be ended."""
 _NEEDS = "it needs the sections of a step"
 
 
 class HangDetector(pl.Callback):
-    """Reports which rank hangs, where and in what, and ends the run.
+    """Reports which rank hangs, with section and stacks, and ends the run.
 
-    A report goes to stderr, and with the stacks of all threads of all ranks to
-    ``run_dir/hangs/attempt_A-step_S.txt`` and ``.json``; it is also an event of kind ``hang``. It
-    works where the rank itself can do nothing: with Python's lock held by a C call, or stopped by a
-    signal. Works under `MegatronStrategy`, while it fits; validation and checkpoints included.
+    A report goes to stderr, with the stacks of all threads of all ranks to
+    ``run_dir/hangs/attempt_A-step_S.txt`` and ``.json``, and to the event log as kind ``hang``. It
+    also works for ranks that can do nothing themselves: a C call holds the GIL, or a signal stopped
+    the process. Works under `MegatronStrategy` in ``fit``, validation and checkpoints included.
 
-    On several nodes each watches its own ranks (``attempt_A-node_of_rank_R-step_S.txt``), and what
-    one finds all report and act upon. Nodes also watch each other: one that loses its power or its
-    cable, or stands still as a whole, is named on the others, "node1 (ranks 2, 3) has been silent
-    since step 17", once it was silent for ``node_limit`` and the run has waited for it; on that
-    node, if it still runs, the one it cannot reach. For this the monitor of rank 0's node listens
-    at a port that the system chooses, on the interface that gloo uses; the others must reach it.
-    With ``torchrun --nnodes 1:2 --max-restarts 3`` the run goes on with the nodes that are left,
-    unless the one that is lost holds torchrun's own store (``--rdzv-endpoint``): without it no
+    On several nodes each node watches its own ranks (``attempt_A-node_of_rank_R-step_S.txt``), and
+    all report and act on the hang that one finds. Nodes also watch each other: one that loses power
+    or its cable, or stands still as a whole, is named by the others, "node1 (ranks 2, 3) has been
+    silent since step 17", after ``node_limit`` seconds of silence in which the run waited for it.
+    That node, if it still runs, names the node that it cannot reach. For this the monitor of rank
+    0's node listens at a port that the system chooses, on the interface that gloo uses; the others
+    must reach it. With ``torchrun --nnodes 1:2 --max-restarts 3`` the run continues with the other
+    nodes, unless the lost one holds torchrun's own store (``--rdzv-endpoint``), without which no
     agent can restart anything. `FaultTolerance` says how to put that store elsewhere.
 
-    It also tells how the ranks of its node are: the section of each, how long it has been in it,
-    its last sign of life and how many collectives of each group it has begun. `PrometheusEndpoint`
-    has them at any moment, also in a hang (``dist/section``, ``dist/section_age_s``,
-    ``dist/heartbeat_age_s``, ``dist/collective_seq``); the last two are logged as well, with
-    ``_min``, ``_mean``, ``_max`` and ``_worst_rank`` after their names.
+    For each rank of the node `PrometheusEndpoint` has, also in a hang, the section
+    (``dist/section``), the time in it (``dist/section_age_s``), the age of the last heartbeat
+    (``dist/heartbeat_age_s``) and the collectives begun by group (``dist/collective_seq``). The
+    last two are also logged, with ``_min``, ``_mean``, ``_max`` and ``_worst_rank`` after the name.
 
     Args:
-        limit: seconds a rank may spend in one section (``data forward backward optimizer checkpoint
-            validation other``) without waiting for others; a dictionary gives them by section.
-            ``"auto"`` takes eight times the longest stay so far, and at least a minute for parts of
-            a step and five minutes for others; ten where a section is new, 30 for the start of the
-            run. Numbers hold from the third batch on.
-        action: what follows the report: all ranks end (``"abort"``, exit code 86, for launchers
-            that restart; those that cannot end themselves are killed), `HangError` is raised in the
-            training thread of all ranks (``"raise"``; who does not get to see it within 20 seconds
-            ends), or nothing (``"report"``).
-        check_s: seconds between looks.
-        run_dir: where the report goes; None for the Trainer's ``default_root_dir``.
+        limit: seconds that a rank may spend in one section (``data forward backward optimizer
+            checkpoint validation other``) without waiting for others; a dictionary gives them by
+            section. ``"auto"`` is eight times the longest time so far, at least one minute for
+            parts of a step and five for others; ten for a section that is new, 30 for the start of
+            the run. Numbers hold from the third batch on.
+        action: action after the report. ``"abort"``: all ranks end with exit code 86, for launchers
+            that restart; ranks that cannot end themselves are killed. ``"raise"``: `HangError` is
+            raised in the training thread of all ranks; a rank that does not raise it within 20
+            seconds ends. ``"report"``: none.
+        check_s: seconds between checks.
+        run_dir: directory of the reports; None for the Trainer's ``default_root_dir``.
         node_limit: seconds that another node may be silent while ranks here wait. A connection that
-            is down for less is a pause, no fault. ``"auto"``: 120, or if ``limit`` is a number,
-            that, but at least 10 and at most 120.
+            is down for less is no fault. ``"auto"``: 120; if ``limit`` is a number, that, but at
+            least 10 and at most 120.
 
     Raises:
         ConfigError: an argument is none of these.
@@ -110,7 +106,9 @@ class HangDetector(pl.Callback):
             )
         if not check_s > 0:
             raise ConfigError(f"check_s={check_s}: must be positive; nearest valid: check_s=0.5")
-        self._limits, self._action, self._check_s = Limits(limit), action, float(check_s)
+        self._limits = Limits(limit)
+        self._action = action
+        self._check_s = float(check_s)
         self._node_limit = _node_limit(node_limit, limit)
         self._run_dir = run_dir
         self._watchdog: Watchdog | None = None
@@ -126,7 +124,7 @@ class HangDetector(pl.Callback):
         self._stop()
         services = services_of(trainer, self, _NEEDS)
         rank = trainer.global_rank
-        meeting = self._meet(this_member(rank), services)
+        meeting = self._exchange_members(this_member(rank), services)
         members, directory = meeting.members, meeting.directory
         first = members[0].rank == rank
         self._watchdog = Watchdog(
@@ -135,7 +133,7 @@ class HangDetector(pl.Callback):
             rank,
             self._limits,
             self._check_s,
-            lambda report: self._tell(services, report),
+            lambda report: self._report(services, report),
         )
         self._watchdog.start()
         services.held = self._held
@@ -168,13 +166,13 @@ class HangDetector(pl.Callback):
         batch_idx: int,
     ) -> None:
         if self._pages is not None and self._logging.now(trainer):
-            pl_module.log_dict(_in_short(self._pages), batch_size=1)
+            pl_module.log_dict(_extremes(self._pages), batch_size=1)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # What has ended the others is known: this rank is ended for the same, and says no more.
+        # The hang is reported, and this rank is about to be ended: its exception is an effect.
         if self._watchdog is not None and self._watchdog.held:
             self._watchdog.await_end(_HELD_S)
         self._stop()
@@ -198,9 +196,9 @@ class HangDetector(pl.Callback):
         rank_metrics_of(trainer).set_source("hang detector", None)
         self._stop()
 
-    def _meet(self, member: Member, services: MegatronServices) -> "_Meeting":
-        """Who runs where, and a directory that the ranks of this node share; collective."""
-        everyone = _gather((_node(), member))
+    def _exchange_members(self, member: Member, services: MegatronServices) -> "_Members":
+        """Exchange processes and nodes, and make a directory for this node's ranks; collective."""
+        everyone = _gather((_node_key(), member))
         by_node: dict[tuple[str, ...], list[Member]] = {}
         for node, one in everyone:
             by_node.setdefault(node, []).append(one)
@@ -217,7 +215,7 @@ class HangDetector(pl.Callback):
             token = secrets.token_hex(16)
         shared = {rank: rest for rank, *rest in _gather((member.rank, made, address, token))}
         _, address, token = shared[0]
-        return _Meeting(
+        return _Members(
             members=parts[place],
             directory=Path(shared[parts[place][0].rank][0]),
             nodes=tuple(Node(part[0].host, tuple(m.rank for m in part)) for part in parts),
@@ -227,7 +225,7 @@ class HangDetector(pl.Callback):
             listening=listening,
         )
 
-    def _tell(self, services: MegatronServices, report: Mapping[str, Any]) -> None:
+    def _report(self, services: MegatronServices, report: Mapping[str, Any]) -> None:
         for culprit in report["culprits"]:
             services.events.write(
                 "hang",
@@ -242,24 +240,24 @@ class HangDetector(pl.Callback):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Meeting:
-    """What the ranks know of each other before they are watched."""
+class _Members:
+    """Ranks of this node, all nodes, and the address of the board."""
 
     members: list[Member]
-    """Those of this node."""
+    """Ranks of this node."""
     directory: Path
-    """Theirs, in memory."""
+    """Directory of these ranks, in memory."""
     nodes: tuple[Node, ...]
     node: int
-    """This one, of all."""
+    """Position of this node."""
     address: tuple[str, int]
-    """Of the board."""
+    """Address of the board."""
     token: str
     listening: socket.socket | None
-    """At that address, on rank 0."""
+    """Socket at that address, on rank 0."""
 
     def watch(self, limit: float) -> NodeWatchConfig:
-        """The same for the monitor; ``limit`` in seconds."""
+        """Config of the monitor for the other nodes; ``limit`` in seconds."""
         return NodeWatchConfig(
             nodes=self.nodes,
             node=self.node,
@@ -281,27 +279,27 @@ def _node_limit(given: object, limit: Limit) -> float:
         )
     if given < _SHORTEST_S:
         raise ConfigError(
-            f"node_limit={given!r}: nodes post once a second, and connect anew within "
-            f"{PATIENCE_S:g}; nearest valid: node_limit={_SHORTEST_S:g}"
+            f"node_limit={given!r}: must be at least {_SHORTEST_S:g}, as nodes post once a "
+            f"second and reconnect within {PATIENCE_S:g}; nearest valid: node_limit={_SHORTEST_S:g}"
         )
     return float(given)
 
 
 def _listen(services: MegatronServices) -> tuple[socket.socket, tuple[str, int]]:
-    """A socket at which the other nodes reach this one, and its address."""
+    """Socket to which the other nodes connect, and its address."""
     try:
         listening = interfaces.listen(_address(services))
     except OSError as error:
         raise ConfigError(
-            f"HangDetector: rank 0's machine has no address where the others reach it ({error}); "
-            "nearest valid: ConnectionConfig(bind=) with the interface that leads to them"
+            f"HangDetector: rank 0's machine has no address that the others reach ({error}); "
+            "nearest valid: ConnectionConfig(bind=) with the interface to them"
         ) from error
     host, port, *_ = listening.getsockname()
     return listening, (host, port)
 
 
 def _address(services: MegatronServices) -> str:
-    """Where this machine listens for the others, as gloo does."""
+    """Address at which this machine listens for the others: that of gloo."""
     if services.on_one_machine:
         return interfaces.address_of(interfaces.loopback())
     name = (env.chosen_interface() or "").partition(",")[0]
@@ -316,7 +314,7 @@ def _address(services: MegatronServices) -> str:
 
 
 def _in_memory() -> Path | None:
-    """Where files cost no disk; None if that is nowhere, or full, as in containers it may be."""
+    """Directory in memory; None if there is none, or it is full, as in some containers."""
     with suppress(OSError):
         if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _NEEDED:
             return _MEMORY
@@ -324,7 +322,7 @@ def _in_memory() -> Path | None:
 
 
 def heartbeats(pages: Pages) -> list[LabelledMetric]:
-    """How the ranks of this node are at this moment."""
+    """Present state of this node's ranks as metrics."""
     now, beats = time.monotonic(), pages.read()
     ages: dict[tuple[str, ...], float] = {}
     stays, sections, begun = ages.copy(), ages.copy(), ages.copy()
@@ -342,8 +340,8 @@ def heartbeats(pages: Pages) -> list[LabelledMetric]:
     ]
 
 
-def _in_short(pages: Pages) -> dict[str, float]:
-    """The same for loggers: over the ranks, with the one that is worst."""
+def _extremes(pages: Pages) -> dict[str, float]:
+    """Least, mean and highest of `heartbeats` with the worst rank, for loggers."""
     families = {family.name: family.values for family in heartbeats(pages)}
     found = {}
     ages = families["dist/heartbeat_age_s"]
@@ -376,12 +374,10 @@ def _barrier() -> None:
         dist.barrier()
 
 
-def _node() -> tuple[str, ...]:
-    """Where processes see each other: the machine, and its table of processes."""
+def _node_key() -> tuple[str, ...]:
+    """Key of a node: processes with one boot id and one pid namespace see each other."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return boot, str(os.stat("/proc/self/ns/pid").st_ino)
     except OSError as error:
-        raise ConfigError(
-            f"HangDetector needs the kernel's view of processes: {error}; nearest valid: Linux"
-        ) from error
+        raise ConfigError(f"HangDetector needs /proc: {error}; nearest valid: Linux") from error

@@ -1,22 +1,22 @@
-"""Which rank is it that all others wait for?
+"""Diagnosis of a hang: the rank that all others wait for.
 
-When one rank of a job stands still, all do: the others come to the next collective and stay there.
-So a limit that is exceeded says that something hangs, not who. In the order of how sure they are:
+When one rank stands still, all others stop in the next collective. So an exceeded limit says that
+something hangs, but not which rank. The rank that hangs is, the surest sign first,
 
 1. a process that is gone, or stopped by a signal;
-2. a process whose Python does not run: no thread of it gets Python's lock;
-3. a rank that does not wait for anybody and has exceeded the limit of its own section;
-4. a rank that has left training while the others still wait in it;
-5. where all wait, the one that has not begun the collective in which the others have waited for the
-   longest (`recorder`).
+2. a process whose Python does not run: no thread of it gets the GIL;
+3. a rank that waits for no other rank and has exceeded the limit of its section;
+4. a rank that has left training while the others still wait for it;
+5. if all wait, the one that has not begun the collective in which the others have waited for the
+   longest (`flight_recorder`).
 
-A rank that waits is never to blame, however long: its peer may save for minutes, which the limit of
-the peer's own section allows. What "waits" means is seen in most places but not in all, so 3 is
-checked against the flight recorder and the stacks before anything is said.
+A rank that waits is never the cause, however long it waits: its peer may save for minutes, within
+the limit of the peer's section. Most but not all waits are seen, so case 3 is checked by the flight
+recorder and the stacks before it is reported.
 
-Each node of a run is watched by a monitor of its own. Where all ranks of a node wait, it may well
-be for a rank of another node, whose monitor can tell why. So 4 and 5 are left to the monitor that
-sees all nodes (`node_board`). A node that tells nothing at all any more is to blame itself.
+Each node has a monitor of its own. If all ranks of a node wait, a rank of another node may be the
+cause, whose monitor knows why. So cases 4 and 5 are decided by the monitor that sees all nodes
+(`node_board`). A node that sends nothing any more is the cause itself.
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -30,28 +30,28 @@ from lightning_megatron.fault_tolerance.hangs.stack_dump import Frame, ProcessSt
 
 GONE = "its process is gone"
 STOPPED = "its process is stopped by a signal"
-LOCKED = "it holds Python's lock: no other thread of it runs"
+LOCKED = "it holds the GIL: no other thread of it runs"
 BUSY = "it does not wait for any other rank"
-ABSENT = "it has left training, while others wait for it"
-BEHIND = "it has not begun a collective that others wait in"
-ENTANGLED = "all ranks wait for each other, and it has for the longest"
-SILENT = "nothing is heard from its node"
+ABSENT = "it has left training while others wait for it"
+BEHIND = "it has not begun a collective in which others wait"
+ENTANGLED = "all ranks wait for each other, and it has waited the longest"
+SILENT = "its node sends nothing"
 
 _INNERMOST = 4
 _WAITING_CODE = ("/torch/distributed/", "/lightning_megatron/comm/")
 
 
 @dataclass(frozen=True)
-class View:
-    """What is known about a rank from outside, at one moment.
+class RankView:
+    """State of a rank, as seen from outside.
 
     Attributes:
-        member: who it is.
-        beat: what its page says.
-        process: what the kernel says.
+        member: rank and process.
+        beat: content of its page.
+        process: state of the process by the kernel.
         stall: seconds without progress.
-        limit: of the section that it is in.
-        silence: seconds without a sign of life from its watchdog thread.
+        limit: limit of its section in seconds.
+        silence: seconds since the last heartbeat of its watchdog thread.
     """
 
     member: Member
@@ -68,24 +68,24 @@ class View:
 
     @property
     def gone(self) -> bool:
-        """Whether the process has ended without having left training."""
+        """Whether the process has ended before it left training."""
         same = self.process.exists and self.process.started == self.member.started
         return not same and not self.beat.left
 
     @property
     def late(self) -> bool:
-        """Whether it has exceeded its limit."""
+        """Whether it has exceeded the limit of its section."""
         return self.stall > self.limit and not self.beat.left
 
 
 @dataclass(frozen=True)
-class Suspicion:
-    """Who seems to hang, and why.
+class Diagnosis:
+    """Ranks that hang, and the reason.
 
     Attributes:
-        ranks: the culprits.
+        ranks: ranks that hang.
         reason: one of this file's constants.
-        certain: whether nothing else needs to be looked at.
+        certain: whether no further evidence is needed.
     """
 
     ranks: tuple[int, ...]
@@ -94,16 +94,16 @@ class Suspicion:
 
 
 def suspect(
-    views: Sequence[View], patience: float, *, whole: bool = True, asleep: bool | None = None
-) -> Suspicion | None:
-    """Who seems to hang by what is seen without disturbing anybody; None while nobody does.
+    views: Sequence[RankView], patience: float, *, whole: bool = True, asleep: bool | None = None
+) -> Diagnosis | None:
+    """Diagnose by what is seen without asking the ranks; None while no rank hangs.
 
     Args:
-        views: all ranks that can be seen.
-        patience: seconds without a sign of life after which Python's lock counts as held.
-        whole: whether these are all ranks of the run.
-        asleep: whether the whole run was suspended by signals, which is meant so; None if that is
-            the case when all of these are stopped.
+        views: ranks that can be seen.
+        patience: seconds without a heartbeat after which the GIL counts as held.
+        whole: whether ``views`` are all ranks of the run.
+        asleep: whether the whole run is suspended by signals, which is no hang; None: it is if all
+            of ``views`` are stopped.
     """
     here = [v for v in views if not v.beat.left and not v.gone]
     late = [v for v in here if v.late]
@@ -111,7 +111,7 @@ def suspect(
         asleep = all(v.process.stopped for v in here)
     if not late or asleep:
         return None
-    tests: tuple[tuple[str, bool, Callable[[View], bool]], ...] = (
+    tests: tuple[tuple[str, bool, Callable[[RankView], bool]], ...] = (
         (GONE, True, lambda v: v.gone),
         (STOPPED, True, lambda v: v.late and v.process.stopped),
         (LOCKED, True, lambda v: v.late and v.silence > patience),
@@ -120,32 +120,32 @@ def suspect(
     for reason, certain, test in tests:
         ranks = tuple(v.rank for v in views if test(v))
         if ranks:
-            return Suspicion(ranks, reason, certain)
-    if len(late) < len(here) or not whole:  # somebody works, within the limit, or may do so
+            return Diagnosis(ranks, reason, certain)
+    if len(late) < len(here) or not whole:  # some rank works within its limit, or may do so
         return None
     left = tuple(v.rank for v in views if v.beat.left)
     if left:
-        return Suspicion(left, ABSENT, certain=True)
+        return Diagnosis(left, ABSENT, certain=True)
     longest = max(here, key=lambda v: v.stall)
-    return Suspicion((longest.rank,), ENTANGLED, certain=False)
+    return Diagnosis((longest.rank,), ENTANGLED, certain=False)
 
 
 def confirm(
-    suspicion: Suspicion,
-    views: Sequence[View],
+    suspicion: Diagnosis,
+    views: Sequence[RankView],
     missing: Missing | None,
     stacks: Mapping[int, Sequence[Frame]],
     *,
     whole: bool = True,
-) -> Suspicion | None:
-    """The suspicion in the light of collectives and stacks; None if nobody is to blame yet.
+) -> Diagnosis | None:
+    """Confirm a diagnosis by collectives and stacks; None while it is not certain.
 
     Args:
-        suspicion: of `suspect`.
-        views: the same.
-        missing: the collective that is waited in, if the flight recorders show one.
+        suspicion: result of `suspect`.
+        views: ranks that can be seen.
+        missing: collective in which ranks wait, if the flight recorders show one.
         stacks: frames of the training thread by rank, innermost first.
-        whole: whether these are all ranks of the run.
+        whole: whether ``views`` are all ranks of the run.
     """
     if suspicion.certain:
         return suspicion
@@ -156,18 +156,18 @@ def confirm(
             return None
         both = tuple(rank for rank in behind if rank in suspicion.ranks)
         if suspicion.reason == BUSY and both:
-            return Suspicion(both, BUSY, certain=True)
-        return Suspicion(behind, BEHIND, certain=True)
+            return Diagnosis(both, BUSY, certain=True)
+        return Diagnosis(behind, BEHIND, certain=True)
     busy = tuple(rank for rank in suspicion.ranks if not waits(stacks.get(rank, ())))
     if suspicion.reason == BUSY and busy:
-        return Suspicion(busy, BUSY, certain=True)
+        return Diagnosis(busy, BUSY, certain=True)
     here = [v for v in views if not v.beat.left]
     if len(late) < len(here) or not whole:
         return None
     longest = max(here, key=lambda v: v.stall)
-    return Suspicion((longest.rank,), ENTANGLED, certain=True)
+    return Diagnosis((longest.rank,), ENTANGLED, certain=True)
 
 
 def waits(frames: Sequence[Frame]) -> bool:
-    """Whether a thread stands in code that waits for other ranks."""
+    """Whether a thread is in code that waits for other ranks."""
     return any(part in frame.file for frame in frames[:_INNERMOST] for part in _WAITING_CODE)

@@ -1,7 +1,7 @@
-"""What the ranks of a node show of themselves when one of them seems to hang.
+"""Evidence of a hang: the last collectives and the stacks of the ranks of a node.
 
-A rank that can still run Python writes down the latest collectives of its groups and the stacks of
-its threads when its page says so (`watchdog`); of any other the stacks come by a signal (`stacks`).
+A rank that can still run Python writes both when its page orders it (`watchdog`). The stacks of
+other ranks are requested by a signal (`stack_dump`).
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.fault_tolerance.hangs import stack_dump as stacks
-from lightning_megatron.fault_tolerance.hangs.diagnosis import View
+from lightning_megatron.fault_tolerance.hangs.diagnosis import RankView
 from lightning_megatron.fault_tolerance.hangs.flight_recorder import (
     Collective,
     Missing,
@@ -31,32 +31,32 @@ from lightning_megatron.fault_tolerance.hangs.heartbeat import (
 from lightning_megatron.fault_tolerance.hangs.stack_dump import Frame
 
 _ANSWER_S = 1.0
-"""How long a rank may take to show its stacks and collectives."""
+"""Seconds in which a rank must write its stacks and collectives."""
 _SIGNAL_S = 0.3
-"""How long a signal may take to make it show its stacks."""
+"""Seconds in which stacks requested by a signal must be written."""
 _OF_RANK = " of rank "
 
 
 @dataclass
 class Evidence:
-    """What the ranks answered."""
+    """Answers of the ranks."""
 
     collectives: dict[int, list[Collective]]
     groups: dict[str, list[int]]
     texts: dict[int, str]
     frames: dict[int, list[Frame]]
     mute: int = 0
-    """How many ranks gave no answer in time."""
+    """Number of ranks without an answer in time."""
     astray: set[int] = field(default_factory=set)
-    """Ranks that are in a collective whose turn it was not."""
+    """Ranks in a collective that breaks the order of their earlier steps."""
 
     @property
     def missing(self) -> Missing | None:
-        """The collective that is waited in, if the flight recorders show one."""
+        """Collective in which ranks wait, if the flight recorders show one."""
         return first_missing(self.collectives, self.groups, self.astray)
 
     def packed(self) -> dict[str, Any]:
-        """All but the texts, for JSON."""
+        """Everything but the texts, for JSON."""
         return {
             "collectives": {r: [asdict(c) for c in cs] for r, cs in self.collectives.items()},
             "groups": self.groups,
@@ -66,7 +66,7 @@ class Evidence:
         }
 
     def add(self, packed: Mapping[str, Any]) -> None:
-        """Take in what another node has `packed`."""
+        """Add the `packed` evidence of another node."""
         collectives = {
             int(rank): [Collective(**entry) for entry in entries]
             for rank, entries in packed["collectives"].items()
@@ -80,10 +80,10 @@ class Evidence:
     def take(
         self, collectives: Mapping[int, list[Collective]], groups: Mapping[str, list[int]]
     ) -> None:
-        """Take in what some ranks know of collectives and groups.
+        """Add collectives and groups of some ranks.
 
-        torch gives groups the same name that different ranks make at the same point. Those that
-        are not of the group that has the name already get another one here.
+        torch gives the groups that different ranks make at the same point the same name. A group
+        with other ranks than the known group of that name gets another name here.
         """
         names = {}
         for name, ranks in groups.items():
@@ -99,15 +99,15 @@ class Evidence:
 
 
 def collect(
-    directory: Path, order: int, views: Sequence[View], page_of: Callable[[int], Page]
+    directory: Path, order: int, views: Sequence[RankView], page_of: Callable[[int], Page]
 ) -> Evidence:
-    """Have the ranks tell what they can, and look at the others by signal.
+    """Order the ranks to write their evidence, and request the stacks of the others by signal.
 
     Args:
-        directory: of the node's ranks.
-        order: number of the order to tell, new to them.
+        directory: directory of the node's ranks.
+        order: a new number for the order.
         views: the ranks.
-        page_of: gives the page of a rank.
+        page_of: returns the page of a rank.
     """
     here = [v for v in views if not v.beat.left and not v.gone and not v.process.stopped]
     sizes = {v.rank: stacks.size_of(stack_file(directory, v.rank)) for v in here}
@@ -129,9 +129,9 @@ def collect(
 
 
 def _read_trace(
-    directory: Path, order: int, view: View, deadline: float, evidence: Evidence
+    directory: Path, order: int, view: RankView, deadline: float, evidence: Evidence
 ) -> bool:
-    """Take the rank's answer; whether there was one."""
+    """Add the rank's answer; returns whether there was one."""
     file = trace_file(directory, view.rank, order)
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -41,10 +41,10 @@ class Collective:
 
 
 def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The last collective of each group, in words that JSON can carry.
+    """Last collective of each group as JSON values.
 
     Args:
-        trace: of `_torch.flight_recorder`.
+        trace: result of `_torch.flight_recorder`.
     """
     last: dict[str, dict[str, Any]] = {}
     for entry in trace.get("entries", ()):
@@ -68,14 +68,14 @@ def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def begun(trace: Mapping[str, Any]) -> list[str]:
-    """The latest collectives of all groups in the order in which they began.
+    """Latest collectives of all groups in the order in which they began.
 
     Args:
-        trace: of `_torch.flight_recorder`.
+        trace: result of `_torch.flight_recorder`.
 
     Returns:
-        A word for each, the same for those of a kind. What an earlier run of the process did is
-        left out, whose end may have been such that nobody should follow it.
+        A text for each, equal for collectives of a kind. Collectives of an earlier run of the
+        process are left out.
     """
     entries = [entry for entry in trace.get("entries", ()) if not entry.get("is_p2p")]
     entries.sort(key=lambda entry: int(entry.get("time_created_ns", 0)))
@@ -93,11 +93,12 @@ def _kind(entry: Mapping[str, Any]) -> str:
 
 
 def strayed(kinds: Sequence[str]) -> bool:
-    """Whether the last collective is another than that which followed on the same ones before.
+    """Whether the last collective differs from the one that followed the same sequence before.
 
     Args:
-        kinds: of `begun`. What came before is compared as far back as any earlier place agrees; the
-            latest of those that agree furthest says what is due. False where none does.
+        kinds: result of `begun`. The collectives before the last one are searched for the longest
+            equal sequence (the latest of several); what followed it is expected now. False without
+            an equal sequence.
     """
     last = len(kinds) - 1
     due, furthest = None, 0
@@ -115,7 +116,7 @@ def counts(status: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, lis
 
     Args:
         status: ``pg_status`` of the recorder, by its own numbers of groups.
-        names: from these numbers, the names of the groups.
+        names: names of the groups by these numbers.
     """
     found = {}
     for number, state in sorted(status.items(), key=lambda item: _made(item[0])):
@@ -126,7 +127,7 @@ def counts(status: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, lis
 
 
 def _made(number: str) -> int:
-    """When a group was made, compared with others: the recorder counts them."""
+    """Position of a group in the order of creation, which the recorder's number is."""
     return int(number) if number.isdecimal() else -1
 
 
@@ -141,12 +142,12 @@ def group_names(trace: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Missing:
-    """A collective that some ranks have begun and others have not."""
+    """Collective that some ranks have begun and others have not."""
 
     collective: Collective
     begun_by: tuple[int, ...]
     ranks: tuple[int, ...]
-    """Those that have not."""
+    """Ranks that have not begun it."""
 
 
 def first_missing(
@@ -154,12 +155,12 @@ def first_missing(
     groups: Mapping[str, Iterable[int]],
     astray: Collection[int] = (),
 ) -> Missing | None:
-    """The collective that ranks wait in for others to begin it: whose turn it was, or the oldest.
+    """Collective in which ranks wait for others to begin it; of several, the one that was due.
 
     Args:
-        collectives: the last of each group, by rank; ranks that could not tell are left out.
-        groups: the ranks of each group.
-        astray: ranks that are in a collective whose turn it was not (`strayed`).
+        collectives: last collective of each group, by rank; ranks without an answer are left out.
+        groups: ranks of each group.
+        astray: ranks in a collective that breaks the order of their earlier steps (`strayed`).
     """
     found: list[Missing] = []
     for group, ranks in groups.items():

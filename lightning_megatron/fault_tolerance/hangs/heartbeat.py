@@ -1,18 +1,17 @@
-"""A rank's state in a small mapped file, for others to read when the rank itself cannot speak.
+"""State of a rank in a small mapped file, which others can read while the rank hangs.
 
-A process whose lock is held by a C call runs no thread of its own, and a stopped one runs nothing
-at all. What is known about them must therefore lie outside already. Each rank maps a page of a file
-in memory shared by the node; a store into it costs a fraction of a microsecond, needs no system
-call, and is seen by every process that maps the same file. Who writes what:
+A process with a C call that holds the GIL runs no other thread, and a stopped process runs nothing.
+So their state must be outside already. Each rank maps a page of a file in memory shared by the
+node; a store into it takes a fraction of a microsecond, needs no system call, and is seen by every
+process that maps the file. The page is written by
 
 * the training thread, on every change: section, step, progress, and whether it waits for others;
-* the watchdog thread of the rank, a few times a second: a sign of life, the limits, and how far
-  each process group has come. Where these stand still while the process lives, Python's lock is
-  held;
-* the node's monitor: what it wants the rank to do.
+* the watchdog thread of the rank, a few times a second: a heartbeat, the limits, and the
+  collectives of each process group. If these stand still while the process lives, the GIL is held;
+* the node's monitor: orders to the rank.
 
-There are no locks. The section's record carries the number of entries at both ends, and is read
-again when these differ.
+There are no locks. The record of the section has the number of entries at both ends, and is read
+again if these differ.
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -47,17 +46,17 @@ _INDEX = {name: index for index, name in enumerate(SECTIONS)}
 
 _RUNNING, _LEFT = 0, 1
 NOTHING, TELL, REPORTED, EXIT = range(4)
-"""What the monitor may order: to write down the flight recorder, to read a report, or to end."""
+"""Orders of the monitor: write the evidence, read a report, end."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """What does not change about a rank: who and where it is."""
+    """Rank, process and host: what does not change."""
 
     rank: int
     pid: int
     started: int
-    """When the process began, in the kernel's ticks: another with the same pid has another."""
+    """Start of the process in the kernel's ticks, which tells it from a later one with its pid."""
     host: str
     thread: int
     """Identity of the training thread, as `threading.get_ident` and tracebacks have it."""
@@ -65,44 +64,44 @@ class Member:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank's page says at one moment; times by `time.monotonic`."""
+    """Content of a rank's page; times by `time.monotonic`."""
 
     entries: int
     step: int
     since: float
     section: str
     waits: int
-    """Waits for other ranks, begun and ended: an odd number while the rank waits."""
+    """Number of begins and ends of waits for other ranks: odd while the rank waits."""
     alive: float
     left: bool
     limits: Mapping[str, float]
     collectives: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """By group: begun, completed."""
+    """Collectives begun and completed, by group."""
 
     @property
     def waiting(self) -> bool:
-        """Whether the rank waits for others, as far as that is seen."""
+        """Whether the rank waits for others, as far as waits are seen."""
         return bool(self.waits % 2)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Something that changes while the rank moves on."""
+        """Numbers that change while the rank makes progress."""
         return self.entries, self.waits
 
 
 class Page:
-    """A rank's page.
+    """Page of a rank.
 
     Args:
-        path: the file; made if it is not there.
+        path: the file; made if it does not exist.
     """
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size < _SIZE:
-                # Where there is no room left, the first store into a file that `ftruncate` made
-                # long would end the process. macOS has nothing else.
+                # On a full disk, the first store into a file that `ftruncate` made longer would
+                # end the process. macOS has nothing else.
                 if sys.platform == "darwin":
                     os.ftruncate(descriptor, _SIZE)
                 else:
@@ -128,15 +127,15 @@ class Page:
         _WAITS.pack_into(self._map, _WAITS_AT, self._count)
 
     def live(self, limits: Mapping[str, float], *, left: bool = False) -> None:
-        """Give a sign of life."""
+        """Write a heartbeat and the limits."""
         _LIMITS.pack_into(self._map, _LIMITS_AT, *(limits[name] for name in SECTIONS))
         _ALIVE.pack_into(self._map, _ALIVE_AT, time.monotonic(), _LEFT if left else _RUNNING)
 
     def sample(self, collectives: Mapping[str, Sequence[int]]) -> None:
-        """Write how many collectives of each group have begun and completed.
+        """Write the numbers of begun and completed collectives of each group.
 
-        Where there is no room for all, the first are left out. The recorder forgets no group, so
-        in a process that trains again and again those of old runs come first.
+        Groups that do not fit are left out, the oldest first: the recorder keeps all groups of a
+        process, those of earlier runs included.
         """
         start = _SAMPLE_AT + _SAMPLE.size
         groups = list(collectives.items())
@@ -153,13 +152,13 @@ class Page:
 
     @property
     def held(self) -> bool:
-        """Whether the monitor is about to end the run; others that die now do so for that."""
+        """Whether the monitor is about to end the run, so that other ranks end because of it."""
         return bool(self._map[_HELD_AT])
 
     # The monitor's side --------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Let the rank know that the run is about to be ended."""
+        """Tell the rank that the run is about to be ended."""
         self._map[_HELD_AT] = 1
 
     def give(self, number: int, kind: int) -> None:
@@ -167,7 +166,7 @@ class Page:
         _ORDER.pack_into(self._map, _ORDER_AT, number, kind)
 
     def read(self) -> Beat:
-        """What the page says."""
+        """Read the page."""
         for _ in range(100):
             entries, step, since, section, again = _SECTION.unpack_from(self._map, 0)
             if entries == again:
@@ -201,43 +200,43 @@ class Page:
 
 
 class Pages:
-    """What all ranks of a node say of themselves; any process of the node may read it at any time.
+    """Pages of all ranks of a node; any process of the node may read them at any time.
 
     Args:
-        directory: of the node's ranks.
-        ranks: who they are; their pages are there.
+        directory: directory of the node's ranks.
+        ranks: ranks whose pages are there.
     """
 
     def __init__(self, directory: Path, ranks: Sequence[int]) -> None:
         self._pages = {rank: Page(page_file(directory, rank)) for rank in ranks}
 
     def read(self) -> dict[int, Beat]:
-        """By rank."""
+        """Read all pages, by rank."""
         return {rank: page.read() for rank, page in self._pages.items()}
 
 
 def page_file(directory: Path, rank: int) -> Path:
-    """Return where a rank's page lies."""
+    """Return the file of a rank's page."""
     return directory / f"rank_{rank:05d}.page"
 
 
 def stack_file(directory: Path, rank: int) -> Path:
-    """Return where a rank's stacks go."""
+    """Return the file of a rank's stacks."""
     return directory / f"rank_{rank:05d}.stacks"
 
 
 def trace_file(directory: Path, rank: int, order: int) -> Path:
-    """Return where a rank writes its flight recorder, as the answer to an order."""
+    """Return the file of a rank's flight recorder, the answer to an order."""
     return directory / f"rank_{rank:05d}.trace.{order}.json"
 
 
 def report_file(directory: Path, order: int) -> Path:
-    """Return where the monitor writes what the ranks are to do, before it orders them to."""
+    """Return the file of the report and action of an order."""
     return directory / f"report.{order}.json"
 
 
 def write_whole(path: Path, value: Any) -> None:
-    """Write JSON so that a reader finds all of it or nothing."""
+    """Write JSON atomically."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(value))
     draft.replace(path)

@@ -1,28 +1,25 @@
-"""What the nodes of a run know of each other: their monitors' board.
+"""Exchange between the monitors of several nodes: the board.
 
-A monitor sees the ranks of its own node. A node that loses its power or its cable cannot tell
-anybody, and no connection breaks: whoever waits for its ranks waits until a timeout of half an
-hour. So the monitors talk: the one on the node of rank 0 holds the board (`BoardHolder`), those of
-the other nodes post there once a second how their ranks are (`BoardGuest`), and each post is
-answered. The load is one message a second and node, each of a hundred bytes a rank, all on one
-thread of the holder's monitor. Three things come of it:
+A monitor sees the ranks of its own node. A node that loses power or its cable sends nothing, and no
+connection breaks: ranks that wait for it wait until a timeout of half an hour. So the monitors
+exchange messages. The monitor on the node of rank 0 holds the board (`BoardHolder`). Those of the
+other nodes post the state of their ranks once a second (`BoardGuest`), and each post is answered.
+The load is one message a second for each node, of a hundred bytes for each rank, all on one thread
+of the holder's monitor. The board does three things:
 
-* A node whose posts stay out for longer than the *node limit* has vanished, or its cable has. A
-  guest whose posts are not answered for as long says the same of the holder's node, or of its own
-  cable: nobody can tell the two apart from inside. Only time counts that a monitor has itself
-  watched; nobody is blamed while the ranks here make progress, nor who has said that its ranks are
-  done.
-* A *verdict* of one monitor reaches all of them before the first rank is ended for it. Else the
-  others would lose their connections to that rank and look for another reason why it died. Each
-  monitor *holds* its ranks (`heartbeat.Page.hold`) as soon as it hears a verdict, says so, and acts
-  when all have said so.
-* Where all ranks of all nodes wait for each other, no monitor finds anybody to blame. The holder
-  sees all posts as if they were one node's, has everybody look at the flight recorders, and judges
-  (`verdict`).
+* A node without posts for longer than the *node limit* is down or disconnected. A guest without
+  answers for as long reports the same of the holder's node, or of its own connection: it cannot
+  tell the two apart. Only time in which the monitor itself was running counts. No node is reported
+  while the ranks here make progress, or after it has said that its ranks are done.
+* A *report* of one monitor reaches all others before the first rank is ended. Else the other nodes
+  would lose their connections to that rank and look for another cause. Each monitor *holds* its
+  ranks (`heartbeat.Page.hold`) as soon as it gets a report, confirms that, and acts when all have
+  confirmed.
+* If all ranks of all nodes wait for each other, no monitor alone finds the cause. The holder takes
+  the posts of all nodes together, asks all for their flight recorders, and decides (`diagnosis`).
 
-The price of a link that was down: for as long as connections may need to notice that it is up again
-(the kernel doubles the time between two tries, so once more the time of the interruption), the
-holder does not judge that all wait for each other.
+After a link was down, connections may need as long again to notice that it is up, as the kernel
+doubles the time between two tries. Until then the holder does not decide that all wait.
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -35,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_megatron.fault_tolerance.hangs.diagnosis import View
+from lightning_megatron.fault_tolerance.hangs.diagnosis import RankView
 from lightning_megatron.fault_tolerance.hangs.heartbeat import Beat, Member
 from lightning_megatron.fault_tolerance.hangs.json_lines import (
     PATIENCE_S,
@@ -48,18 +45,18 @@ from lightning_megatron.fault_tolerance.hangs.stack_dump import ProcessState
 from lightning_megatron.monitoring.sections import SECTIONS
 
 _AGREE_S = 3.0
-"""How long to wait for all nodes to have heard a verdict."""
+"""Seconds to wait until all nodes have confirmed a report."""
 _EVIDENCE_S = 5.0
-"""How long to wait for what they know of collectives."""
+"""Seconds to wait for the evidence of the other nodes."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the run, or a container on it.
+    """Machine of the run, or a container on it.
 
     Attributes:
-        host: its name.
-        ranks: those that run there.
+        host: name of the machine.
+        ranks: ranks that run there.
     """
 
     host: str
@@ -72,23 +69,23 @@ class Node:
 
 @dataclass(frozen=True)
 class Lost:
-    """Nodes of which nothing is heard.
+    """Nodes that are silent.
 
     Attributes:
         nodes: their numbers.
-        silence: seconds since something was heard of them.
-        views: how their ranks were then, as far as that is known.
-        refused: whether their systems run: nobody listens there, or a connection was closed.
+        silence: seconds since their last message.
+        views: state of their ranks by that message, if known.
+        refused: whether their systems run, as a connection was refused or closed.
     """
 
     nodes: tuple[int, ...]
     silence: float
-    views: tuple[View, ...]
+    views: tuple[RankView, ...]
     refused: bool
 
 
-def pack(view: View) -> list[Any]:
-    """A view of a rank, short, for JSON."""
+def pack(view: RankView) -> list[Any]:
+    """State of a rank as a short JSON list."""
     beat, state = view.beat, view.process
     return [
         view.rank,
@@ -106,11 +103,11 @@ def pack(view: View) -> list[Any]:
     ]
 
 
-def unpack(row: Sequence[Any], host: str) -> View:
-    """What `pack` packed.
+def unpack(row: Sequence[Any], host: str) -> RankView:
+    """State of a rank from the list of `pack`.
 
     Raises:
-        ValueError, TypeError, IndexError: the row is none of it.
+        ValueError, TypeError, IndexError: the row is no such list.
     """
     rank, pid, section, step, entries, waits, left, gone = map(int, row[:8])
     stall, limit, silence = map(float, row[9:12])
@@ -128,15 +125,15 @@ def unpack(row: Sequence[Any], host: str) -> View:
     )
     process = ProcessState() if gone else ProcessState(letter=str(row[8])[:1], started=1)
     member = Member(rank=rank, pid=pid, started=1, host=host, thread=0)
-    return View(member, beat, process, stall, limit, silence)
+    return RankView(member, beat, process, stall, limit, silence)
 
 
 class Board(Protocol):
-    """What a monitor needs of the board, wherever that is.
+    """Interface of the board, for its holder and its guests.
 
     Attributes:
-        inbox: messages for this node: a ``verdict``, or a wish for ``evidence``.
-        news: set when something has come.
+        inbox: messages for this node: a report (``verdict``) or a request of evidence (``wish``).
+        news: set when a message has come.
     """
 
     inbox: "queue.SimpleQueue[Message]"
@@ -144,48 +141,48 @@ class Board(Protocol):
 
     @property
     def asleep(self) -> bool:
-        """Whether all ranks of all nodes are stopped by signals: the job is suspended."""
+        """Whether all ranks of all nodes are stopped by signals, as the job is suspended."""
         ...
 
-    def post(self, views: Sequence[View], seconds: float) -> None:
-        """Tell how the ranks of this node are, ``seconds`` of watching after the last time."""
+    def post(self, views: Sequence[RankView], seconds: float) -> None:
+        """Post the state of this node's ranks, ``seconds`` of watching after the last post."""
         ...
 
     def lost(self, limit: float) -> Lost | None:
-        """Nodes that have been silent for longer than ``limit``; None if there is none."""
+        """Nodes that are silent for longer than ``limit``; None if there are none."""
         ...
 
     def tell(self, report: Message) -> None:
-        """Have all nodes hear of a verdict; return when they have, or will not any more."""
+        """Send a report to all nodes; return when they have confirmed it or may not any more."""
         ...
 
     def await_others(self) -> None:
-        """Return when all nodes have heard the verdict that this one was told."""
+        """Return when all nodes have the report that this one got."""
         ...
 
     def bring(self, number: int, evidence: Message) -> None:
-        """Answer a wish for evidence."""
+        """Answer a request of evidence."""
         ...
 
     def needed(self, limit: float) -> bool:
-        """Whether other nodes still need this monitor when its own ranks are done."""
+        """Whether other nodes still need this monitor after its own ranks are done."""
         ...
 
     def leave(self) -> None:
-        """End in order: the ranks of this node are done."""
+        """End, as the ranks of this node are done."""
         ...
 
 
 class BoardGuest:
-    """The board, of a node that does not hold it.
+    """Board of a node that does not hold it.
 
     Args:
-        address: of the holder.
+        address: address of the holder.
         token: see `json_lines.LineServer`.
         node: number of this node.
-        holder: the node that holds the board.
-        hold: called, in another thread, as soon as a verdict is known.
-        views: how the ranks of this node are.
+        holder: node that holds the board.
+        hold: called, in another thread, as soon as a report comes.
+        views: state of this node's ranks.
     """
 
     def __init__(
@@ -195,7 +192,7 @@ class BoardGuest:
         node: int,
         holder: Node,
         hold: Callable[[], None],
-        views: Sequence[View],
+        views: Sequence[RankView],
     ) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.news, self._go = threading.Event(), threading.Event()
@@ -215,15 +212,15 @@ class BoardGuest:
         """Whether the holder has ever answered."""
         return bool(self._client.heard)
 
-    def post(self, views: Sequence[View], seconds: float) -> None:
-        """See `Board`; sent by the client's thread, which is the sign of life."""
+    def post(self, views: Sequence[RankView], seconds: float) -> None:
+        """See `Board`; the client's thread sends it, as a heartbeat."""
         self._post = {"rows": [pack(view) for view in views]}
         heard = self._client.heard
         self._silence = 0.0 if heard != self._heard else self._silence + seconds
         self._heard = heard
 
     def lost(self, limit: float) -> Lost | None:
-        """See `Board`; who was never heard is not missed, and who has left may be silent."""
+        """See `Board`; a holder that never answered, or whose ranks are done, does not count."""
         done = self._answer.get("left", True)
         if not self.ever_connected or done or self._silence <= limit:
             return None
@@ -263,7 +260,7 @@ class BoardGuest:
             return
         elif "rows" in message:
             for row in message["rows"]:
-                unpack(row, "")  # or it is not kept
+                unpack(row, "")  # a bad row raises
             self._answer = message
             return
         self.inbox.put(message)
@@ -271,25 +268,25 @@ class BoardGuest:
 
 
 class Posts:
-    """What all nodes have posted last, and how long ago that is.
+    """Last post of each node, and its age.
 
     Args:
-        nodes: of the run; the first one holds the board.
+        nodes: nodes of the run; the first one holds the board.
     """
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = tuple(nodes)
-        self._views: dict[int, tuple[View, ...]] = {}
+        self._views: dict[int, tuple[RankView, ...]] = {}
         self._ages: dict[int, float] = {}
         self._left: set[int] = set()
         self._unrest = 0.0
         self._lock = threading.Lock()
 
     def put(self, node: int, rows: Sequence[Sequence[Any]], *, left: bool) -> None:
-        """A post.
+        """Store a post.
 
         Raises:
-            ValueError, TypeError, IndexError: it is none.
+            ValueError, TypeError, IndexError: a row is not valid.
         """
         views = tuple(unpack(row, self._nodes[node].host) for row in rows)
         with self._lock:
@@ -298,7 +295,7 @@ class Posts:
             (self._left.add if left else self._left.discard)(node)
 
     def grow_older(self, seconds: float) -> None:
-        """Let so much time have passed, in which this process has watched."""
+        """Add time in which this process was running to the ages."""
         with self._lock:
             for node in self._ages:
                 self._ages[node] += seconds
@@ -308,12 +305,12 @@ class Posts:
             self._unrest = max(calmer, 2 * worst) if worst > PATIENCE_S else calmer
 
     def ages(self) -> dict[int, float]:
-        """Seconds since the last post, by node; without those that are done or never came."""
+        """Seconds since the last post, by node; without nodes that are done or never posted."""
         with self._lock:
             return {n: age for n, age in self._ages.items() if n not in self._left}
 
-    def views_of(self, nodes: Sequence[int]) -> tuple[View, ...]:
-        """How the ranks of some nodes were when these posted last."""
+    def views_of(self, nodes: Sequence[int]) -> tuple[RankView, ...]:
+        """State of the ranks of some nodes by their last posts."""
         with self._lock:
             return tuple(view for node in nodes for view in self._views.get(node, ()))
 
@@ -324,8 +321,8 @@ class Posts:
             here = [v for v in views if not v.beat.left and not v.gone]
             return bool(here) and all(v.process.stopped for v in here)
 
-    def everybody(self) -> list[View] | None:
-        """How all ranks are; None where that is not known of all, or was not until just now."""
+    def everybody(self) -> list[RankView] | None:
+        """State of all ranks; None if some nodes have not posted, or were late until just now."""
         with self._lock:
             if self._unrest or len(self._views) < len(self._nodes):
                 return None
@@ -333,14 +330,14 @@ class Posts:
 
 
 class BoardHolder:
-    """The board, of the node that holds it.
+    """Board of the node that holds it.
 
     Args:
-        listening: socket at which the others find it.
+        listening: socket to which the others connect.
         token: see `json_lines.LineServer`.
-        nodes: of the run; this one is the first.
-        hold: called, in another thread, as soon as a verdict is known.
-        views: how the ranks of this node are.
+        nodes: nodes of the run; this one is the first.
+        hold: called, in another thread, as soon as a report comes.
+        views: state of this node's ranks.
     """
 
     def __init__(
@@ -349,19 +346,19 @@ class BoardHolder:
         token: str,
         nodes: Sequence[Node],
         hold: Callable[[], None],
-        views: Sequence[View],
+        views: Sequence[RankView],
     ) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.news, self._go = threading.Event(), threading.Event()
         self._hold, self.posts = hold, Posts(nodes)
         self._rows = [pack(view) for view in views]
         self._left, self.asleep = False, False
-        self._unaware: frozenset[int] = frozenset()
-        self._verdicts = self._wishes = 0
+        self._unconfirmed: frozenset[int] = frozenset()
+        self._reports = self._requests = 0
         self._evidence: dict[int, Message] = {}
         self._server = LineServer(listening, token, len(nodes), self._receive)
 
-    def post(self, views: Sequence[View], seconds: float) -> None:
+    def post(self, views: Sequence[RankView], seconds: float) -> None:
         """See `Board`."""
         self._rows = [pack(view) for view in views]
         self._left = all(v.beat.left or v.gone for v in views)
@@ -374,7 +371,7 @@ class BoardHolder:
         ages = self.posts.ages()
         if max(ages.values(), default=0.0) <= limit:
             return None
-        # Nodes at one switch vanish together, and posted within a second of each other.
+        # Nodes at one switch fail together, and posted within a second of each other.
         alike = max(limit - 2 * PERIOD_S, limit / 2)
         nodes = tuple(sorted(node for node, age in ages.items() if age > alike))
         closed = self._server.closed.issuperset(nodes)
@@ -382,7 +379,7 @@ class BoardHolder:
 
     def tell(self, report: Message) -> None:
         """See `Board`."""
-        self._spread(0, report)
+        self._send_to_all(0, report)
         self._go.wait(_AGREE_S)
 
     def await_others(self) -> None:
@@ -394,16 +391,16 @@ class BoardHolder:
         self._evidence[0] = evidence
 
     def gather(self, own: Callable[[], Message]) -> Mapping[int, Message] | None:
-        """Evidence of all nodes; None if one of them has none.
+        """Collect the evidence of all nodes; None if one of them sends none.
 
         Args:
-            own: gives that of this node.
+            own: returns the evidence of this node.
         """
-        self._wishes += 1
+        self._requests += 1
         self._evidence = {}
         others = self._server.connected & self.posts.ages().keys()
         for node in others:
-            self._server.push(node, {"wish": self._wishes})
+            self._server.push(node, {"wish": self._requests})
         self._evidence[0] = own()
         deadline = time.monotonic() + _EVIDENCE_S
         while others - self._evidence.keys() and time.monotonic() < deadline:
@@ -423,34 +420,34 @@ class BoardHolder:
         if "verdict" in message:
             if not isinstance(message["verdict"], dict):
                 raise ValueError(message)
-            self._spread(node, message["verdict"])
+            self._send_to_all(node, message["verdict"])
         elif "held" in message:
-            self._unaware -= {node}
-            self._go_if_all_know()
+            self._unconfirmed -= {node}
+            self._go_if_all_confirmed()
         elif "evidence" in message:
-            if message["evidence"] == self._wishes:
+            if message["evidence"] == self._requests:
                 self._evidence[node] = message
         else:
             self.posts.put(node, message["rows"], left=bool(message.get("left")))
             return {"rows": self._rows, "asleep": self.asleep, "left": self._left}
         return None
 
-    def _spread(self, origin: int, report: Message) -> None:
-        self._verdicts += 1
+    def _send_to_all(self, origin: int, report: Message) -> None:
+        self._reports += 1
         self._go.clear()
-        message = {"verdict": report, "number": self._verdicts}
+        message = {"verdict": report, "number": self._reports}
         heard = {node for node, age in self.posts.ages().items() if age <= PATIENCE_S}
-        self._unaware = others = frozenset(self._server.connected & heard - {origin})
+        self._unconfirmed = others = frozenset(self._server.connected & heard - {origin})
         for node in others:
             self._server.push(node, message)
         if origin:
             self._hold()
             self.inbox.put(message)
             self.news.set()
-        self._go_if_all_know()
+        self._go_if_all_confirmed()
 
-    def _go_if_all_know(self) -> None:
-        if not self._unaware:
+    def _go_if_all_confirmed(self) -> None:
+        if not self._unconfirmed:
             for node in self._server.connected:
-                self._server.push(node, {"go": self._verdicts})
+                self._server.push(node, {"go": self._reports})
             self._go.set()

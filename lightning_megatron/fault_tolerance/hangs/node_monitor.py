@@ -1,17 +1,16 @@
-"""The process that watches the ranks of a node.
+"""The monitor: a process that checks the ranks of a node for hangs.
 
-It reads the ranks' pages (`heartbeat`), decides whether one of them hangs (`verdict`), collects
-evidence, writes a report and does what is to be done about it. It is a process of its own, because
-nothing in a rank can be relied on when the rank hangs: a C call that keeps Python's lock stops all
-threads, a signal stops all of them, and a run may have one rank only. It has no torch, 10 MB of
-memory, looks around twice a second, belongs to a session of its own so that signals to the job pass
-it by, and ends with the last of its ranks.
+It reads the ranks' pages (`heartbeat`), decides whether one of them hangs (`diagnosis`), collects
+evidence, writes a report and acts. It is a process of its own, as nothing in a rank that hangs can
+be relied on: a C call that holds the GIL or a signal stops all threads, and a run may have one rank
+only. It has no torch and 10 MB of memory, checks twice a second, has a session of its own so that
+signals to the job do not reach it, and ends with the last of its ranks.
 
-A stall is the time in which the monitor itself has watched a rank make no progress. After a machine
-was suspended, nobody seems to have hung.
+A stall is the time in which the running monitor saw no progress of a rank. So no rank seems to hang
+after a machine was suspended.
 
-The monitors of several nodes know of each other (`node_watch`): one that hears nothing of another
-node any more blames that node, and what one has found all of them report and act upon.
+The monitors of several nodes exchange messages (`node_watch`): a node that is silent is reported,
+and all nodes report and act on the hang that one has found.
 """
 
 import json
@@ -27,7 +26,7 @@ from typing import Any
 
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.hangs import stack_dump as stacks
-from lightning_megatron.fault_tolerance.hangs.diagnosis import View, confirm, suspect
+from lightning_megatron.fault_tolerance.hangs.diagnosis import RankView, confirm, suspect
 from lightning_megatron.fault_tolerance.hangs.evidence import Evidence, collect
 from lightning_megatron.fault_tolerance.hangs.heartbeat import (
     EXIT,
@@ -45,26 +44,26 @@ from lightning_megatron.fault_tolerance.hangs.stack_dump import state_of
 
 CONFIG = "monitor.json"
 _TRIES = 4
-"""How often ranks that seem able to answer are asked, before a verdict is given without them."""
+"""Attempts to get answers of all ranks before a diagnosis is made without them."""
 _EXIT_GRACE_S = 2.0
 _RAISE_GRACE_S = 20.0
 _SILENCE = 4
-"""Looks after which a rank that gave no sign of life counts as unable to."""
+"""Checks without a heartbeat after which a rank counts as unable to run Python."""
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """What the monitor is told, see `watchdog.start_monitor`."""
+    """Config of the monitor, see `watchdog.start_monitor`."""
 
     members: tuple[Member, ...]
     reports: str
     """Directory for reports."""
     name: str
-    """First part of the names of reports."""
+    """Prefix of the names of reports."""
     action: str
     check_s: float
     watch: NodeWatchConfig | None = None
-    """Of the other nodes, where there are others."""
+    """Config for the other nodes; None if there are none."""
 
     @property
     def whole(self) -> bool:
@@ -73,7 +72,7 @@ class MonitorConfig:
 
     @staticmethod
     def read(directory: Path) -> "MonitorConfig":
-        """The configuration in a directory."""
+        """Read the config from a directory."""
         found = json.loads((directory / CONFIG).read_text())
         found["members"] = tuple(Member(**member) for member in found["members"])
         if found["watch"] is not None:
@@ -81,13 +80,13 @@ class MonitorConfig:
         return MonitorConfig(**found)
 
     def write(self, directory: Path) -> None:
-        """Leave the configuration in a directory."""
+        """Write the config to a directory."""
         write_whole(directory / CONFIG, asdict(self))
 
 
 @dataclass
 class _Watched:
-    """A rank, and since when it stands still."""
+    """A rank, and the seconds that it stands still."""
 
     member: Member
     page: Page
@@ -96,30 +95,32 @@ class _Watched:
 
 
 class NodeMonitor:
-    """Watches the ranks that a directory belongs to.
+    """Checks the ranks of a node.
 
     Args:
-        directory: with their pages.
-        config: who they are, and what follows a hang.
+        directory: directory with their pages.
+        config: the ranks, and the action on a hang.
     """
 
     def __init__(self, directory: Path, config: MonitorConfig) -> None:
-        self._directory, self._config = directory, config
+        self._directory = directory
+        self._config = config
         self._watched = [_Watched(m, Page(page_file(directory, m.rank))) for m in config.members]
         self._looked = time.monotonic()
         self._orders = 0
         self._told: dict[int, tuple[int, int]] = {}
-        """Progress of the culprits of the latest report."""
+        """Progress of the ranks that the latest report names."""
         self._pause_until = 0.0
         self._tries = 0
-        self._passed, self._ends = 0.0, False
+        self._passed = 0.0
+        self._ends = False
         self._watch: NodeWatch | None = None
         if config.watch is not None:
             patience, views = _SILENCE * config.check_s, self.look()
             self._watch = NodeWatch(config.watch, config.check_s, patience, self, views)
 
     def run(self) -> None:
-        """Watch until all ranks have left or ended."""
+        """Check until all ranks have left or ended."""
         watch = self._watch
         while True:
             if watch is None:
@@ -137,8 +138,8 @@ class NodeMonitor:
         if watch is not None:
             watch.leave()
 
-    def look(self) -> list[View]:
-        """How the ranks are."""
+    def look(self) -> list[RankView]:
+        """Read the state of all ranks."""
         now = time.monotonic()
         passed = self._passed = min(now - self._looked, 2 * self._config.check_s)
         self._looked = now
@@ -154,20 +155,20 @@ class NodeMonitor:
                 state = stacks.ProcessState()
             limit = limits[beat.section]
             silence = now - beat.alive
-            views.append(View(watched.member, beat, state, watched.stall, limit, silence))
+            views.append(RankView(watched.member, beat, state, watched.stall, limit, silence))
         asleep = self._asleep
         if all(v.process.stopped for v in views) if asleep is None else asleep:
             for watched in self._watched:
-                watched.stall = 0.0  # suspended as a whole; counted from when it goes on
+                watched.stall = 0.0  # the run is suspended; the stall counts from its end
         return views
 
     @property
     def _asleep(self) -> bool | None:
-        """Whether the ranks of all nodes are stopped; None where the own ones tell."""
+        """Whether the ranks of all nodes are stopped; None on a single node."""
         return None if self._watch is None else self._watch.asleep
 
-    def act_on(self, views: Sequence[View]) -> None:
-        """Report a hang, once, and do what is to be done."""
+    def act_on(self, views: Sequence[RankView]) -> None:
+        """Report a hang, once, and act."""
         by_rank = {v.rank: v.beat.progress for v in views}
         self._told = {r: p for r, p in self._told.items() if by_rank[r] == p}
         if self._told or time.monotonic() < self._pause_until:
@@ -178,20 +179,20 @@ class NodeMonitor:
             return
         evidence = self.collect(views)
         if evidence.mute and not suspicion.certain:
-            # It took a while, after which it may be clear why they do not answer.
+            # That took a while, and their state may now show why they do not answer.
             views = self.look()
             suspicion = suspect(views, patience, whole=whole, asleep=self._asleep)
             if suspicion is None:
                 return
         self._tries += 1
         if evidence.mute and not suspicion.certain and self._tries < _TRIES:
-            return  # a busy machine: what the others say would lay it to whoever is silent
+            return  # on a busy machine, evidence without the silent ranks would point to them
         self._tries = 0
         found = confirm(suspicion, views, evidence.missing, evidence.frames, whole=whole)
         if found is None:
             self._pause_until = time.monotonic() + 4 * self._config.check_s
             return
-        # Not those that wait for them: they may stand where they are through the next hang.
+        # Not the ranks that wait: they may make no progress until the next hang.
         here = [r for r in found.ranks if r in by_rank] or [v.rank for v in views if v.late]
         self._told = {r: by_rank[r] for r in here}
         nodes = 1 if self._config.watch is None else len(self._config.watch.nodes)
@@ -203,42 +204,42 @@ class NodeMonitor:
     def conclude(
         self,
         report: Mapping[str, Any],
-        views: Sequence[View],
+        views: Sequence[RankView],
         texts: Mapping[int, str],
         *,
         told: bool = False,
     ) -> None:
-        """Say what has happened, to the other nodes as well, and do what is to be done.
+        """Report a hang, also to the other nodes, and act.
 
         Args:
-            report: what to say.
-            views: the ranks of this node.
+            report: the report.
+            views: ranks of this node.
             texts: their stacks.
-            told: whether another node has found it, and knows.
+            told: whether the report is of another node.
         """
         if self._ends:
-            return  # for another hang, or what another node says of the same
+            return  # because of an earlier report
         self._ends = self._config.action == "abort"
         self.hold()
         path = self._write(report, texts)
         rows = summary(report)
         rows += [f"stacks of all ranks: {path}"] if path else []
         announce(title(report), [*rows, f"action: {self._config.action}"])
-        report = {"path": path, **report}  # what counts is the file of the node that has found it
+        report = {"path": path, **report}  # the file of the node that found it has priority
         if self._watch is not None:
             self._watch.agree(report, told=told)
         self._do(views, report)
 
     def hold(self) -> None:
-        """Let the ranks know that a hang was found for which they are about to be ended."""
+        """Tell the ranks that they are about to be ended because of a hang."""
         if self._config.action == "abort":
             for watched in self._watched:
                 watched.page.hold()
 
     # Evidence ------------------------------------------------------------------------------------
 
-    def collect(self, views: Sequence[View]) -> Evidence:
-        """Have the ranks tell what they can, and look at the others by signal."""
+    def collect(self, views: Sequence[RankView]) -> Evidence:
+        """Collect the evidence of the ranks."""
         self._orders += 1
         return collect(self._directory, self._orders, views, self._page)
 
@@ -248,7 +249,7 @@ class NodeMonitor:
     # Consequences --------------------------------------------------------------------------------
 
     def _write(self, report: Mapping[str, Any], texts: Mapping[int, str]) -> str | None:
-        """The path of the text; None if it cannot be written, which is no reason to say nothing."""
+        """Write the report; returns the path of the text, or None if it cannot be written."""
         directory = Path(self._config.reports)
         name = f"{self._config.name}-step_{report['step']}"
         try:
@@ -264,7 +265,7 @@ class NodeMonitor:
             return None
         return str(directory / f"{name}.txt")
 
-    def _do(self, views: Sequence[View], report: Mapping[str, Any]) -> None:
+    def _do(self, views: Sequence[RankView], report: Mapping[str, Any]) -> None:
         here = [v for v in views if not v.beat.left and not v.gone]
         able = [v for v in here if v.silence <= _SILENCE * self._config.check_s]
         able = [v for v in able if not v.process.stopped]
@@ -273,8 +274,8 @@ class NodeMonitor:
         kind = REPORTED
         try:
             write_whole(report_file(self._directory, self._orders), {**order, "report": report})
-        except OSError as error:  # no room: the ranks learn no more than that they are to end
-            announce("the ranks cannot be told of a hang", [str(error)])
+        except OSError as error:  # disk full: the ranks get only the order to end
+            announce("the report of a hang cannot be passed to the ranks", [str(error)])
             kind = EXIT if self._config.action == "abort" else NOTHING
         for view in here:
             self._page(view.rank).give(self._orders, kind)
@@ -285,8 +286,8 @@ class NodeMonitor:
             self._end([v for v in here if v in able], _RAISE_GRACE_S)
             self._kill([v for v in here if v not in able])
 
-    def _end(self, views: Sequence[View], grace: float) -> None:
-        """Give ranks time to end, or to move on, and kill those that do neither."""
+    def _end(self, views: Sequence[RankView], grace: float) -> None:
+        """Give ranks time to end or to make progress, and kill the others."""
         deadline = time.monotonic() + grace
         remaining = list(views)
         while remaining and time.monotonic() < deadline:
@@ -299,19 +300,19 @@ class NodeMonitor:
             time.sleep(2 * self._config.check_s)
             self._kill([v for v in remaining if not self._has_moved(v)])
 
-    def _has_moved(self, view: View) -> bool:
+    def _has_moved(self, view: RankView) -> bool:
         beat, state = self._page(view.rank).read(), state_of(view.member.pid)
         same = state.exists and state.started == view.member.started
         return beat.left or not same or beat.progress != view.beat.progress
 
-    def _kill(self, views: Sequence[View]) -> None:
+    def _kill(self, views: Sequence[RankView]) -> None:
         for view in views:
             if state_of(view.member.pid).started == view.member.started:
                 os.kill(view.member.pid, signal.SIGKILL)
 
 
 def main() -> None:
-    """Watch the ranks of the directory in the first argument; runs on after the caller."""
+    """Check the ranks of the directory in the first argument; outlives the caller."""
     directory = Path(sys.argv[1])
     config = MonitorConfig.read(directory)
     if os.fork():

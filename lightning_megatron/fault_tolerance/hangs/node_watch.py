@@ -1,4 +1,4 @@
-"""A monitor's part in watching the other nodes of a run; see `node_board` for what goes by wire.
+"""Check of the other nodes by a node's monitor; `node_board` has the messages between them.
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -15,8 +15,8 @@ from lightning_megatron.fault_tolerance.hangs.diagnosis import (
     ABSENT,
     ENTANGLED,
     GONE,
-    Suspicion,
-    View,
+    Diagnosis,
+    RankView,
     confirm,
     suspect,
 )
@@ -31,26 +31,26 @@ from lightning_megatron.fault_tolerance.hangs.node_board import (
 from lightning_megatron.fault_tolerance.hangs.report import describe, describe_silence
 
 _UNREACHED_S = 30.0
-"""How long a monitor tries to reach the board before it says that it cannot."""
-_NOTE = "all ranks wait: two of these machines may have lost each other, which neither can tell"
+"""Seconds without a connection to the board after which a warning says so."""
+_NOTE = "all ranks wait: the connection between two of these machines may be broken"
 _PAUSES = 4
-"""Looks between two attempts to find out who all wait for."""
+"""Checks between two attempts to find the rank that all wait for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWatchConfig:
-    """What a monitor is told about the other nodes."""
+    """Nodes of the run and address of the board, for a monitor."""
 
     nodes: tuple[Node, ...]
     """All nodes of the run; the first one holds the board."""
     node: int
-    """Which of them this is."""
+    """Position of this node."""
     limit: float
     """Seconds that a node may be silent."""
     address: tuple[str, int]
     """Host and port of the board."""
     token: str
-    """Word by which the monitors know each other."""
+    """Secret of the run, which every connection must send."""
     listening: int | None = None
     """File descriptor of the board's socket, in the monitor that holds it."""
 
@@ -61,44 +61,44 @@ class NodeWatchConfig:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> "NodeWatchConfig":
-        """The configuration from what JSON has made of it."""
+        """Read the config from JSON values."""
         nodes = tuple(Node(n["host"], tuple(n["ranks"])) for n in fields["nodes"])
         host, port = fields["address"]
         return NodeWatchConfig(**{**fields, "nodes": nodes, "address": (host, port)})
 
 
 class Reporter(Protocol):
-    """What the watch wants of its monitor."""
+    """Methods of the monitor that the watch calls."""
 
     def hold(self) -> None:
-        """Let the ranks of this node know of a hang for which they are about to be ended."""
+        """Tell the ranks of this node that they are about to be ended because of a hang."""
         ...
 
-    def collect(self, views: Sequence[View]) -> Evidence:
-        """What the ranks of this node can tell."""
+    def collect(self, views: Sequence[RankView]) -> Evidence:
+        """Collect the evidence of this node's ranks."""
         ...
 
     def conclude(
         self,
         report: Mapping[str, Any],
-        views: Sequence[View],
+        views: Sequence[RankView],
         texts: Mapping[int, str],
         *,
         told: bool = False,
     ) -> None:
-        """Report, and do what is to be done."""
+        """Report a hang, and act."""
         ...
 
 
 class NodeWatch:
-    """Watches the other nodes, and listens to what their monitors find.
+    """Checks the other nodes, and receives the reports of their monitors.
 
     Args:
-        config: who they are.
-        check_s: seconds between looks.
-        patience: seconds without a sign of life after which a rank's lock counts as held.
+        config: nodes and board.
+        check_s: seconds between checks.
+        patience: seconds without a heartbeat after which a rank's GIL counts as held.
         reporter: the monitor.
-        views: how the ranks of this node are.
+        views: state of this node's ranks.
     """
 
     def __init__(
@@ -107,9 +107,11 @@ class NodeWatch:
         check_s: float,
         patience: float,
         reporter: Reporter,
-        views: Sequence[View],
+        views: Sequence[RankView],
     ) -> None:
-        self._config, self._check_s, self._patience = config, check_s, patience
+        self._config = config
+        self._check_s = check_s
+        self._patience = patience
         self._reporter = reporter
         self._board: Board
         if config.listening is None:
@@ -124,7 +126,8 @@ class NodeWatch:
         self._told: dict[int, tuple[int, int]] = {}
         """Progress of the ranks of the latest report."""
         self._pause_until = 0.0
-        self._begun, self._warned = time.monotonic(), False
+        self._begun = time.monotonic()
+        self._warned = False
 
     @property
     def asleep(self) -> bool:
@@ -133,32 +136,32 @@ class NodeWatch:
 
     @property
     def needed(self) -> bool:
-        """Whether other nodes need this monitor when its own ranks are done."""
+        """Whether other nodes need this monitor after its own ranks are done."""
         return self._board.needed(self._config.limit)
 
     def pause(self) -> None:
-        """Let a look's time go by, or less if there is news."""
+        """Wait until the next check, or until a message comes."""
         self._board.news.wait(self._check_s)
         self._board.news.clear()
 
-    def post(self, views: Sequence[View], seconds: float) -> None:
-        """Tell how the ranks of this node are, ``seconds`` of watching after the last time."""
+    def post(self, views: Sequence[RankView], seconds: float) -> None:
+        """Post the state of this node's ranks, ``seconds`` of watching after the last post."""
         self._board.post(views, seconds)
 
     def agree(self, report: Mapping[str, Any], *, told: bool) -> None:
-        """Return when all nodes know of a report, or will not any more.
+        """Return when all nodes have a report or may not get it any more.
 
         Args:
-            report: what this node has found, or was told.
-            told: whether it was.
+            report: report of this node or another one.
+            told: whether it is of another node.
         """
         if told:
             self._board.await_others()
         else:
             self._board.tell({**report, "ranks": []})
 
-    def attend(self, views: Sequence[View]) -> None:
-        """Do what other nodes want, and see whether one of them is missing."""
+    def attend(self, views: Sequence[RankView]) -> None:
+        """Answer the messages of other nodes, and check whether one is silent."""
         while True:
             try:
                 message = self._board.inbox.get_nowait()
@@ -167,30 +170,30 @@ class NodeWatch:
             if "wish" in message:
                 self._board.bring(message["wish"], self._reporter.collect(views).packed())
             else:
-                self._be_told(message["verdict"], views)
+                self._receive_diagnosis(message["verdict"], views)
         lost = self._board.lost(self._config.limit)
         self._blamed.intersection_update(() if lost is None else lost.nodes)
         if lost is not None and not self._blamed.issuperset(lost.nodes):
             self._miss(lost, views)
         if isinstance(self._board, BoardHolder):
-            self._judge(self._board, views)
+            self._diagnose(self._board, views)
         elif isinstance(self._board, BoardGuest):
             self._warn(self._board)
 
     def leave(self) -> None:
-        """End in order: the ranks of this node are done."""
+        """End, as the ranks of this node are done."""
         self._board.leave()
 
-    def _be_told(self, report: dict[str, Any], views: Sequence[View]) -> None:
+    def _receive_diagnosis(self, report: dict[str, Any], views: Sequence[RankView]) -> None:
         evidence = self._reporter.collect(views)
-        blamed = Suspicion(tuple(c["rank"] for c in report["culprits"]), report["reason"], True)
+        blamed = Diagnosis(tuple(c["rank"] for c in report["culprits"]), report["reason"], True)
         own = describe(blamed, views, evidence.collectives, None, evidence.frames)["ranks"]
         others = [c for c in report["culprits"] if c["rank"] not in {e["rank"] for e in own}]
         report = {**report, "ranks": [*own, *others]}
         self._reporter.conclude(report, views, evidence.texts, told=True)
 
-    def _miss(self, lost: Lost, views: Sequence[View]) -> None:
-        """Blame nodes that are silent, if the ranks here have been waiting for them."""
+    def _miss(self, lost: Lost, views: Sequence[RankView]) -> None:
+        """Report silent nodes, if the ranks here have waited for them."""
         here = [v for v in views if not v.beat.left and not v.gone]
         waited = min((v.stall for v in here), default=0.0) > self._config.limit / 2
         if not waited or (lost.refused and not all(v.late for v in here)):
@@ -208,8 +211,8 @@ class NodeWatch:
         )
         self._reporter.conclude(report, views, evidence.texts)
 
-    def _judge(self, board: BoardHolder, views: Sequence[View]) -> None:
-        """Blame a rank of any node where all wait, which no node can do by itself."""
+    def _diagnose(self, board: BoardHolder, views: Sequence[RankView]) -> None:
+        """Find the rank of any node for which all others wait, by the posts of all nodes."""
         everybody = board.posts.everybody()
         if everybody is None or time.monotonic() < self._pause_until:
             return
@@ -219,10 +222,10 @@ class NodeWatch:
         if self._told or suspicion is None:
             return
         if suspicion.reason not in (ABSENT, ENTANGLED, GONE):
-            return  # the monitor of that rank sees it better
+            return  # the monitor of that rank decides
         evidence = self._reporter.collect(views)
         if suspicion.certain:
-            found: Suspicion | None = suspicion
+            found: Diagnosis | None = suspicion
         else:
             found = self._confirm(suspicion, everybody, evidence, board)
         if found is None:
@@ -243,12 +246,12 @@ class NodeWatch:
 
     def _confirm(
         self,
-        suspicion: Suspicion,
-        everybody: Sequence[View],
+        suspicion: Diagnosis,
+        everybody: Sequence[RankView],
         evidence: Evidence,
         board: BoardHolder,
-    ) -> Suspicion | None:
-        """The suspicion in the light of what all nodes know, which ``evidence`` is added to."""
+    ) -> Diagnosis | None:
+        """Confirm a diagnosis by the evidence of all nodes, which is added to ``evidence``."""
         gathered = board.gather(evidence.packed)
         if gathered is None:
             return None
@@ -259,7 +262,7 @@ class NodeWatch:
         return confirm(suspicion, everybody, evidence.missing, evidence.frames)
 
     def _warn(self, board: BoardGuest) -> None:
-        """Say so where the board was never reached: a firewall, or a wrong interface."""
+        """Warn if the board was never reached."""
         late = time.monotonic() - self._begun > _UNREACHED_S
         if self._warned or not late or board.ever_connected:
             return
@@ -268,8 +271,8 @@ class NodeWatch:
         announce(
             f"{self._config.here} does not reach the monitor of {self._config.nodes[0]}",
             [
-                f"nothing answers at {host}, port {port}: is there a firewall, or is it the wrong "
-                "interface (ConnectionConfig.bind)?",
-                "until it answers, nobody notices if one of the two machines vanishes",
+                f"nothing answers at {host}, port {port}: a firewall blocks it, or the interface "
+                "is wrong; nearest valid: ConnectionConfig(bind=) with the interface between them",
+                "until it answers, the loss of one of the two machines is not detected",
             ],
         )

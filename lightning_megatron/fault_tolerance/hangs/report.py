@@ -1,4 +1,4 @@
-"""What is said about a hang: a dictionary for programs, a text for people, and a few lines.
+"""Report of a hang: a dictionary for programs, a text file, and a few lines for the console.
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.fault_tolerance.hangs.diagnosis import ABSENT, GONE, SILENT, Suspicion, View
+from lightning_megatron.fault_tolerance.hangs.diagnosis import (
+    ABSENT,
+    GONE,
+    SILENT,
+    Diagnosis,
+    RankView,
+)
 from lightning_megatron.fault_tolerance.hangs.flight_recorder import Collective, Missing
 from lightning_megatron.fault_tolerance.hangs.stack_dump import Frame
 
@@ -18,22 +24,22 @@ _SHOWN, _KEPT = 4, 30
 
 
 def describe(
-    suspicion: Suspicion,
-    views: Sequence[View],
+    suspicion: Diagnosis,
+    views: Sequence[RankView],
     collectives: Mapping[int, Sequence[Collective]],
     missing: Missing | None,
     stacks: Mapping[int, Sequence[Frame]],
     nodes: int = 1,
 ) -> dict[str, Any]:
-    """Everything that is known, for `json`.
+    """Make the report as a dictionary.
 
     Args:
-        suspicion: who hangs.
-        views: all ranks that can be seen.
-        collectives: the last of each group, by rank.
-        missing: the one that is waited in.
+        suspicion: ranks that hang.
+        views: ranks that can be seen.
+        collectives: last collective of each group, by rank.
+        missing: collective in which ranks wait.
         stacks: frames of the training threads, innermost first.
-        nodes: how many the run has.
+        nodes: number of nodes of the run.
     """
     ranks = [_of_rank(v, collectives.get(v.rank, ()), stacks.get(v.rank, ())) for v in views]
     return {
@@ -50,7 +56,7 @@ def describe(
     }
 
 
-def _of_rank(view: View, last: Sequence[Collective], frames: Sequence[Frame]) -> dict[str, Any]:
+def _of_rank(view: RankView, last: Sequence[Collective], frames: Sequence[Frame]) -> dict[str, Any]:
     return {
         "rank": view.rank,
         "host": view.member.host,
@@ -73,27 +79,27 @@ def describe_silence(
     seconds: float,
     limit: float,
     host: str,
-    views: Sequence[View],
-    away: Sequence[View],
+    views: Sequence[RankView],
+    away: Sequence[RankView],
     stacks: Mapping[int, Sequence[Frame]],
 ) -> dict[str, Any]:
-    """The same, where nothing is heard from whole nodes.
+    """Make the report of silent nodes as a dictionary.
 
     Args:
         silent: these nodes, with their ranks.
-        seconds: since something was heard of them.
-        limit: how long they may be silent.
-        host: the node that says so.
-        views: the ranks there.
-        away: those of the silent nodes as they were when last heard of.
+        seconds: seconds since their last message.
+        limit: seconds that they may be silent.
+        host: node that reports.
+        views: ranks of that node.
+        away: ranks of the silent nodes by their last message.
         stacks: frames of the training threads, innermost first.
     """
-    blamed = Suspicion(tuple(v.rank for v in away), SILENT, certain=True)
+    blamed = Diagnosis(tuple(v.rank for v in away), SILENT, certain=True)
     found = describe(blamed, [*views, *away], {}, None, stacks, nodes=2)
     here = [v for v in views if not v.beat.left]
     return {
         **found,
-        # It took part in all steps that were done here, after its last sign of life as well.
+        # It took part in all steps that were done here, also after its last message.
         "step": max((v.beat.step for v in (*here, *away)), default=0),
         "waiting": [v.rank for v in here],
         "silent": list(silent),
@@ -104,7 +110,7 @@ def describe_silence(
 
 
 def title(report: Mapping[str, Any]) -> str:
-    """What has happened, in one line."""
+    """The hang in one line."""
     if report["reason"] == SILENT:
         have = "have" if len(report["silent"]) > 1 else "has"
         return f"{' and '.join(report['silent'])} {have} been silent since step {report['step']}"
@@ -123,7 +129,7 @@ def _what(culprit: Mapping[str, Any], reason: str, with_host: bool) -> str:
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:
-    """The block for the console."""
+    """Lines for the console."""
     if report["reason"] == SILENT:
         return _summary_of_silence(report)
     rows = []
@@ -142,9 +148,9 @@ def summary(report: Mapping[str, Any]) -> list[str]:
 
 def _summary_of_silence(report: Mapping[str, Any]) -> list[str]:
     rows = [
-        f"{report['host']} has heard nothing from there for {report['seconds']:.1f} s, node_limit "
-        f"{report['limit']:.1f} s: that machine is off or stands still, or its connection is gone",
-        f"or it is the connection of {report['host']} itself that is gone",
+        f"{report['host']} has had no message from there for {report['seconds']:.1f} s (node_limit "
+        f"{report['limit']:.1f} s): that machine is off or stands still, or its link is broken",
+        f"or the connection of {report['host']} itself is broken",
     ]
     for entry in report["culprits"]:
         rows.append(
@@ -165,7 +171,7 @@ def _where(report: Mapping[str, Any]) -> str:
 
 
 def write_text(path: Path, report: Mapping[str, Any], stacks: Mapping[int, str]) -> None:
-    """The whole report, for people, with the stacks of all threads."""
+    """Write the report as text, with the stacks of all threads."""
     rows = [title(report), "", *summary(report), ""]
     for entry in report["ranks"]:
         state = "waits" if entry["waits"] else "has left" if entry["left"] else "does not wait"

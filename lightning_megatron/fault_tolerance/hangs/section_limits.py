@@ -1,12 +1,12 @@
-"""How long a rank may stay in a section before it counts as hanging.
+"""Limits of the time in a section, after which a rank counts as hanging.
 
-A limit that is too short stops healthy runs, so limits are learned: several times the longest stay
-seen so far, and never below a floor. What has not been seen yet has a floor of many minutes: the
-first step compiles and allocates, the first save and the first validation do things for the first
-time. A run starts as slowly as it likes for half an hour.
+A limit that is too short stops healthy runs, so limits are learned: eight times the longest time
+seen so far, and at least a floor. Sections that were not seen yet have a floor of many minutes, as
+the first step compiles and allocates, and the first save and validation do more than later ones.
+The start of a run may take half an hour.
 
-A limit given in seconds is taken at its word once the first batches are through. The start keeps
-its own, as nobody means it by "a step takes at most five seconds".
+A limit in seconds holds from the third batch on. It does not apply to the start, which is not part
+of a step.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from lightning_megatron.monitoring.sections import SECTIONS, SectionClock
 
 START_S = 1800.0
 UNSEEN_S = 600.0
-"""For a section that has not been left yet, and for all sections in the first batches."""
+"""Limit of sections that were not left yet, and of all sections in the first batches."""
 
 _STEP_S, _SLOW_S = 60.0, 300.0
 _FLOORS = {
@@ -27,19 +27,19 @@ _FLOORS = {
 }
 _TIMES = 8.0
 _WARM_UP = 3
-"""Batches before limits are taken seriously."""
+"""Batches before the limits hold."""
 
 Limit = float | str | Mapping[str, float]
 
 
 class Limits:
-    """Limits of all sections at any moment of a run.
+    """Present limits of all sections.
 
     Args:
         limit: ``"auto"``, seconds, or seconds by section, which leaves the others to ``"auto"``.
 
     Raises:
-        ConfigError: ``limit`` is nothing of this.
+        ConfigError: ``limit`` is none of these.
     """
 
     def __init__(self, limit: Limit = "auto") -> None:

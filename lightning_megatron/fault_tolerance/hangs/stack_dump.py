@@ -1,14 +1,13 @@
-"""Looking at a process from outside: its Python stacks, and what the kernel says about it.
+"""Python stacks of a process, requested from outside, and its state by the kernel.
 
-`faulthandler` writes the stacks of all threads from a signal handler in C, which the kernel runs in
-the middle of whatever the process does: no Python runs for it, and Python's lock need not be free.
-So a process with `StackRequests` shows its stacks to whoever may send it a signal, unless it is
-stopped or deep in the kernel; these two `/proc` can tell.
+`faulthandler` writes the stacks of all threads from a signal handler in C, which runs whatever the
+process does: it needs neither Python nor the GIL. So a process with `StackRequests` writes its
+stacks on a signal, unless it is stopped or in the kernel; ``/proc`` shows these two states.
 
-A handler that walks through the frames of a thread which runs at that moment may read freed memory
-and crash. So a process that can still run Python writes its stacks itself, in
-`StackRequests.write`, holding the lock so that nobody else runs; the signal is for those that
-cannot, where whoever holds the lock stands still in C.
+The handler may crash when it walks through the frames of a thread that runs at that moment, as it
+may read freed memory. So a process that can still run Python writes its stacks itself, in
+`StackRequests.write`, while it holds the GIL. The signal is for other processes, in which the
+thread with the GIL stands still in C.
 
 This file runs in a process without torch, see `node_monitor`.
 """
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-"""Asks for stacks. A real-time signal: schedulers and users have uses for SIGUSR1 and SIGUSR2."""
+"""Request for stacks: a real-time signal, as schedulers and users use SIGUSR1 and SIGUSR2."""
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
@@ -42,27 +41,27 @@ class StackRequests:
     """Answers requests for this process's stacks in a file, until it is closed.
 
     Args:
-        path: the file; one traceback follows the other.
+        path: the file, to which tracebacks are appended.
     """
 
     def __init__(self, path: Path) -> None:
         self._file: IO[str] = path.open("a")
-        signal.signal(SIGNAL, signal.SIG_IGN)  # what holds again after `close`
+        signal.signal(SIGNAL, signal.SIG_IGN)  # the handler after `close`
         faulthandler.register(SIGNAL, file=self._file, all_threads=True, chain=False)
 
     def write(self) -> None:
-        """Add the stacks now."""
+        """Append the stacks now."""
         faulthandler.dump_traceback(self._file, all_threads=True)
 
     def close(self) -> None:
-        """Answer no more; a request that is on its way is ignored."""
+        """End; later requests are ignored."""
         faulthandler.unregister(SIGNAL)
         self._file.close()
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A place in a Python program."""
+    """Line of a Python program."""
 
     file: str
     line: int
@@ -73,7 +72,7 @@ class Frame:
 
 
 def ask(pid: int) -> bool:
-    """Ask a process for its stacks; whether it is there."""
+    """Request the stacks of a process; returns whether it exists."""
     try:
         os.kill(pid, SIGNAL)
     except OSError:
@@ -82,7 +81,7 @@ def ask(pid: int) -> bool:
 
 
 def read_since(path: Path, before: int, deadline: float) -> str:
-    """What is added to a file of stacks after its first ``before`` bytes, once it grows no more."""
+    """Text of a file of stacks after its first ``before`` bytes, once it stops growing."""
     size = before
     while time.monotonic() < deadline:
         now = size_of(path)
@@ -98,12 +97,12 @@ def read_since(path: Path, before: int, deadline: float) -> str:
 
 
 def size_of(path: Path) -> int:
-    """Bytes in a file; 0 where there is none."""
+    """Bytes of a file; 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0
 
 
 def frames_of(text: str, thread: int) -> list[Frame]:
-    """The frames of one thread in a traceback of all, innermost first."""
+    """Frames of one thread in a traceback of all threads, innermost first."""
     frames, inside = [], False
     for row in text.splitlines():
         heading = _THREAD.match(row)
@@ -117,13 +116,13 @@ def frames_of(text: str, thread: int) -> list[Frame]:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What the kernel says about a process.
+    """State of a process by the kernel.
 
     Attributes:
-        letter: its state, as `ps` has it; empty if there is no such process.
-        started: when it began, in ticks.
-        ticks: CPU time it has used.
-        waits_in: function of the kernel it sleeps in, if that is shown.
+        letter: state as `ps` shows it; empty if there is no such process.
+        started: start of the process in ticks.
+        ticks: CPU time in ticks.
+        waits_in: function of the kernel in which it sleeps, if known.
     """
 
     letter: str = ""
@@ -133,7 +132,7 @@ class ProcessState:
 
     @property
     def exists(self) -> bool:
-        """Whether it still can do anything."""
+        """Whether it exists and has not ended."""
         return self.letter not in ("", "Z", "X", "x")
 
     @property
@@ -147,7 +146,7 @@ class ProcessState:
 
 
 def state_of(pid: int) -> ProcessState:
-    """Look at a process of this machine."""
+    """Read the state of a process of this machine."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

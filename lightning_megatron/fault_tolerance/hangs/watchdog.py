@@ -1,13 +1,12 @@
-"""A rank's own part in watching for hangs.
+"""The thread in each rank that makes the rank visible to the node's monitor.
 
-`Watchdog` keeps the rank's page up to date (`heartbeat`), shows its stacks to whoever asks
-(`stacks`), and does what the node's monitor orders. The monitor (`node_monitor`) decides.
+`Watchdog` updates the rank's page (`heartbeat`), writes its stacks on request (`stack_dump`), and
+does what the node's monitor orders. The monitor (`node_monitor`) decides.
 
-What a rank can do about its own hang depends on what it hangs in. An exception can be put into the
-training thread, but is raised only when that thread runs Python again: at once in a loop or a short
-sleep, never in a collective of gloo or NCCL. Ranks that wait there fail when the process of the
-culprit ends and its connections close. Ending the process always works, and is what a launcher that
-restarts runs needs; so that is the default, with an exit code of its own.
+An exception can be set in the training thread, but it is raised only when that thread runs Python
+again: at once in a loop or a short sleep, never in a collective of gloo or NCCL. Ranks that wait
+there fail when the process that hangs ends and its connections close. Ending the process always
+works, and a launcher that restarts runs needs it. So it is the default, with its own exit code.
 """
 
 import ctypes
@@ -45,7 +44,7 @@ from lightning_megatron.monitoring.sections import SectionClock
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 86
-"""Of a process that was ended because a rank hung."""
+"""Exit code of a process that was ended because a rank hung."""
 
 _JOIN_S = 5.0
 
@@ -55,7 +54,7 @@ class HangError(RuntimeError):
 
 
 def this_member(rank: int) -> Member:
-    """This process; to be called by the training thread."""
+    """Return this process as a member; called by the training thread."""
     pid = os.getpid()
     return Member(rank, pid, state_of(pid).started, socket.gethostname(), threading.get_ident())
 
@@ -64,11 +63,11 @@ class Watchdog:
     """Makes this rank visible from outside, from `start` to `stop`.
 
     Args:
-        clock: what the rank is doing.
-        directory: of the node's ranks.
+        clock: sections of the rank.
+        directory: directory of the node's ranks.
         rank: global rank.
-        limits: how long it may do so.
-        check_s: seconds between looks of the monitor; the thread looks twice as often.
+        limits: limits of the sections.
+        check_s: seconds between checks of the monitor; the thread checks twice as often.
         on_report: called in the watchdog's thread of one rank with the report of a hang.
     """
 
@@ -81,8 +80,12 @@ class Watchdog:
         check_s: float,
         on_report: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._clock, self._directory, self._rank, self._limits = clock, directory, rank, limits
-        self._pause, self._on_report = check_s / 2, on_report
+        self._clock = clock
+        self._directory = directory
+        self._rank = rank
+        self._limits = limits
+        self._pause = check_s / 2
+        self._on_report = on_report
         self._training_thread = threading.get_ident()
         self._page = Page(page_file(directory, rank))
         self._stacks = StackRequests(stack_file(directory, rank))
@@ -93,7 +96,7 @@ class Watchdog:
         self._unwatch: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Begin; the monitor may look from now on."""
+        """Begin to update the page, which the monitor may read from now on."""
         self._page.entered(self._clock)
         self._page.live(self._limits.of(self._clock))
         self._clock.mirror = self._page
@@ -101,7 +104,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Leave: this rank is not watched any more, and others may blame it for being away."""
+        """End: the page says that this rank has left training."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join(_JOIN_S)
@@ -114,11 +117,11 @@ class Watchdog:
 
     @property
     def held(self) -> bool:
-        """Whether a hang was found for which this process is about to be ended."""
+        """Whether this process is about to be ended because of a hang."""
         return not self._end.is_set() and self._page.held
 
     def await_end(self, patience_s: float) -> None:
-        """Wait to be ended for a hang that was found; return if that takes too long."""
+        """Wait to be ended; return after ``patience_s`` seconds."""
         self._end.wait(patience_s)
 
     def _run(self) -> None:
@@ -126,7 +129,7 @@ class Watchdog:
             self._page.live(self._limits.of(self._clock))
             try:
                 self._look()
-            except Exception:  # this thread is all that others see of the rank's life
+            except Exception:  # without this thread the rank has no heartbeat
                 logger.exception("the hang watchdog of rank %d goes on after an error", self._rank)
 
     def _look(self) -> None:
@@ -169,8 +172,8 @@ def start_monitor(directory: Path, config: MonitorConfig) -> None:
     """Start the process that watches the ranks of a directory; it outlives this one.
 
     Args:
-        directory: with the ranks' pages.
-        config: who the ranks are, and what follows a hang.
+        directory: directory with the ranks' pages.
+        config: the ranks, and the action on a hang.
 
     The process inherits ``config.watch.listening``, the socket of the board, if it has one.
     """

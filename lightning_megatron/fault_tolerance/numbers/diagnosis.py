@@ -1,8 +1,8 @@
-"""What is wrong with the numbers of a step, and where it came from, in words.
+"""Faults in the numbers of a step, with the ranks and parameters that they come from.
 
-The losses are those of every rank, so a loss that is not finite is known with its ranks. Gradients
-are looked at when they have been reduced: over the data-parallel ranks a value that is not finite
-has spread by then, and what can be named is where it stands now, by parameter, stage and tp rank.
+The losses of all ranks are known, so the ranks of a loss that is not finite are, too. Gradients are
+checked after their reduction, by which a value that is not finite has spread over the data-parallel
+ranks. So only its parameter, stage and tp rank are known.
 """
 
 import math
@@ -20,32 +20,32 @@ from lightning_megatron.topology.degrees import Degrees
 
 @dataclass(frozen=True, kw_only=True)
 class BadNumber:
-    """A fault in the numbers of a step; the same on every rank."""
+    """Fault in the numbers of a step; the same on every rank."""
 
     what: Literal["loss", "gradients", "spike"]
     value: float
-    """The loss or the norm of the gradients."""
+    """Value of the loss or of the norm of the gradients."""
     ranks: tuple[int, ...]
-    """On which it was found."""
+    """Ranks on which it was found."""
     detail: str
-    """What was found, in words."""
+    """Description for people."""
 
     def is_same_as(self, other: "BadNumber") -> bool:
-        """Whether another run of the batch gave this again."""
+        """Whether another run of the batch gave the same fault."""
         equal = self.value == other.value or (math.isnan(self.value) and math.isnan(other.value))
         return equal and (self.what, self.ranks) == (other.what, other.ranks)
 
 
 @dataclass
 class Window:
-    """The batches whose gradients make up one update."""
+    """Batches whose gradients are accumulated for one update."""
 
     batches: list[int] = field(default_factory=list)
     losses: list[tuple[float, ...]] = field(default_factory=list)
-    """Of each batch, by rank."""
+    """Losses of each batch, by rank."""
 
     def means(self) -> list[float]:
-        """The loss of each rank."""
+        """Mean loss of each rank."""
         return [fmean(of_rank) for of_rank in zip(*self.losses, strict=True)]
 
 
@@ -71,22 +71,22 @@ def bad_loss(window: Window, degrees: Degrees) -> BadNumber | None:
 
 
 def spike(window: Window, mean: float, limit: float) -> BadNumber:
-    """Say that the mean loss is above the limit."""
+    """Describe a mean loss above the limit."""
     ranks = tuple(rank for rank, loss in enumerate(window.means()) if loss > limit)
     where = f", most on {in_words(ranks)}" if 0 < len(ranks) < len(window.losses[0]) else ""
     detail = (
-        f"the loss of batch {window.batches[-1]} is {mean:.6g}{where}, and {limit:.6g} is the most "
-        "that those before let expect"
+        f"the loss of batch {window.batches[-1]} is {mean:.6g}{where}, above the limit of "
+        f"{limit:.6g} by the last losses"
     )
     return BadNumber(what="spike", value=mean, ranks=ranks, detail=detail)
 
 
 def bad_gradients(norm: float, gradients: Sequence[tuple[str, Tensor]]) -> BadNumber:
-    """Find out which gradients are not finite; collective, which only faults have to pay for.
+    """Find the gradients that are not finite; collective.
 
     Args:
-        norm: of all gradients.
-        gradients: of this rank, by the names of their parameters, in the order of the network.
+        norm: norm of all gradients.
+        gradients: names and gradients of this rank, in the order of the network.
     """
     mine = [name for name, gradient in gradients if not bool(gradient.isfinite().all())]
     found: list[list[str]] = [mine]
@@ -104,7 +104,7 @@ def bad_gradients(norm: float, gradients: Sequence[tuple[str, Tensor]]) -> BadNu
 
 
 def in_words(ranks: Collection[int], word: str = "rank") -> str:
-    """Name some ranks.
+    """Text of some ranks.
 
     >>> in_words([1]), in_words([2, 0])
     ('rank 1', 'ranks 0, 2')
@@ -114,6 +114,6 @@ def in_words(ranks: Collection[int], word: str = "rank") -> str:
 
 
 def _reader(rank: int, degrees: Degrees) -> int:
-    """Position among the ranks that read different data."""
+    """Data-parallel rank of a global rank."""
     position = coordinates_of(rank, degrees)
     return position["dp_replicate"] * degrees.dp_shard + position["dp_shard"]

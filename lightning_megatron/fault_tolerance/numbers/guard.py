@@ -1,34 +1,34 @@
-"""No update from bad numbers: losses and gradients that are not finite, and losses that jump.
+"""NaN, Inf and spikes of the loss, found before the update: `NumberGuard`.
 
-One bad batch, one flipped bit, one overflow in a kernel is enough: the next optimizer step writes
-it into every weight, and from then on a run trains nothing (Lightning goes on to the end with
-weights that are NaN). `NumberGuard` looks at every step after its backward and before its update,
-when the weights are still good. All ranks see the same numbers and decide alike:
+One bad batch, flipped bit or overflow is enough: the next optimizer step writes it into every
+weight, and from then on the run trains nothing (Lightning goes on to the end with weights that are
+NaN). `NumberGuard` checks every step after its backward and before its update, while the weights
+are still good. All ranks see the same numbers and decide alike. They check
 
-* the loss of every rank, which travels with what the ranks exchange in every batch anyway, so that
-  a fault is known with the ranks that it came from;
-* the gradients: their sum on each rank, which is not finite if any of them is not, travels with the
-  losses. Where the Trainer clips by their norm, that is computed anyway and tells the same;
-* for spikes, the mean loss beside the losses of the last steps (`fault_tolerance.numbers.spikes`).
+* the loss of every rank, which is part of the exchange of every batch, so that the ranks of a fault
+  are known;
+* the sum of the gradients of each rank, which is not finite if any gradient is not. It is part of
+  the same exchange. If the Trainer clips by the norm, the norm is used, as it is computed anyway;
+* for spikes, the mean loss, by the losses of the last steps (`fault_tolerance.numbers.spikes`).
 
-What may follow:
+Responses to a fault:
 
 ========  ==========================================================================================
-raise     the run ends on all ranks, with the weights of before the batch
-skip      the update is left out; random streams, running statistics and learning rate schedules
-          that count steps go on as if the batch had not been there
+raise     the run ends on all ranks, with the weights from before the batch
+skip      the update is skipped; random streams, running statistics and learning rate schedules that
+          count steps continue as if the batch did not exist
 rollback  weights, optimizer, schedules and random streams return to a copy that is at least
-          ``steps`` updates old, and a window of batches is passed over: those since the copy, as
-          the weights may have gone astray before the loss showed it, and further ones
-rerun     the batch runs once more with the same random numbers. Another result means that hardware
-          failed, and the new one is used if it is good. The same result lies in data or weights,
-          and ``after_rerun`` says what follows
+          ``steps`` updates old, and some batches are skipped: those since the copy, as the weights
+          may have been bad before the loss showed it, and further ones
+rerun     the batch runs once more with the same random numbers. Another result means a hardware
+          fault; it is used if it is good. The same result comes from data or weights, and
+          ``after_rerun`` is the response
 ========  ==========================================================================================
 
-Going back about 100 steps and passing over 200 to 500 batches is what brought PaLM over some twenty
-spikes (Chowdhery et al., arXiv 2204.02311, section 5.1). The data is not rewound: batches are
-passed over forwards, so that each is still read once. And the copy is one in the host's memory, not
-a checkpoint: that may be thousands of steps old, whose batches would all be lost to training.
+PaLM passed some twenty spikes by going back about 100 steps and skipping 200 to 500 batches
+(Chowdhery et al., arXiv 2204.02311, section 5.1). The data is not rewound: batches are skipped
+forwards, so that each is read once. The copy is in host memory: a checkpoint may be thousands of
+steps old, and the batches since then would be lost to training.
 """
 
 import math
@@ -44,6 +44,7 @@ from typing_extensions import override
 from lightning_megatron.callbacks.group import members_of
 from lightning_megatron.comm.votes import Vote
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.numbers.diagnosis import (
     BadNumber,
     Window,
@@ -51,7 +52,6 @@ from lightning_megatron.fault_tolerance.numbers.diagnosis import (
     bad_loss,
     spike,
 )
-from lightning_megatron.fault_tolerance.numbers.reports import tell_fault, tell_rollback, text_of
 from lightning_megatron.fault_tolerance.numbers.responses import (
     AfterRerun,
     Response,
@@ -69,31 +69,31 @@ _NEEDS = "it needs the losses and gradients"
 
 
 class NumberGuard(pl.Callback):
-    """Keeps losses and gradients that are not finite, and spikes, out of the weights.
+    """Prevents updates by losses and gradients that are not finite, and by spikes of the loss.
 
-    Works under `MegatronStrategy`, in every layout. Batches whose gradients are accumulated share
-    one fate. With ``16-mixed``, gradients that overflow are the business of the loss scale, and no
-    fault until the scale is down at 1. Under manual optimization ``raise`` and ``skip`` see the
-    gradients at each step of an optimizer; the rest is refused.
+    Works under `MegatronStrategy`, in every layout. Accumulated batches are skipped, undone or kept
+    together. With ``16-mixed`` the loss scale handles gradients that overflow; they are a fault
+    only when the scale is 1. Under manual optimization ``raise`` and ``skip`` check the gradients
+    at each step of an optimizer; the other responses are refused.
 
     Args:
-        nonfinite: what follows a loss or a gradient that is infinite or no number: ``"raise"``,
-            ``"skip"``, ``"rollback"`` or ``"rerun"``.
-        spike: what follows a loss far above those before: ``"log"``, ``"skip"``, ``"rollback"``,
-            ``"rerun"``, or None, not to look for any.
-        after_rerun: what follows when the second run of a batch is no better.
-        rollback: how far back, and what is passed over.
-        spikes: which losses are spikes.
-        max_skips_in_a_row: skips one after the other with which a run ends, as no batch is good.
+        nonfinite: response to a loss or gradient that is NaN or infinite: ``"raise"``, ``"skip"``,
+            ``"rollback"`` or ``"rerun"``.
+        spike: response to a loss far above the last ones: ``"log"``, ``"skip"``, ``"rollback"`` or
+            ``"rerun"``; None does not look for spikes.
+        after_rerun: response to a second run of a batch that is no better.
+        rollback: steps to go back, and batches to skip.
+        spikes: definition of a spike.
+        max_skips_in_a_row: steps skipped in a row after which the run ends.
 
     Attributes:
-        skipped: updates left out so far.
-        rollbacks: how often the run has gone back.
-        faults: the faults of this process' run, the latest last.
+        skipped: updates skipped so far.
+        rollbacks: rollbacks so far.
+        faults: faults that this process has seen, the latest last.
 
     Raises:
-        ConfigError: an option makes no sense, alone or with the Trainer.
-        FloatingPointError: in training, on every rank, where a fault is to end the run.
+        ConfigError: an option is not valid, alone or with the Trainer.
+        FloatingPointError: in training, on every rank, a fault ends the run.
     """
 
     def __init__(
@@ -113,20 +113,23 @@ class NumberGuard(pl.Callback):
                 "max_skips_in_a_row=1"
             )
         raise_if_any(problems)
-        self._rollback, self._max_in_a_row = rollback, max_skips_in_a_row
+        self._rollback = rollback
+        self._max_in_a_row = max_skips_in_a_row
         self._history = SpikeHistory(spikes)
         self._window = Window()
         self._in_a_row = 0
         self._going_back = False
-        self.skipped = self.rollbacks = 0
+        self.skipped = 0
+        self.rollbacks = 0
         self.faults: list[BadNumber] = []
         self._trainer: pl.Trainer | None = None
         self._vote = Vote("loss", default=math.nan)
         self._sums: Vote | None = None
         self._finite = False
         self._loss = torch.zeros(())
-        self._to_pass_over = 0
-        self._logging, self._logged = LoggingSteps(), (-1, -1)
+        self._skip_after_resume = 0
+        self._logging = LoggingSteps()
+        self._logged = (-1, -1)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -157,7 +160,8 @@ class NumberGuard(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         recovery = services_of(trainer, self, _NEEDS).recovery
         self._window = Window()
-        recovery.batches_to_skip, self._to_pass_over = self._to_pass_over, 0
+        recovery.batches_to_skip = self._skip_after_resume
+        self._skip_after_resume = 0
         recovery.keep_states(self._rollback.steps if "rollback" in self._responses.all else None)
 
     @override
@@ -179,7 +183,7 @@ class NumberGuard(pl.Callback):
             recovery.keep_states(None)
             self._trainer = None
 
-    # What is seen --------------------------------------------------------------------------------
+    # Collecting the numbers ----------------------------------------------------------------------
 
     @override
     def on_before_backward(
@@ -200,7 +204,7 @@ class NumberGuard(pl.Callback):
         self._sums.put(abs(total))
 
     def _settled(self) -> None:
-        """The losses of a batch are known."""
+        """Keep the losses of a batch, which the ranks have exchanged."""
         trainer = self._trainer
         if trainer is None or self._strategy.recovery.skips_batch:
             return
@@ -210,19 +214,19 @@ class NumberGuard(pl.Callback):
             if self._sums is not None:
                 self._finite = math.isfinite(self._sums.max)
 
-    # What is decided -----------------------------------------------------------------------------
+    # The decision --------------------------------------------------------------------------------
 
     def _accept_step(self) -> bool:
-        """Whether to make the update; called on every rank when the gradients are there."""
-        fault = self._examine()
-        go_on = fault is None or self._meet(fault)
+        """Whether to make the update; called on every rank after the backward."""
+        fault = self._find_fault()
+        go_on = fault is None or self._respond(fault)
         self._window, self._finite = Window(), False
         if go_on:
             self._in_a_row = 0
         return go_on
 
-    def _examine(self) -> BadNumber | None:
-        """What is wrong with the step; the same on every rank."""
+    def _find_fault(self) -> BadNumber | None:
+        """Fault of the step, the same on every rank; None if there is none."""
         window, strategy = self._window, self._strategy
         if self._running.lightning_module.automatic_optimization:
             if not window.losses:
@@ -249,41 +253,39 @@ class NumberGuard(pl.Callback):
             return None
         return bad_gradients(norm, gradients.by_name())
 
-    def _meet(self, fault: BadNumber) -> bool:
-        """Do what is to follow; whether the update is made after all."""
-        answer: str = self._responses.to(fault.what)
+    def _respond(self, fault: BadNumber) -> bool:
+        """Apply the response to a fault; returns whether the update is made."""
+        response: str = self._responses.to(fault.what)
         note = ""
-        if answer == "rerun":
+        if response == "rerun":
             again = self._run_again()
             if again is None:
-                self._report(
-                    fault, "rerun", "a second run of the batch is good: a fault that passes"
-                )
+                self._report(fault, "rerun", "transient: a second run of the batch is good")
                 return True
-            result = "the same again" if again.is_same_as(fault) else f"now {again.detail}"
-            note = f"persistent: a second run of the batch is no better, {result}"
-            answer = self._responses.after_rerun
-        return self._answer(fault, answer, note)
+            result = "the same" if again.is_same_as(fault) else f"another fault: {again.detail}"
+            note = f"persistent: the second run of the batch gave {result}"
+            response = self._responses.after_rerun
+        return self._apply(fault, response, note)
 
-    def _answer(self, fault: BadNumber, answer: str, note: str) -> bool:
-        self._report(fault, answer, note)
-        if answer == "log":
+    def _apply(self, fault: BadNumber, response: str, note: str) -> bool:
+        self._report(fault, response, note)
+        if response == "log":
             return True
-        if answer == "raise":
-            raise FloatingPointError(text_of(self._running, fault))
+        if response == "raise":
+            raise FloatingPointError(_describe(self._running, fault))
         self._in_a_row += 1
         self.skipped += 1
-        if answer == "rollback":
+        if response == "rollback":
             if self.rollbacks >= self._rollback.max_rollbacks:
                 raise FloatingPointError(
-                    f"{text_of(self._running, fault)}, after {self.rollbacks} rollbacks "
-                    "(max_rollbacks)"
+                    f"{_describe(self._running, fault)}; max_rollbacks="
+                    f"{self._rollback.max_rollbacks} rollbacks are done"
                 )
             self._going_back = True
         elif self._in_a_row >= self._max_in_a_row:
             raise FloatingPointError(
-                f"{text_of(self._running, fault)}, and so it was in {self._in_a_row} steps one "
-                "after the other (max_skips_in_a_row)"
+                f"{_describe(self._running, fault)}; {self._in_a_row} steps in a row were skipped "
+                f"(max_skips_in_a_row={self._max_in_a_row})"
             )
         return False
 
@@ -293,7 +295,7 @@ class NumberGuard(pl.Callback):
         self._finite = False
         [losses] = strategy.votes.exchange([float(self._loss)])
         self._window = Window(batches, [losses])
-        return self._examine()
+        return self._find_fault()
 
     @override
     def on_before_optimizer_step(
@@ -305,22 +307,22 @@ class NumberGuard(pl.Callback):
         if precision.overflowed and precision.loss_scale.value <= 1:
             fault = self._bad_gradients()
             if fault is None:
-                return  # a gradient that was finite as a sum of squares
-            answer: str = self._responses.nonfinite
-            if answer == "rerun":
-                answer = self._responses.after_rerun
-            self._answer(fault, answer, "the loss scale is down at 1")
+                return  # the norm is finite after all
+            response: str = self._responses.nonfinite
+            if response == "rerun":
+                response = self._responses.after_rerun
+            self._apply(fault, response, "the loss scale is 1, its least")
             precision.skip_step()
 
     def _scales_loss(self) -> bool:
-        """Whether gradients may overflow for a loss scale that is too large."""
+        """Whether gradients may overflow because the loss scale is too large."""
         return isinstance(self._strategy.precision, Fp16Precision)
 
     def _report(self, fault: BadNumber, action: str, note: str) -> None:
         self.faults.append(fault)
-        tell_fault(self._running, self._strategy, fault, action, note)
+        _report_fault(self._running, self._strategy, fault, action, note)
 
-    # What is done when the batch is over ---------------------------------------------------------
+    # After the batch -----------------------------------------------------------------------------
 
     @override
     def on_train_batch_end(
@@ -342,7 +344,7 @@ class NumberGuard(pl.Callback):
                 pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _go_back(self) -> None:
-        """Return to an older state, and pass over batches; the update was left out."""
+        """Return to an older state and skip batches; the update was skipped."""
         trainer, recovery = self._running, self._strategy.recovery
         copies = recovery.rollback
         assert copies is not None
@@ -350,14 +352,14 @@ class NumberGuard(pl.Callback):
         there = copies.go_back()
         if there is None:
             raise FloatingPointError(
-                f"step {trainer.global_step}: there is no state to go back to, as layers or "
-                "trained parameters have changed since the last one was kept"
+                f"step {trainer.global_step}: there is no copy to roll back to, as layers or "
+                "trained parameters have changed since the last copy"
             )
         self.rollbacks += 1
         updates, batches = there
         recovery.batches_to_skip = max(0, self._rollback.skip_batches - (read - batches))
         count = f"{self.rollbacks} of at most {self._rollback.max_rollbacks}"
-        tell_rollback(trainer, self._strategy, count, made - updates, read - batches)
+        _report_rollback(trainer, self._strategy, count, made - updates, read - batches)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -370,7 +372,7 @@ class NumberGuard(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.skipped, self.rollbacks = state_dict["skipped"], state_dict["rollbacks"]
         self._in_a_row = state_dict["in_a_row"]
-        self._to_pass_over = state_dict["to_pass_over"]
+        self._skip_after_resume = state_dict["to_pass_over"]
         self._history.load_state_dict(state_dict["history"])
 
     @property
@@ -381,3 +383,61 @@ class NumberGuard(pl.Callback):
     @property
     def _strategy(self) -> MegatronServices:
         return services_of(self._running, self, _NEEDS)
+
+
+def _describe(trainer: pl.Trainer, fault: BadNumber) -> str:
+    """Step and detail of a fault."""
+    return f"step {trainer.global_step}: {fault.detail}"
+
+
+def _report_fault(
+    trainer: pl.Trainer, services: MegatronServices, fault: BadNumber, action: str, note: str
+) -> None:
+    """Report a fault by an event on every rank and a block on stderr of rank 0.
+
+    Args:
+        trainer: Trainer of the run.
+        services: its strategy.
+        fault: the fault.
+        action: response to it.
+        note: result of a second run of the batch; empty without one.
+    """
+    services.events.write(
+        "fault",
+        what=fault.what,
+        rank_of_fault=list(fault.ranks),
+        section="backward",
+        detail="; ".join(part for part in (fault.detail, note) if part),
+        action=action,
+    )
+    if action == "skip":
+        services.events.write("skip", batch=trainer.fit_loop.epoch_loop.batch_idx)
+    if services.is_global_zero:
+        lines = [_describe(trainer, fault), f"epoch {trainer.current_epoch}; action: {action}"]
+        announce(f"bad numbers: {fault.what}", [*lines, note] if note else lines)
+
+
+def _report_rollback(
+    trainer: pl.Trainer, services: MegatronServices, count: str, updates: int, batches: int
+) -> None:
+    """Report a rollback.
+
+    Args:
+        trainer: Trainer of the run.
+        services: its strategy, which knows the number of batches to skip.
+        count: number of this rollback, as text.
+        updates: updates that are undone.
+        batches: batches read since the restored state.
+    """
+    ahead = services.recovery.batches_to_skip
+    services.events.write(
+        "rollback", updates_back=updates, batches_since=batches, batches_ahead=ahead
+    )
+    if services.is_global_zero:
+        announce(
+            f"rollback {count}",
+            [
+                f"step {trainer.global_step}: {updates} updates are undone",
+                f"the {batches} batches since then and the next {ahead} are skipped",
+            ],
+        )

@@ -1,4 +1,4 @@
-"""What may follow bad numbers, and what these choices ask of a run."""
+"""Responses of `NumberGuard`, and their conditions on the Trainer."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ AfterRerun = Literal["raise", "skip", "rollback"]
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackConfig:
-    """How far back ``rollback`` goes, and what it passes over."""
+    """Steps that ``rollback`` goes back, and batches that it skips."""
 
     steps: int = 100
-    """Age of the state to return to, in updates, at least; less only where training is younger. Two
-    copies of weights and optimizer state are kept on the host, made every so many updates."""
+    """Least age of the restored state in updates, unless training is younger. Two copies of weights
+    and optimizer state are kept in host memory, a new one every so many updates."""
     skip_batches: int = 200
-    """Batches that are not trained on: those since the copy was made, and the next ones."""
+    """Batches to skip: those since the copy, and the next ones."""
     max_rollbacks: int = 3
-    """How often; then the run ends."""
+    """Rollbacks after which the next fault ends the run."""
 
     def problems(self) -> list[str]:
-        """Faults of the numbers."""
+        """Problems of the values."""
         return [
             f"rollback.{name}={getattr(self, name)}: must be at least {least}; nearest valid: "
             f"{name}={least}"
@@ -33,7 +33,7 @@ class RollbackConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Responses:
-    """What follows which fault."""
+    """Response to each kind of fault."""
 
     nonfinite: Response
     spike: SpikeResponse | None
@@ -41,7 +41,7 @@ class Responses:
 
     @property
     def all(self) -> AbstractSet[str]:
-        """Whatever may follow."""
+        """All responses that may occur."""
         first: set[str] = {self.nonfinite, *([self.spike] if self.spike else [])}
         return first | {self.after_rerun} if "rerun" in first else first
 
@@ -51,11 +51,11 @@ class Responses:
         return bool(self.all & {"skip", "rollback", "rerun"})
 
     def to(self, what: str) -> str:
-        """What follows a spike, or else something that is not finite."""
+        """Response to a spike or, for other values of ``what``, to a number that is not finite."""
         return (self.spike or "log") if what == "spike" else self.nonfinite
 
     def problems(self) -> list[str]:
-        """Answers that do not exist."""
+        """Responses that do not exist."""
         legal: dict[str, tuple[Any, ...]] = {
             "nonfinite": get_args(Response),
             "spike": (None, *get_args(SpikeResponse)),
@@ -69,31 +69,32 @@ class Responses:
         ]
 
     def problems_with(self, *, automatic: bool, accumulate: int, monitor: str | None) -> list[str]:
-        """What of a run does not allow these answers.
+        """Options of a run that do not allow these responses.
 
         Args:
             automatic: whether Lightning steps the optimizer.
             accumulate: batches per optimizer step.
-            monitor: what a `GradientMonitor` does with gradients that are not finite, if any.
+            monitor: option ``nonfinite`` of the `GradientMonitor`; None without one.
         """
         problems = []
         beyond = self.all & {"rollback", "rerun"}
         if not automatic and (beyond or self.spike):
             problems.append(
                 f"NumberGuard(nonfinite={self.nonfinite!r}, spike={self.spike!r}) under manual "
-                "optimization: a batch that steps by itself cannot be taken back; nearest valid: "
-                "nonfinite='raise' or 'skip', spike=None"
+                "optimization: a batch that steps the optimizer itself cannot be undone; "
+                "nearest valid: nonfinite='raise' or 'skip', spike=None"
             )
         if "rerun" in beyond and accumulate > 1:
             problems.append(
-                f"NumberGuard with 'rerun', accumulate_grad_batches={accumulate}: the batches "
-                "before the last are gone; nearest valid: accumulate_grad_batches=1 with larger "
-                "batches, which MegatronStrategy(num_microbatches=...) cuts"
+                f"NumberGuard with 'rerun', accumulate_grad_batches={accumulate}: only the "
+                "last of the accumulated batches could run again; nearest valid: "
+                "accumulate_grad_batches=1 with larger batches, which "
+                "MegatronStrategy(num_microbatches=...) splits"
             )
         if monitor not in (None, "keep", self.nonfinite):
             problems.append(
                 f"NumberGuard(nonfinite={self.nonfinite!r}) and GradientMonitor(nonfinite="
-                f"{monitor!r}): one fault has one answer; nearest valid: "
+                f"{monitor!r}): both respond to the same fault; nearest valid: "
                 "GradientMonitor(nonfinite='keep')"
             )
         return problems

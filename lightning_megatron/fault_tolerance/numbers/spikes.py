@@ -1,18 +1,18 @@
-"""When a loss is out of the ordinary.
+"""Spikes of the loss, by median and MAD of the last losses.
 
-The losses of the last steps have a middle and a width, and a loss is a *spike* if it lies many
-widths above the middle. Mean and standard deviation would do for a curve without spikes; a single
-one moves both so far that the next goes unnoticed. So the middle is the median ``m``, and the width
-is the median distance from it (MAD), times 1.4826 to be the standard deviation of normal noise:
+A loss is a *spike* if it is many widths above the middle of the last losses. A single spike moves
+mean and standard deviation so far that the next one goes unnoticed. So the middle is the median
+``m``, and the width is the median distance from it (MAD), times 1.4826 to be the standard deviation
+of normal noise:
 
     limit = m + deviations * max(1.4826 * MAD, floor * |m|)
 
-Up to half of the history may be spikes before that breaks down (Hampel, 1974). The floor is for
-curves that hardly scatter, where ten widths are nothing. Losses that fall pull the median up behind
-them, and widen the MAD, which makes the rule patient while a run is young.
+The limit holds until half of the history is spikes (Hampel, 1974). The floor is for curves that
+hardly scatter. While the loss falls, the median lags behind it and the MAD is wide, so that the
+limit is loose early in a run.
 
-A spike does not enter the history, nor does what is no number. Where ``patience`` of them come one
-after the other it is the curve that has changed, not the steps: the history begins anew.
+Spikes and NaN do not enter the history. ``patience`` spikes in a row mean that the curve has
+changed, and the history begins anew.
 """
 
 import math
@@ -28,21 +28,21 @@ NORMAL = 1.4826
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """Which losses are spikes."""
+    """Definition of a spike."""
 
     deviations: float = 10.0
-    """How many widths above the median a loss may lie."""
+    """Widths above the median up to which a loss is no spike."""
     floor: float = 0.02
-    """Smallest width, as a part of the median."""
+    """Least width, as a fraction of the median."""
     history: int = 128
-    """Losses that are remembered."""
+    """Number of last losses that are kept."""
     warmup: int = 32
-    """Losses that must be known before one is called a spike."""
+    """Losses that must be known before a loss can be a spike."""
     patience: int = 16
-    """Spikes in a row that mean another level of the loss."""
+    """Spikes in a row after which the history begins anew."""
 
     def problems(self) -> list[str]:
-        """Faults of the numbers."""
+        """Problems of the values."""
         lowest = {"deviations": 1.0, "floor": 0.0, "history": 4, "warmup": 2, "patience": 1}
         found = [
             f"spikes.{name}={getattr(self, name)}: must be at least {least}; nearest valid: "
@@ -52,14 +52,14 @@ class SpikeConfig:
         ]
         if self.warmup > self.history:
             found.append(
-                f"spikes.warmup={self.warmup}, history={self.history}: a history never holds more; "
+                f"spikes.warmup={self.warmup}, history={self.history}: must be at most history; "
                 f"nearest valid: warmup={self.history}"
             )
         return found
 
 
 def spread(values: Collection[float]) -> tuple[float, float]:
-    """Median, and the standard deviation that normal noise with the same MAD would have.
+    """Median and width: the standard deviation of normal noise with the same MAD.
 
     >>> spread([1.0, 2.0, 3.0, 4.0, 100.0])
     (3.0, 1.4826)
@@ -69,7 +69,7 @@ def spread(values: Collection[float]) -> tuple[float, float]:
 
 
 def spike_limit(values: Collection[float], config: SpikeConfig) -> float:
-    """The largest loss after ``values`` (finite) that is no spike; infinite before the warmup."""
+    """Largest loss after ``values`` (finite) that is no spike; infinite before the warmup."""
     if len(values) < config.warmup:
         return math.inf
     middle, width = spread(values)
@@ -77,10 +77,10 @@ def spike_limit(values: Collection[float], config: SpikeConfig) -> float:
 
 
 class SpikeHistory:
-    """The losses of a run, and what they say about the next.
+    """Last losses of a run, by which the next one is a spike or not.
 
     Args:
-        config: which losses are spikes.
+        config: definition of a spike.
 
     Example:
         >>> history = SpikeHistory(SpikeConfig(warmup=3))
@@ -94,7 +94,7 @@ class SpikeHistory:
         self._in_a_row = 0
 
     def exceeds(self, loss: float) -> float | None:
-        """The limit, if ``loss`` (finite) is a spike; else it becomes part of the history."""
+        """Return the limit if ``loss`` (finite) is a spike; else None, and keep the loss."""
         limit = spike_limit(self._losses, self._config)
         if loss > limit:
             self._in_a_row += 1
@@ -106,11 +106,11 @@ class SpikeHistory:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses."""
+        """State for a checkpoint."""
         return {"losses": list(self._losses), "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self._losses.clear()
         self._losses.extend(state["losses"])
         self._in_a_row = int(state["in_a_row"])

@@ -1,1 +1,1 @@
-"""Silent data corruption: `ReplicaCheck` compares copies of weights bit for bit."""
+"""Silent data corruption: `ReplicaCheck` compares copies of weights bit by bit."""

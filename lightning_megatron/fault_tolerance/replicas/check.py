@@ -1,13 +1,12 @@
-"""Do the ranks that hold the same weights still hold the same bits?
+"""Comparison of weights and optimizer state between ranks that must hold equal bits.
 
-Every `every` steps all copies are compared bit for bit (`fault_tolerance.replicas.comparison`),
-those of the optimizer's state included: with ``zero=0`` all of it over all data-parallel ranks,
-with ``zero`` 1 to 3 over the copies of the shards (``dp_replicate``), and always what
-tensor-parallel ranks and pipeline stages hold alike. What only one rank holds cannot be compared;
-where that is everything, a warning says so.
+Every `every` steps all copies are compared bit by bit (`fault_tolerance.replicas.comparison`): with
+``zero=0`` between all data-parallel ranks, with ``zero`` 1 to 3 between the copies of the shards
+(``dp_replicate``), and always between tensor-parallel ranks and pipeline stages that share a
+tensor. A tensor of one rank only cannot be compared; a warning says so if that is every tensor.
 
-It costs one reading of weights and state, a part of what an optimizer step costs, and one small
-exchange of objects. Buffers are left out: batch norms that are not synchronised differ rightly.
+The cost is one reading of weights and state, a part of an optimizer step, and one small exchange of
+objects. Buffers are not compared: those of batch norms that are not synchronised differ.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,8 @@ from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.numbers.diagnosis import in_words
 from lightning_megatron.fault_tolerance.replicas.comparison import (
     Difference,
-    Held,
     Holders,
+    SharedTensor,
     condense,
     differences,
     fingerprints,
@@ -44,25 +43,25 @@ _NEEDS = "it needs to know the copies"
 class ReplicaCheck(pl.Callback):
     """Compares the copies of weights and optimizer state, and names the rank that differs.
 
-    Works under `MegatronStrategy`. Of three or more copies the majority is right. Of two that
-    differ nobody can tell which is: the run then ends, whatever ``action`` says, and goes on from a
-    checkpoint of before (each is verified against what was written, but not against what should
-    have been). Between the fault and the check the sound copies have made updates with gradients
-    that the wrong one took part in: it is found after ``every`` steps at most.
+    Works under `MegatronStrategy`. Of three or more copies the majority is right. Two copies that
+    differ have no majority: the run ends, whatever ``action`` is. Resume it from a checkpoint of an
+    earlier step; verification compares a checkpoint with what was written, not with what should
+    have been. Until the check finds a wrong copy, at most ``every`` steps, its gradients are part
+    of the updates of all ranks.
 
     Args:
         every: optimizer steps between two checks.
-        action: what follows a difference: the run ends on all ranks (``"raise"``), or the ranks
-            that are wrong get the tensors from one that is right (``"heal"``).
+        action: response to a difference: ``"raise"`` ends the run on all ranks; ``"heal"`` sends
+            the tensors of a right rank to the wrong ones.
 
     Attributes:
-        checks: made so far.
-        healed: ranks that were healed so far, each time counted.
-        found: the differences of the latest check.
+        checks: number of checks so far.
+        healed: number of ranks healed so far, each time counted.
+        found: differences of the latest check.
 
     Raises:
-        ConfigError: an option makes no sense, or the strategy is another.
-        RuntimeError: in training, on every rank, where copies differ and are not healed.
+        ConfigError: an option is not valid, or the strategy is another.
+        RuntimeError: in training, on every rank, copies differ and are not healed.
     """
 
     def __init__(self, every: int = 100, action: Literal["raise", "heal"] = "raise") -> None:
@@ -74,9 +73,11 @@ class ReplicaCheck(pl.Callback):
                 f"action={action!r}: must be 'raise' or 'heal'; nearest valid: action='raise'"
             )
         raise_if_any(problems)
-        self._every, self._action = every, action
+        self._every = every
+        self._action = action
         self._last = -1
-        self.checks = self.healed = 0
+        self.checks = 0
+        self.healed = 0
         self.found: list[Difference] = []
 
     @override
@@ -88,10 +89,10 @@ class ReplicaCheck(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last = trainer.global_step
         services = services_of(trainer, self, _NEEDS)
-        if not any(_gather(len(_held(services)), services)):
+        if not any(_gather(len(_shared_tensors(services)), services)):
             rank_zero_warn(
-                "ReplicaCheck: no two ranks hold the same parameters under this layout, so there "
-                "is nothing to compare"
+                "ReplicaCheck: no two ranks have the same parameters under this layout, so "
+                "nothing is compared"
             )
 
     @override
@@ -110,21 +111,21 @@ class ReplicaCheck(pl.Callback):
             pl_module.log("ft/replicas_healed_total", float(self.healed), batch_size=1)
 
     def check(self, trainer: pl.Trainer) -> list[Difference]:
-        """Compare now, and do what is to follow; collective.
+        """Compare now, and apply ``action`` to differences; collective.
 
         Returns:
-            The differences that there were.
+            The differences.
         """
         self.checks += 1
         self.found = self._compare(trainer)
         if self.found:
-            self._meet(trainer)
+            self._handle_differences(trainer)
         return self.found
 
     def _compare(self, trainer: pl.Trainer) -> list[Difference]:
         services = services_of(trainer, self, _NEEDS)
         services.parallel.data.come_to_rest()
-        held = _held(services)
+        held = _shared_tensors(services)
         prints = fingerprints([one.tensor for one in held])
         doubtful = unequal(_gather(condense(held, prints), services))
         if not doubtful:
@@ -136,12 +137,12 @@ class ReplicaCheck(pl.Callback):
         }
         return differences(_gather(mine, services))
 
-    def _meet(self, trainer: pl.Trainer) -> None:
+    def _handle_differences(self, trainer: pl.Trainer) -> None:
         services = services_of(trainer, self, _NEEDS)
         wrong = suspects(self.found)
         unclear = [one for one in self.found if not one.wrong]
         heals = self._action == "heal" and not unclear
-        text = _told(self.found, wrong, unclear)
+        text = _describe(self.found, wrong, unclear)
         ranks = wrong or sorted({r for one in unclear for group in one.groups for r in group})
         services.events.write(
             "fault",
@@ -156,12 +157,12 @@ class ReplicaCheck(pl.Callback):
             announce("replicas differ", [f"step {trainer.global_step}: {text}", action])
         if not heals:
             raise RuntimeError(f"step {trainer.global_step}: {text}")
-        _heal(self.found, _held(services), services)
+        _heal(self.found, _shared_tensors(services), services)
         again = self._compare(trainer)
         if again:
             raise RuntimeError(
                 f"step {trainer.global_step}: {text}; after healing still: "
-                f"{_told(again, suspects(again), [])}"
+                f"{_describe(again, suspects(again), [])}"
             )
         self.healed += len(wrong)
 
@@ -174,8 +175,8 @@ class ReplicaCheck(pl.Callback):
         self.checks, self.healed = state_dict["checks"], state_dict["healed"]
 
 
-def _held(services: MegatronServices) -> list[Held]:
-    """What this rank holds and others hold, too: parameters, and what optimizers keep of them."""
+def _shared_tensors(services: MegatronServices) -> list[SharedTensor]:
+    """Parameters and optimizer state of this rank that other ranks hold, too."""
     found = []
     for role in services.gradients.roles:
         # Below ZeRO 3 all data-parallel ranks hold a parameter, and each owns a part of it.
@@ -183,26 +184,26 @@ def _held(services: MegatronServices) -> list[Held]:
         shown = _holders(role, services.topology, divided=role.is_divided and not whole)
         if shown is not None:
             held = local(role.parameter.detach())
-            found.append(Held(name=role.name, tensor=held, holders=shown))
+            found.append(SharedTensor(name=role.name, tensor=held, holders=shown))
         holders = _holders(role, services.topology, divided=role.is_divided)
         if holders is None:
             continue
         if role.rows is not None and role.rows.is_copy:
-            name = f"{role.name}: what the optimizer steps on"
-            found.append(Held(name=name, tensor=role.rows.values, holders=holders))
+            name = f"{role.name}: main copy of the optimizer"
+            found.append(SharedTensor(name=name, tensor=role.rows.values, holders=holders))
         for index, optimizer in enumerate(services.optimizers):
             for key, value in optimizer.state.get(role.parameter, {}).items():
                 if isinstance(value, Tensor):
                     name = f"{role.name}: {key} of optimizer {index}"
-                    found.append(Held(name=name, tensor=local(value), holders=holders))
+                    found.append(SharedTensor(name=name, tensor=local(value), holders=holders))
     return found
 
 
 def _holders(role: ParameterRole, topology: Topology, *, divided: bool) -> Holders | None:
-    """Who holds the same part of a parameter; None where nobody else does.
+    """Ranks that hold the same part of a parameter; None if only this one does.
 
     Args:
-        role: of the parameter.
+        role: role of the parameter.
         topology: the layout.
         divided: whether data-parallel ranks have different parts.
     """
@@ -224,7 +225,7 @@ def _holders(role: ParameterRole, topology: Topology, *, divided: bool) -> Holde
 
 
 def _gather(mine: Any, services: MegatronServices) -> list[Any]:
-    """What every rank says, on every rank."""
+    """Objects of all ranks, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()
@@ -232,8 +233,10 @@ def _gather(mine: Any, services: MegatronServices) -> list[Any]:
     return found
 
 
-def _heal(found: Sequence[Difference], held: Sequence[Held], services: MegatronServices) -> None:
-    """Give the ranks that are wrong what one that is right holds; through the host."""
+def _heal(
+    found: Sequence[Difference], held: Sequence[SharedTensor], services: MegatronServices
+) -> None:
+    """Send the tensors of a right rank to the wrong ones, through host memory."""
     mine = {(one.holders, one.name): one.tensor for one in held}
     rank, group = services.global_rank, services.host_group
     for one in found:
@@ -255,14 +258,15 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _told(found: Sequence[Difference], wrong: Sequence[int], unclear: Sequence[Difference]) -> str:
+def _describe(
+    found: Sequence[Difference], wrong: Sequence[int], unclear: Sequence[Difference]
+) -> str:
     names = [one.name for one in found]
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     if not unclear:
-        return f"other bits than their peers on {in_words(wrong)}, in {len(names)} tensors: {shown}"
+        return f"{in_words(wrong)} differ from the majority in {len(names)} tensors: {shown}"
     groups = " and ".join(in_words(group) for group in unclear[0].groups)
     return (
-        f"{groups} hold different bits in {len(names)} tensors ({shown}), and no bits are those of "
-        "most: which are right cannot be told; nearest valid: go on from a checkpoint of before, "
-        "and test the machines of both"
+        f"{groups} differ in {len(names)} tensors ({shown}), and no majority shows which are "
+        "right; nearest valid: resume from an earlier checkpoint, and test the machines of both"
     )

@@ -1,20 +1,20 @@
-"""Copies of the same tensors on several ranks, compared bit for bit.
+"""Comparison of copies of tensors on several ranks by fingerprints.
 
 Data-parallel ranks that replicate weights start from equal bits and make equal updates, so they
-stay equal, as do tensor-parallel ranks in what they all hold (norms, biases). A bit that flips in
-one rank's memory, or a core that computes wrongly now and then, ends that for good: from then on
-the ranks train different models and average their gradients, and nothing else shows it (the Llama 3
-report, arXiv 2407.21783, counts six such silent corruptions in 54 days).
+stay equal, and so do tensors that all tensor-parallel ranks hold (norms, biases). A flipped bit in
+one rank's memory, or a core that now and then computes wrongly, ends that: the ranks then train
+different models and average their gradients, and nothing else shows it (the Llama 3 report, arXiv
+2407.21783, counts six such silent corruptions in 54 days).
 
-What is compared is a *fingerprint* of each tensor, made where it lies, by reading it once. Its bits
-are taken as integers ``x``, in rows of `COLUMNS`, and
+The ranks compare a *fingerprint* of each tensor, computed on its device by reading it once. The
+bits are integers ``x`` in rows of `COLUMNS`, and
 
     fingerprint = sum_ij x_ij * w_j   (mod 2**64),   w_j odd
 
-so that a single flipped bit, which changes it by ``2**k * w_j``, is always seen, and any other
-difference but for one in 2**64 or an exchange of rows. Fingerprints of tensors that the same ranks
-hold are condensed into one number, which these ranks compare; only if it differs do they compare
-tensor by tensor. The bits of most ranks are the right ones. Of two that differ, nobody can tell.
+A single flipped bit changes it by ``2**k * w_j`` and is always seen; other differences are seen but
+for one in 2**64 and exchanges of rows. The fingerprints of all tensors that the same ranks hold are
+condensed into one number; only if it differs do these ranks compare tensor by tensor. The bits of
+the majority are right; two ranks that differ have none.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 Holders = tuple[tuple[str, ...], int]
-"""Which ranks hold a tensor: the axes along which they differ, and the lowest of them."""
+"""Ranks that hold a tensor, as the axes along which they differ and the lowest rank."""
 
 COLUMNS = 1024
 _ODD = 0x9E3779B97F4A7C15
@@ -37,30 +37,30 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """A tensor of which other ranks hold copies."""
+class SharedTensor:
+    """Tensor of this rank of which other ranks hold copies."""
 
     name: str
-    """The parameter, or what the optimizer keeps of it; the same for all holders."""
+    """Name of the parameter or optimizer state; the same for all holders."""
     tensor: Tensor
-    """What this rank holds: plain."""
+    """Plain local tensor."""
     holders: Holders
-    """Who holds the same."""
+    """Ranks that hold it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor whose copies are not equal."""
+    """Tensor whose copies are not equal."""
 
     name: str
     holders: Holders
-    """Who holds it."""
+    """Ranks that hold it."""
     groups: tuple[tuple[int, ...], ...]
     """Ranks whose copies are equal, the largest group first."""
 
     @property
     def wrong(self) -> tuple[int, ...]:
-        """Ranks whose bits are not those of most; empty where no bits are those of most."""
+        """Ranks outside the majority; empty without a majority."""
         total = sum(map(len, self.groups))
         if 2 * len(self.groups[0]) <= total:
             return ()
@@ -68,7 +68,7 @@ class Difference:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number that other bits would make another: int64, on the tensor's device, not waited for.
+    """Fingerprint of a tensor: int64 on its device, without synchronization.
 
     >>> a, b = torch.zeros(3), torch.zeros(3)
     >>> b.view(torch.int32)[1] = 1
@@ -80,7 +80,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
         flat = torch.view_as_real(flat).reshape(-1)
     size = flat.element_size()
     if (flat.numel() * size) % 8 == 0:  # fewer words, and no conversion
-        # Where it lies must not matter, as it is another place on every rank.
+        # The result must not depend on the offset, which differs between ranks.
         flat, size = flat if (flat.storage_offset() * size) % 8 == 0 else flat.clone(), 8
     words = flat.view(_WORDS[size])
     weights = _weights(tensor.device)
@@ -94,7 +94,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """The fingerprints of many tensors; waits for each device once."""
+    """Fingerprints of many tensors; waits for each device once."""
     found = [fingerprint(tensor) for tensor in tensors]
     places: dict[torch.device, list[int]] = {}
     for index, value in enumerate(found):
@@ -107,8 +107,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     return result
 
 
-def condense(held: Sequence[Held], prints: Sequence[int]) -> dict[Holders, str]:
-    """One number for all tensors that the same ranks hold."""
+def condense(held: Sequence[SharedTensor], prints: Sequence[int]) -> dict[Holders, str]:
+    """Digest of all tensors that the same ranks hold, by these ranks."""
     by_holders: dict[Holders, list[tuple[str, int]]] = {}
     for one, value in zip(held, prints, strict=True):
         by_holders.setdefault(one.holders, []).append((one.name, value))
@@ -121,10 +121,10 @@ def condense(held: Sequence[Held], prints: Sequence[int]) -> dict[Holders, str]:
 
 
 def unequal(everyone: Sequence[Mapping[Any, Any]]) -> set[Any]:
-    """Keys that ranks know different values of.
+    """Keys with different values on different ranks.
 
     Args:
-        everyone: of each rank, what it knows.
+        everyone: values of each rank.
 
     >>> unequal([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"c": 4}])
     {'b'}
@@ -139,10 +139,10 @@ def unequal(everyone: Sequence[Mapping[Any, Any]]) -> set[Any]:
 
 
 def differences(everyone: Sequence[Mapping[tuple[Holders, str], int]]) -> list[Difference]:
-    """The tensors whose copies differ, in an order that is the same on every rank.
+    """Tensors whose copies differ, in the same order on every rank.
 
     Args:
-        everyone: of each rank, fingerprints by holders and name.
+        everyone: fingerprints of each rank, by holders and name.
     """
     found = []
     for key in sorted(unequal(everyone)):
@@ -156,7 +156,7 @@ def differences(everyone: Sequence[Mapping[tuple[Holders, str], int]]) -> list[D
 
 
 def suspects(found: Iterable[Difference]) -> list[int]:
-    """The ranks that hold wrong bits, the most frequent first."""
+    """Ranks that hold wrong bits, the most frequent first."""
     counts = Counter(rank for one in found for rank in one.wrong)
     return [rank for rank, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
 

@@ -1,9 +1,9 @@
-"""How far each attempt of a run came, kept where it survives a ``kill -9``.
+"""Record of the last step of each attempt of a run, which survives a ``kill -9``.
 
-One small file an attempt in ``RUN_DIR/attempts``, written by rank 0. It is one record of fixed
-size, which is overwritten in place by a single write whenever a step is done: some microseconds,
-and nothing to flush, as the system keeps what a killed process wrote. (After a crash of the machine
-the last steps may be missing, and count as not reached.)
+Rank 0 writes one small file for each attempt in ``RUN_DIR/attempts``. It is one record of fixed
+size, overwritten in place by a single write after each step: some microseconds and no flush, as the
+system keeps what a killed process wrote. (After a crash of the machine the last steps may be
+missing, and count as not reached.)
 """
 
 import json
@@ -33,7 +33,7 @@ class AttemptRecord:
     end: str = ""
     """``"finished"``, ``"stopped"`` (by a signal), ``"failed"``; empty if it was killed."""
     why: str = ""
-    """What the failure was, in a few words."""
+    """Cause of the failure in a few words."""
 
 
 class AttemptLog:
@@ -42,7 +42,7 @@ class AttemptLog:
     Args:
         run_dir: directory of the run.
         run: id of the run.
-        number: of the attempt.
+        number: number of the attempt.
     """
 
     def __init__(self, run_dir: str | os.PathLike[str], run: str, number: int) -> None:
@@ -58,17 +58,17 @@ class AttemptLog:
 
     @property
     def record(self) -> AttemptRecord:
-        """What is written."""
+        """Present content of the file."""
         return replace(self._record, step=self._step)
 
     def reached(self, step: int) -> None:
-        """Note how far the attempt has come; called after every step."""
+        """Record a step; called after every step."""
         if step > self._step:
             self._step = step
             self._put()
 
     def update(self, continues: str = "", end: str = "", why: str = "") -> None:
-        """Note what is known by now; what is not given stays."""
+        """Record further facts; an empty argument changes nothing."""
         was = self._record
         short = "".join(c if c.isprintable() and c.isascii() else " " for c in why[:_WHY])
         self._record = replace(
@@ -80,7 +80,7 @@ class AttemptLog:
         self._write()
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -93,7 +93,7 @@ class AttemptLog:
             self._put()
 
     def _put(self) -> None:
-        # A step changes one number: the rest is not made again.
+        # A step changes one number; the rest is kept as text.
         text = f'{self._head}, "step": {self._step}}}'.ljust(_SIZE - 1) + "\n"
         os.pwrite(self._file, text.encode(), 0)
 
@@ -107,7 +107,7 @@ class AttemptLog:
 
 
 def read_attempts(run_dir: str | os.PathLike[str]) -> list[AttemptRecord]:
-    """All attempts that the directory knows of, the oldest first; unreadable ones are left out."""
+    """Attempts recorded in the directory, the oldest first; unreadable files are left out."""
     found = []
     with suppress(OSError):
         for path in sorted((Path(run_dir) / FOLDER).glob("*.json")):
@@ -117,7 +117,7 @@ def read_attempts(run_dir: str | os.PathLike[str]) -> list[AttemptRecord]:
 
 
 def cycles_without_progress(attempts: list[AttemptRecord]) -> int:
-    """How many attempts in a row, up to the last one, came no further than those before them."""
+    """Number of last attempts in a row without a new step."""
     cycles, best = 0, 0
     for attempt in attempts:
         further = attempt.step > best

@@ -1,11 +1,10 @@
-"""When a run that fails again and again is to stay down.
+"""Limit of restarts for a run that fails without progress: `RestartPolicy`.
 
-Restarting cures what was bad luck: a machine that died, memory that another job took. It does not
-cure a batch on which the model fails every time, and a launcher cannot tell the two apart: it
-counts restarts. What tells them apart is progress. Rank 0 notes how far each attempt came
-(`fault_tolerance.restarts.attempt_log`); attempts that end where earlier ones ended, several in a
-row, are a cycle. It also notes why, as far as it lives to hear of it, so that the last attempt can
-tell.
+A restart helps after a machine died or another job took the memory. It does not help if the model
+fails on a batch every time. A launcher counts restarts only; progress tells the two apart. Rank 0
+records the last step of each attempt (`fault_tolerance.restarts.attempt_log`): several attempts in
+a row without a new step are a cycle. It also records why each attempt failed, if it learns it, and
+the last attempt reports these.
 """
 
 import os
@@ -30,20 +29,19 @@ from lightning_megatron.services import events_of, services_if_any
 
 
 class RestartPolicy(pl.Callback):
-    """Ends a run for good that has been restarted too often, or that makes no progress any more.
+    """Ends a run that was restarted too often, or whose attempts make no progress.
 
-    It looks before anything is loaded, so that an attempt costs no more than its start, and raises
-    `RestartLimitError` on every rank. Under torchrun, which would restart the workers all the same,
-    it also ends torchrun on each node, by SIGTERM, whatever its ``--max-restarts``.
+    It decides before anything is loaded, so that such an attempt costs no more than its start, and
+    raises `RestartLimitError` on every rank. torchrun would restart the workers nonetheless: it is
+    ended on each node by SIGTERM, whatever its ``--max-restarts``.
 
-    Attempts that a signal ended in order, and those that finished, do not count.
+    Attempts that finished or that a signal ended do not count.
 
     Args:
-        max_restarts: how often a run may be started again after a failure; None leaves that to the
-            launcher.
-        cycles: how many attempts in a row may end without a new step; 0 for any number.
-        run_dir: where the attempts are noted, in ``attempts/``; by default the Trainer's
-            ``default_root_dir``. On several machines it must be shared, if rank 0 may move.
+        max_restarts: restarts of the run after a failure; None leaves the number to the launcher.
+        cycles: attempts in a row without a new step after which the run ends; 0 for any number.
+        run_dir: directory of the records, in ``attempts/``; by default the Trainer's
+            ``default_root_dir``. On several machines it must be shared, as rank 0 may move.
 
     Attributes:
         earlier: the attempts before this one, on rank 0.
@@ -61,13 +59,13 @@ class RestartPolicy(pl.Callback):
         for name, value in (("max_restarts", max_restarts), ("cycles", cycles)):
             if value is not None and value < 0:
                 raise ConfigError(
-                    f"RestartPolicy({name}={value}): it counts; nearest valid: {name}=0"
+                    f"RestartPolicy({name}={value}): must be 0 or more; nearest valid: {name}=0"
                 )
         self._max_restarts, self._cycles = max_restarts, cycles
         self._run_dir = run_dir
         self._log: AttemptLog | None = None
         self._failed: AttemptLog | None = None
-        """Of an attempt that has ended, until it is known why."""
+        """Record of an attempt that has failed, until its cause is known."""
         self._run = ""
         self._step = -1
         self.earlier: list[AttemptRecord] = []
@@ -82,15 +80,15 @@ class RestartPolicy(pl.Callback):
         self._step = -1
         if trainer.is_global_zero:
             self._open(trainer, 0 if attempt is None else attempt.number)
-            events_of(trainer).follow(self._hear)
+            events_of(trainer).subscribe(self._on_event)
         self._decide(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        events_of(trainer).unfollow(self._hear)
+        events_of(trainer).unsubscribe(self._on_event)
 
-    def _hear(self, event: dict[str, Any]) -> None:
-        """Note what others find out: a root cause is looked for after all callbacks were told."""
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """Record a cause that is found after the callbacks' ``on_exception``."""
         log = self._log or self._failed
         if log is None:
             return
@@ -107,51 +105,51 @@ class RestartPolicy(pl.Callback):
         run_dir = self._run_dir or trainer.default_root_dir
         if "://" in os.fspath(run_dir):
             rank_zero_warn(
-                f"RestartPolicy: {os.fspath(run_dir)} is no directory of this machine, so nothing "
-                "is known of earlier attempts; give it a run_dir"
+                f"RestartPolicy: run_dir={os.fspath(run_dir)} must be a local directory; earlier "
+                "attempts are unknown; nearest valid: run_dir='attempts'"
             )
             return
         try:
             self._log = AttemptLog(run_dir, self._run, number)
         except OSError as error:
-            rank_zero_warn(f"RestartPolicy: {error}; nothing is known of earlier attempts")
+            rank_zero_warn(f"RestartPolicy: {error}; earlier attempts are unknown")
 
     def _decide(self, trainer: pl.Trainer) -> None:
-        """Go on, or end on all ranks."""
+        """Raise on all ranks if the run is to end."""
         why = ""
         if self._log is not None:
             self.earlier = self._log.chain()
-            why = self._why_not()
+            why = self._reason_to_stop()
         why = trainer.strategy.broadcast(why)
         if not why:
             return
         if trainer.is_global_zero:
-            announce(f"not restarted again: {why}", map(_line, self.earlier[-8:]), rank=0)
+            announce(f"restarts end: {why}", map(_line, self.earlier[-8:]), rank=0)
         events_of(trainer).write("fault", what="restart limit", detail=why, action="end")
         self._note_end("failed")
         self._end_torchrun(trainer)
         raise RestartLimitError(why)
 
-    def _why_not(self) -> str:
+    def _reason_to_stop(self) -> str:
         failed = [a for a in self.earlier if a.end not in ("finished", "stopped")]
         best = max((attempt.step for attempt in self.earlier), default=-1)
         if self._max_restarts is not None and len(failed) > self._max_restarts:
             return (
                 f"the run has failed {len(failed)} times, and RestartPolicy(max_restarts="
-                f"{self._max_restarts}) allows for {self._max_restarts} restarts"
+                f"{self._max_restarts}) allows {self._max_restarts} restarts"
             )
         cycles = cycles_without_progress(self.earlier)
         if self._cycles and cycles >= self._cycles:
             return (
                 f"{cycles} attempts in a row ended without a step beyond step {max(best, 0)} "
-                f"(RestartPolicy(cycles={self._cycles})). What fails there fails every time: look "
-                "at the root causes that they reported; to try again nonetheless, remove "
-                "the folder attempts of the run directory"
+                f"(RestartPolicy(cycles={self._cycles})). The failure repeats: see the "
+                "causes that the attempts reported; to try again nonetheless, remove the folder "
+                "attempts of the run directory"
             )
         return ""
 
     def _end_torchrun(self, trainer: pl.Trainer) -> None:
-        """By its own SIGTERM handling, where it would start the workers again."""
+        """Send SIGTERM to torchrun if it would restart the workers."""
         elastic = env.torch_elastic()
         restarts = elastic is not None and elastic.max_restarts > elastic.restarts
         if restarts and trainer.local_rank == 0:
@@ -159,7 +157,7 @@ class RestartPolicy(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._decide(trainer)  # a checkpoint has told which run this one continues
+        self._decide(trainer)  # the checkpoint names the run that this one continues
         self._step = trainer.global_step
 
     @override

@@ -1,19 +1,17 @@
-"""Which rank is slower than those that do the same work?
+"""Comparison of ranks that do the same work, without the time in which they wait.
 
 In a synchronous step all ranks take equally long, because the fast ones wait for the slowest in the
-next collective. To tell them apart, waiting must be taken out: what counts is a rank's *own work*,
-the time in a section without the time in which it waited for others (`sections`). Per section the
-score of a rank is ::
+next collective. So ranks are compared by their *own work*: the time in a section minus the time in
+which they waited for others (`monitoring.sections`). The score of a rank in a section is ::
 
     score = fastest peer's median / own median          over the steps of a window
 
-1 for the fastest, 0.5 for one that takes twice as long (as NVIDIA's resiliency extension has it).
-Medians forget the odd slow step. Peers are the ranks of the same pipeline stage: other stages have
-other work. A difference that is no more than a twentieth of the step's work slows nobody down, and
-scores 1.
+It is 1 for the fastest and 0.5 for one that takes twice as long (as in NVIDIA's resiliency
+extension). Medians leave out the odd slow step. Peers are the ranks of the same pipeline stage, as
+other stages have other work. A difference of at most a twentieth of the step's work has score 1.
 
-Own work is measured on the host, and so is waiting. Where a device computes, forward and backward
-last only as long as it takes to order the work, and a slow device shows in no section of its own.
+Work and waiting are measured on the host. On a GPU forward and backward last as long as the host
+takes to launch their kernels, so that a slow GPU shows in no section.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +64,7 @@ class OwnWork:
 
 @dataclass(frozen=True)
 class Score:
-    """How fast a rank is in a section, compared with its fastest peer."""
+    """Speed of a rank in a section, compared with its fastest peer."""
 
     rank: int
     section: str
@@ -84,11 +82,11 @@ class Score:
 
 
 def scores(work: Sequence[Sequence[float]], kinds: Sequence[float]) -> list[Score]:
-    """The scores of all ranks and sections, the worst first.
+    """Scores of all ranks and sections, the worst first.
 
     Args:
         work: medians by rank, in the order of `WATCHED`.
-        kinds: of work, by rank; only ranks of the same kind are compared.
+        kinds: kind of work by rank; only ranks of the same kind are compared.
     """
     found = []
     for rank, mine in enumerate(work):
@@ -102,12 +100,12 @@ def scores(work: Sequence[Sequence[float]], kinds: Sequence[float]) -> list[Scor
     return sorted(found, key=lambda s: s.score)
 
 
-class Verdicts:
-    """Who has been slow for some windows in a row.
+class SlowRanks:
+    """Ranks that were slow for some windows in a row.
 
     Args:
         threshold: scores below it count as slow.
-        windows: how many in a row make a slow rank.
+        windows: windows in a row after which a rank counts as slow.
     """
 
     def __init__(self, threshold: float, windows: int) -> None:
@@ -115,12 +113,12 @@ class Verdicts:
         self._in_a_row: dict[tuple[int, str], int] = {}
 
     def add(self, window: Sequence[Score]) -> list[Score]:
-        """Those that have just become slow ranks; each once, until it has recovered."""
+        """Ranks that have become slow in this window; each once, until it recovers."""
         slow = {(s.rank, s.section): s for s in window if s.score < self._threshold}
         self._in_a_row = {key: self._in_a_row.get(key, 0) + 1 for key in slow}
         return [slow[key] for key, count in self._in_a_row.items() if count == self._windows]
 
     @property
     def current(self) -> Mapping[tuple[int, str], int]:
-        """Windows in a row by rank and section, of those that were slow in the last one."""
+        """Number of slow windows in a row, by rank and section that were slow in the last one."""
         return self._in_a_row

@@ -1,4 +1,4 @@
-"""Names a rank that makes all others wait, by comparing what each does itself."""
+"""Ranks that are slower than their peers, found by comparing the own work of each."""
 
 from collections.abc import Callable
 from statistics import median
@@ -13,7 +13,7 @@ from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.slow_ranks.comparison import (
     OwnWork,
     Score,
-    Verdicts,
+    SlowRanks,
     scores,
 )
 from lightning_megatron.monitoring.rank_stats import LabelledMetric, Values, rank_metrics_of
@@ -25,24 +25,24 @@ _NEEDS = "it needs the sections of a step"
 
 
 class SlowRankDetector(pl.Callback):
-    """Finds ranks that are slower than others with the same work, with the section they lose it in.
+    """Names ranks that are slower than others with the same work, and the section of the step.
 
     After every window of batches each rank's own work (without waiting for others) is compared, by
-    section: the fastest rank's median over this rank's median is its score, 1 at best. A score
-    below ``threshold`` in two windows in a row is announced on stderr, and is an event of kind
+    section: its score is the fastest rank's median over its own median, 1 at best. A score below
+    ``threshold`` in two windows in a row is reported on stderr and by an event of kind
     ``slow_rank``. Logs ``straggler/score_min``, ``_median`` and ``_max`` once a window, over all
-    ranks and sections, and of the worst three ``straggler/worst_1`` (2, 3) with
-    ``straggler/worst_1_rank``; `PrometheusEndpoint` has all of them by rank and section. Ranks of
+    ranks and sections, and the worst three as ``straggler/worst_1`` (2, 3) with
+    ``straggler/worst_1_rank``; `PrometheusEndpoint` has all scores by rank and section. Ranks of
     different pipeline stages have different work and are not compared. On GPUs only the host's work
-    is seen: data, and what orders the device's work. Works under `MegatronStrategy`.
+    is seen: data, and launching kernels. Works under `MegatronStrategy`.
 
     Args:
         window: batches between comparisons; each costs one gather of five numbers.
-        threshold: scores below it are slow.
+        threshold: score below which a rank is slow.
 
     Attributes:
         latest: scores of the last window, the worst first.
-        slow: everything that was announced.
+        slow: all scores that were reported.
 
     Raises:
         ConfigError: an argument is out of range, or the strategy is another.
@@ -56,7 +56,7 @@ class SlowRankDetector(pl.Callback):
                 f"threshold={threshold}: must lie between 0 and 1; nearest valid: threshold=0.7"
             )
         self._window = window
-        self._verdicts = Verdicts(threshold, _WINDOWS)
+        self._slow_ranks = SlowRanks(threshold, _WINDOWS)
         self._work: OwnWork | None = None
         self._unwatch: Callable[[], None] | None = None
         self.latest: list[Score] = []
@@ -89,7 +89,7 @@ class SlowRankDetector(pl.Callback):
         if work is None:
             return
         self._batches += 1
-        if self._batches == 1:  # pays for what happens once
+        if self._batches == 1:  # includes work that happens once
             work.begin()
             return
         work.end()
@@ -131,13 +131,13 @@ class SlowRankDetector(pl.Callback):
         rank_metrics_of(trainer).put_metric(
             LabelledMetric("straggler/score", ("rank", "section"), by_label)
         )
-        slow = self._verdicts.add(self.latest)
+        slow = self._slow_ranks.add(self.latest)
         self.slow += slow
         if trainer.is_global_zero:
             for score in slow:
-                self._tell(services, score)
+                self._report(services, score)
 
-    def _tell(self, services: MegatronServices, score: Score) -> None:
+    def _report(self, services: MegatronServices, score: Score) -> None:
         worst = [str(other) for other in self.latest[:_SHOWN] if other.score < 1]
         announce(f"rank {score.rank} is slow in {score.section}", [str(score), "worst:", *worst])
         services.events.write(

@@ -54,7 +54,7 @@ class WorkerGuard(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         strategy = trainer.strategy
         if "process_dataloader" in vars(strategy):
-            if not isinstance(strategy.process_dataloader, _Guarding):
+            if not isinstance(strategy.process_dataloader, _GuardedProcessing):
                 raise ConfigError(
                     "WorkerGuard: something else has replaced strategy.process_dataloader; "
                     "nearest valid: a strategy that overrides it in its class"
@@ -65,11 +65,13 @@ class WorkerGuard(pl.Callback):
             report=lambda fault, action: _report(trainer, fault, action),
             hang_s=self._hang_s,
         )
-        vars(strategy)["process_dataloader"] = _Guarding(strategy.process_dataloader, rules)
+        vars(strategy)["process_dataloader"] = _GuardedProcessing(
+            strategy.process_dataloader, rules
+        )
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if isinstance(vars(trainer.strategy).get("process_dataloader"), _Guarding):
+        if isinstance(vars(trainer.strategy).get("process_dataloader"), _GuardedProcessing):
             del vars(trainer.strategy)["process_dataloader"]
 
     def _may_replace(self) -> bool:
@@ -80,7 +82,7 @@ class WorkerGuard(pl.Callback):
             return True
 
 
-class _Guarding:
+class _GuardedProcessing:
     """What stands in for ``strategy.process_dataloader``."""
 
     def __init__(self, original: Callable[[object], object], rules: GuardRules) -> None:

@@ -166,7 +166,7 @@ class GuardedIterator(StandInIterator):
             except StopIteration:
                 raise
             except Exception as error:
-                self._meet(error)
+                self._handle_fault(error)
                 continue
             if self._indices.out:
                 self._indices.out.popleft()
@@ -179,9 +179,9 @@ class GuardedIterator(StandInIterator):
         try:
             self._inner.begin_epoch(self._view, first=first)
         except Exception as error:
-            self._meet(error)
+            self._handle_fault(error)
 
-    def _meet(self, error: Exception) -> None:
+    def _handle_fault(self, error: Exception) -> None:
         """Replace the workers if one of them is the cause of the error, or raise it."""
         fault = self._inner.fault(error)
         if fault is None:

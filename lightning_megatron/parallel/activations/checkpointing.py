@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_megatron._torch import compile_with_callers_only, tree_flatten
-from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.activations.knapsack import BlockCosts
 from lightning_megatron.parallel.activations.offload import Offloader
 from lightning_megatron.parallel.activations.selective import (
@@ -53,7 +53,7 @@ from lightning_megatron.parallel.forward_wrapper import BlockForward, address, o
 from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.whole_reductions import is_seen, unseen
 
-_FULL = MemoryConfig(recompute="full")
+_FULL = ActivationConfig(recompute="full")
 _REPETITIONS = 3
 """Measurements of a run of a block, of which the shortest times count: the first takes memory anew,
 and whatever else a machine does only ever adds to a time."""
@@ -62,8 +62,10 @@ and whatever else a machine does only ever adds to a time."""
 def recompute(
     module: nn.Module,
     chosen: Collection[nn.Module],
-    config: MemoryConfig = _FULL,
+    config: ActivationConfig = _FULL,
     offloader: Offloader | None = None,
+    *,
+    traced: bool = False,
 ) -> None:
     """Let ``chosen`` blocks inside ``module``, and no others, forget as ``config`` says.
 
@@ -72,9 +74,10 @@ def recompute(
         chosen: some modules inside.
         config: which results they keep.
         offloader: where these results wait.
+        traced: whether they will run inside of what is compiled.
     """
     kept = dict.fromkeys(chosen, config.kept)
-    recompute_each(module, kept, offloader, traced=config.forgets_in_graphs)
+    recompute_each(module, kept, offloader, traced=traced)
 
 
 def recompute_each(
@@ -275,7 +278,7 @@ def never_trace_alone(forward: type) -> None:
 
 def _warn_of_break(block: nn.Module) -> None:
     rank_zero_warn(
-        f"memory.recompute='selective': a {class_name(block)} runs as it is, not compiled, as "
+        f"activations.recompute='selective': a {class_name(block)} runs as it is, not compiled, as "
         "something in it breaks the graph (TORCH_LOGS=graph_breaks tells what; schedules that "
         "split the backward do, and under tp dropout on shards and products in FP8). "
         "recompute='full' compiles what lies between"

@@ -1,4 +1,4 @@
-"""What is done to train with less memory, and to which modules: options, and how they fail."""
+"""What becomes of the activations of which modules: options, and how they fail."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -6,38 +6,36 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, cast, get_args
 
-import torch
 from torch import nn
 
+from lightning_megatron.errors import holds, lists_of_names, switches, whole_numbers
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.activations.selective import DEAR, OPERATIONS, is_operation
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.problems import holds, lists_of_names, switches, whole_numbers
 
 Mode = Literal["none", "full", "selective", "adaptive"]
-Compile = Literal["none", "block", "model"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryConfig:
-    """What is done to train with less memory."""
+class ActivationConfig:
+    """What is done with activations to train with less memory."""
 
     recompute: Mode = "none"
     """Activations that are computed again in the backward: none, all inside a block (full), or all
     but the results of the operations in ``keep`` (selective); or for each block one of these, at
     the least cost of time that memory allows, by sizes and times in two batches (adaptive)."""
-    activation_gib: float | None = None
+    limit_gib: float | None = None
     """For adaptive: most that the activations of a rank's blocks may take. What is outside of
     blocks, parameters, gradients and optimizer state come on top."""
-    activation_fraction: float | None = None
+    limit_fraction: float | None = None
     """The same, as a part of the memory of the device (on CPUs: that of the host, divided by the
     processes on it)."""
     keep: list[str] | None = None
-    """For selective, and adaptive without compile: ``attention`` (fused, without dropout),
-    ``matmul``, the products of linear layers, ``norm`` (those that are one operator; RMS norms are
-    on GPUs), ``activation`` functions, or single operators of torch (``"aten.bmm"``). None:
-    attention and matmul, so that all else, dropout and rotary embeddings too, is computed again.
-    ``["matmul"]`` also recomputes attention."""
+    """For selective, and adaptive of blocks that are not compiled: ``attention`` (fused, without
+    dropout), ``matmul``, the products of linear layers, ``norm`` (those that are one operator; RMS
+    norms are on GPUs), ``activation`` functions, or single operators of torch (``"aten.bmm"``).
+    None: attention and matmul, so that all else, dropout and rotary embeddings too, is computed
+    again. ``["matmul"]`` also recomputes attention."""
     blocks: list[str] | None = None
     """Modules to recompute and to offload, by class name or by a pattern of their names
     (``"*.mlp"``), outermost. None: the composite modules in the lists of the network (every
@@ -48,7 +46,7 @@ class MemoryConfig:
     """For full: how many consecutive blocks are recomputed together, so that only the input of the
     first is kept (`parallel.activations.groups`). More than 1 asks for blocks that are items of a
     PipelineSequential."""
-    offload_activations: bool = False
+    offload: bool = False
     """Whether what autograd keeps of the blocks, recomputed or not, waits for the backward in host
     memory (`parallel.activations.offload`)."""
     offload_min_bytes: int = 65_536
@@ -56,13 +54,6 @@ class MemoryConfig:
     distribute_inputs: bool = False
     """Whether each tensor-parallel rank keeps but a part of the input of a recomputed block, to be
     gathered in the backward (`parallel.activations.distribute_inputs`)."""
-    compile: Compile = "none"
-    """Whether the blocks of the network, one by one, or all of it (each stage of a pipeline) run
-    through ``torch.compile`` (`parallel.compile`), which saves time and the memory of what it
-    fuses. The compiler recomputes what ``recompute`` names, unless it is whole blocks that are
-    compiled one by one."""
-    compile_backend: str = "inductor"
-    """What makes code of their graphs, as ``torch.compile`` names it."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -74,35 +65,28 @@ class MemoryConfig:
         """Operations whose results are kept wherever blocks are recomputed selectively."""
         return DEAR if self.keep is None else tuple(self.keep)
 
-    @property
-    def forgets_in_graphs(self) -> bool:
-        """Whether what is recomputed lies inside of what is compiled (`parallel.compile`)."""
-        parts = self.recompute == "selective" or self.blocks is not None
-        inside = self.compile == "model" or (self.compile == "block" and parts)
-        return inside and self.recompute != "none"
-
     def problems(self, module: nn.Module | None) -> list[str]:
         """Faults of the options, and if ``module`` is given, of applying them to it."""
         if self.recompute not in get_args(Mode):
             close = difflib.get_close_matches(str(self.recompute), get_args(Mode), n=1, cutoff=0.0)
             return [
-                f"memory.recompute={self.recompute!r}: no such mode; valid: "
+                f"activations.recompute={self.recompute!r}: no such mode; valid: "
                 f"{', '.join(get_args(Mode))}; nearest valid: {close[0]!r}",
                 *self._kind_problems(),
             ]
-        problems = self._kind_problems() + self._keep_problems() + self._compile_problems(module)
+        problems = self._kind_problems() + self._keep_problems()
         problems += self._limit_problems() + self._offload_problems() + self._group_problems()
         if self._kind_problems():
             return problems
         if self.recompute == "none":
-            blocks = None if self.offload_activations else self.blocks
+            blocks = None if self.offload else self.blocks
             if (blocks, self.every) != (None, 1):
                 problems.append(
-                    f"memory.recompute='none', blocks={self.blocks}, every={self.every}: they "
+                    f"activations.recompute='none', blocks={self.blocks}, every={self.every}: they "
                     "say which blocks to recompute, and none is; nearest valid: recompute='full'"
                 )
                 return problems
-        if self.recompute == "none" and not self.offload_activations:
+        if self.recompute == "none" and not self.offload:
             return problems
         if module is None or any(isinstance(child, RemoteItem) for child in module.modules()):
             return problems  # an earlier run, whose problems were told, has left some stages here
@@ -113,72 +97,29 @@ class MemoryConfig:
         numbers = whole_numbers(1, every=self.every, group=self.group)
         numbers += whole_numbers(0, offload_min_bytes=self.offload_min_bytes)
         lists = lists_of_names(blocks=self.blocks, keep=self.keep)
-        flags = switches(
-            offload_activations=self.offload_activations, distribute_inputs=self.distribute_inputs
-        )
-        return [f"memory.{problem}" for problem in numbers + lists + flags]
-
-    def _compile_problems(self, module: nn.Module | None) -> list[str]:
-        if self.compile == "none":
-            return []
-        if self.compile not in get_args(Compile):
-            return [
-                f"memory.compile={self.compile!r}: must be one of {', '.join(get_args(Compile))}; "
-                "nearest valid: 'block'"
-            ]
-        problems = []
-        if self.compile_backend not in torch.compiler.list_backends(exclude_tags=()):
-            problems.append(
-                f"memory.compile_backend={self.compile_backend!r}: torch has no such backend; "
-                "nearest valid: 'inductor'"
-            )
-        moves = self.offload_activations or self.distribute_inputs
-        if moves and (self.compile == "model" or self.forgets_in_graphs):
-            problems.append(
-                f"memory.compile={self.compile!r}, recompute={self.recompute!r}, blocks="
-                f"{self.blocks}, offload_activations={self.offload_activations}, "
-                f"distribute_inputs={self.distribute_inputs}: what is kept inside of a graph "
-                "cannot be moved; nearest valid: compile='block' with recompute='none' or 'full' "
-                "and blocks=None, or the same without these"
-            )
-        if self.compile == "block" and module is not None and not find_blocks(module, None):
-            problems.append(
-                "memory.compile='block': the module has no lists of composite modules, so there "
-                "is nothing to compile; nearest valid: compile='none'"
-            )
-        return problems
+        flags = switches(offload=self.offload, distribute_inputs=self.distribute_inputs)
+        return [f"activations.{problem}" for problem in numbers + lists + flags]
 
     def _limit_problems(self) -> list[str]:
-        gib, fraction = self.activation_gib, self.activation_fraction
+        gib, fraction = self.limit_gib, self.limit_fraction
         adaptive, problems = self.recompute == "adaptive", []
-        if adaptive and self.compile == "model":
-            problems.append(
-                "memory.recompute='adaptive', compile='model': blocks inside of one graph are not "
-                "measured; nearest valid: compile='block', or recompute='full'"
-            )
-        if adaptive and self.compile == "block" and (self.keep, self.blocks) != (None, None):
-            problems.append(
-                f"memory.recompute='adaptive', compile='block', keep={self.keep}, blocks="
-                f"{self.blocks}: compiled blocks are measured, and recomputed, as a whole; nearest "
-                "valid: keep=None with blocks=None, or compile='none'"
-            )
         if adaptive and self.every != 1:
             problems.append(
-                f"memory.recompute='adaptive', every={self.every}: it chooses the blocks itself; "
-                "nearest valid: every=1, or recompute='full'"
+                f"activations.recompute='adaptive', every={self.every}: it chooses the blocks "
+                "itself; nearest valid: every=1, or recompute='full'"
             )
         given = [limit for limit in (gib, fraction) if limit is not None]
         if len(given) != adaptive or not all(holds(lambda limit: limit > 0, x) for x in given):
             problems.append(
-                f"memory.recompute={self.recompute!r}, activation_gib={gib!r}, activation_fraction="
+                f"activations.recompute={self.recompute!r}, limit_gib={gib!r}, limit_fraction="
                 f"{fraction!r}: one number above 0 is what adaptive recomputation, and only that, "
                 "has to keep to; nearest valid: "
-                + ("activation_gib=1.0" if adaptive else "activation_gib=None")
+                + ("limit_gib=1.0" if adaptive else "limit_gib=None")
             )
         if holds(lambda fraction: fraction > 1, fraction):
             problems.append(
-                f"memory.activation_fraction={fraction}: a device has no more than all of its "
-                "memory; nearest valid: activation_fraction=1.0"
+                f"activations.limit_fraction={fraction}: a device has no more than all of its "
+                "memory; nearest valid: limit_fraction=1.0"
             )
         return problems
 
@@ -186,15 +127,15 @@ class MemoryConfig:
         problems = []
         if self.distribute_inputs and self.recompute not in ("full", "selective"):
             problems.append(
-                f"memory.distribute_inputs=True, recompute={self.recompute!r}: it is the inputs of "
-                "blocks that are chosen to be recomputed; nearest valid: recompute='full', or "
-                "distribute_inputs=False"
+                f"activations.distribute_inputs=True, recompute={self.recompute!r}: it is the "
+                "inputs of blocks that are chosen to be recomputed; nearest valid: "
+                "recompute='full', or distribute_inputs=False"
             )
-        if self.offload_activations and self.recompute == "adaptive":
+        if self.offload and self.recompute == "adaptive":
             problems.append(
-                "memory.recompute='adaptive', offload_activations=True: what is in host memory "
+                "activations.recompute='adaptive', offload=True: what is in host memory "
                 "does not count towards the limit, so there is nothing to choose; nearest valid: "
-                "recompute='selective', or offload_activations=False"
+                "recompute='selective', or offload=False"
             )
         return problems
 
@@ -204,13 +145,13 @@ class MemoryConfig:
         problems = []
         if self.recompute != "full" or self.every != 1:
             problems.append(
-                f"memory.group={self.group}, recompute={self.recompute!r}, every={self.every}: "
-                "groups are of consecutive blocks that keep nothing but an input; nearest valid: "
-                "recompute='full' with every=1, or group=1"
+                f"activations.group={self.group}, recompute={self.recompute!r}, "
+                f"every={self.every}: groups are of consecutive blocks that keep nothing but an "
+                "input; nearest valid: recompute='full' with every=1, or group=1"
             )
-        if self.offload_activations or self.distribute_inputs:
+        if self.offload or self.distribute_inputs:
             problems.append(
-                f"memory.group={self.group}, offload_activations={self.offload_activations}, "
+                f"activations.group={self.group}, offload={self.offload}, "
                 f"distribute_inputs={self.distribute_inputs}: these move the inputs of single "
                 "blocks; nearest valid: group=1, or group without them"
             )
@@ -221,13 +162,13 @@ class MemoryConfig:
             return []
         if self.recompute not in ("selective", "adaptive"):
             return [
-                f"memory.recompute={self.recompute!r}, keep={self.keep}: only selective "
+                f"activations.recompute={self.recompute!r}, keep={self.keep}: only selective "
                 "recomputation keeps results; nearest valid: recompute='selective'"
             ]
         if not self.keep or not all(is_operation(str(name)) for name in self.keep):
             return [
-                f"memory.keep={self.keep}: must name some of {', '.join(OPERATIONS)}, or operators "
-                "of torch ('aten.mm'); nearest valid: keep=['attention', 'matmul'], or "
+                f"activations.keep={self.keep}: must name some of {', '.join(OPERATIONS)}, or "
+                "operators of torch ('aten.mm'); nearest valid: keep=['attention', 'matmul'], or "
                 "recompute='full' to keep nothing"
             ]
         return []
@@ -240,13 +181,13 @@ class MemoryConfig:
             if not find_blocks(module, [name]):
                 close = difflib.get_close_matches(str(name), classes, n=1, cutoff=0.0)
                 problems.append(
-                    f"memory.blocks={name!r}: the module holds nothing of this class or name, so "
-                    f"nothing would be {done}; nearest valid: {close[0]!r}, or blocks=None"
+                    f"activations.blocks={name!r}: the module holds nothing of this class or name, "
+                    f"so nothing would be {done}; nearest valid: {close[0]!r}, or blocks=None"
                 )
         if not problems and not find_blocks(module, self.blocks):
             problems.append(
-                f"memory.recompute={self.recompute!r}, blocks={self.blocks}: the module has no "
-                f"lists of composite modules, so nothing would be {done}; nearest valid: "
+                f"activations.recompute={self.recompute!r}, blocks={self.blocks}: the module has "
+                f"no lists of composite modules, so nothing would be {done}; nearest valid: "
                 "blocks=[<class names>], or recompute='none'"
             )
         return problems or self._item_problems(module)
@@ -259,9 +200,9 @@ class MemoryConfig:
         if self.group == 1 or not others:
             return []
         return [
-            f"memory.group={self.group}, blocks={self.blocks}: {', '.join(sorted(others))} are no "
-            "items of a PipelineSequential, which alone can run several of them again at once; "
-            "nearest valid: group=1"
+            f"activations.group={self.group}, blocks={self.blocks}: {', '.join(sorted(others))} "
+            "are no items of a PipelineSequential, which alone can run several of them again at "
+            "once; nearest valid: group=1"
         ]
 
 
@@ -297,7 +238,7 @@ def _find(module: nn.Module, wanted: Sequence[str] | None, prefix: str) -> Itera
             yield from _find(child, wanted, f"{path}.")
 
 
-def blocks_to_recompute(module: nn.Module, config: MemoryConfig) -> list[nn.Module]:
+def blocks_to_recompute(module: nn.Module, config: ActivationConfig) -> list[nn.Module]:
     """The blocks that ``config`` chooses of a whole module, that of all pipeline stages."""
     if config.recompute == "none":
         return []

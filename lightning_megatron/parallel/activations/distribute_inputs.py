@@ -90,10 +90,10 @@ class SharedInputs(BlockForward):
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._tp.group)
         if (highest - lowest).abs().max() > _TOLERANCE * highest[0]:
             raise ConfigError(
-                f"memory.distribute_inputs=True, blocks: the input of {class_name(self._block)} "
-                "differs between tensor-parallel ranks, so they cannot keep it together; nearest "
-                "valid: blocks whose input all of them hold (blocks=None), or "
-                "distribute_inputs=False"
+                "activations.distribute_inputs=True, blocks: the input of "
+                f"{class_name(self._block)} differs between tensor-parallel ranks, so they cannot "
+                "keep it together; nearest valid: blocks whose input all of them hold "
+                "(blocks=None), or distribute_inputs=False"
             )
 
 

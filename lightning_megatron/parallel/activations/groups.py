@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from lightning_megatron.layers.sequential import PipelineSequential, Together
+from lightning_megatron.layers.sequential import ItemGroup, PipelineSequential
 from lightning_megatron.parallel.activations.checkpointing import (
     checkpoint_options,
     never_trace_alone,
@@ -74,7 +74,7 @@ def _spans(chosen: Sequence[bool], size: int) -> Iterator[range]:
         start = max(stop, start + 1)
 
 
-class _Forgotten(Together):
+class _Forgotten(ItemGroup):
     """Runs items again in the backward.
 
     Args:

@@ -210,7 +210,7 @@ class _Stored:
         if any(tensor._version != version for tensor, version in self._versions):
             raise RuntimeError(
                 "A tensor that the backward of a block needs was changed in place after it had "
-                "been used (memory.offload_activations=True noticed it; autograd would have)"
+                "been used (activations.offload=True noticed it; autograd would have)"
             )
 
     def arrived(self) -> Tensor:

@@ -132,10 +132,10 @@ class SavedResults:
         """
         if not self._results[func]:
             raise RuntimeError(
-                f"A block of which memory.recompute='selective' keeps {func} ran it more often in "
-                "the backward than in the forward. Either it does not compute the same thing "
-                "twice, or the backward runs twice (retain_graph=True); recompute='full' allows "
-                "the latter"
+                f"A block of which activations.recompute='selective' keeps {func} ran it more "
+                "often in the backward than in the forward. Either it does not compute the same "
+                "thing twice, or the backward runs twice (retain_graph=True); recompute='full' "
+                "allows the latter"
             )
         result = self._results[func].popleft()
         return result if self._keeper is None else tree_map(self._keeper.unpack, result)

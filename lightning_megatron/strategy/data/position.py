@@ -17,7 +17,6 @@ accumulated, or amid a step that fails, holds the position *before* the accumula
 are read again, and each contributes to one optimizer step.
 """
 
-import warnings
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from lightning_megatron._lightning import (
     count_batches_anew,
     discard_batches,
     epoch_counts,
+    hide_resuming_warning,
     read_anew,
     repeats_short_loaders,
     shift_batch_counts,
@@ -279,7 +279,7 @@ class DataPosition:
             _begin_epoch(saved["states"], trainer)
         if not discard:
             self._count_batches(saved, combined.flattened, trainer)
-            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
+            hide_resuming_warning()
         elif len(combined.flattened) > 1:
             rank_zero_warn(
                 "A training loader among several is iterable and has no state_dict: it is read "

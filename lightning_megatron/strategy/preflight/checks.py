@@ -25,13 +25,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron._lightning import set_device_mesh, training_source
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.parallel.activations.config import MemoryConfig
+from lightning_megatron.parallel.activations.config import ActivationConfig
+from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
 from lightning_megatron.parallel.zero import ComputeTypes, ShardingConfig
 from lightning_megatron.pipeline.microbatch import DEFAULT_PER_RANK, MicrobatchRule
-from lightning_megatron.problems import switches
 from lightning_megatron.schedules.schedule import (
     CUSTOM,
     Schedule,
@@ -54,22 +54,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions:
-    """What the user asked of the strategy, in numbers."""
+    """What the user asked of the strategy, by the names of its arguments."""
 
     tp: int
-    pp: int
-    zero: int
-    dp_replicate: int
+    pp: PipelineConfig
+    zero: ShardingConfig
     sequence_parallel: bool
     microbatch_size: int | None
     num_microbatches: int | None
-    schedule: str
-    pipeline: PipelineConfig
+    activations: ActivationConfig
+    compile: CompileConfig
 
     def degrees(self, world_size: int) -> Degrees:
         """The full layout on so many processes."""
         degrees = infer_degrees(
-            world_size, tp=self.tp, pp=self.pp, dp_replicate=self.dp_replicate, zero=self.zero
+            world_size,
+            tp=self.tp,
+            pp=self.pp.degree,
+            dp_replicate=self.zero.dp_replicate,
+            zero=self.zero.stage,
         )
         return replace(degrees, origin=self.stage_ranks[-1])
 
@@ -79,12 +82,12 @@ class LayoutOptions:
         return (
             f"tp={degrees.tp}, pp={degrees.pp}, dp={degrees.dp}, dp_replicate="
             f"{degrees.dp_replicate}, sequence_parallel={self.sequence_parallel}, "
-            f"zero={self.zero}, precision={precision.precision!r}"
+            f"zero={self.zero.stage}, precision={precision.precision!r}"
         )
 
     def microbatches(self) -> MicrobatchRule:
         """How batches are cut."""
-        default = 1 if self.pp == 1 else DEFAULT_PER_RANK * self.pp
+        default = 1 if self.pp.degree == 1 else DEFAULT_PER_RANK * self.pp.degree
         return MicrobatchRule(
             size=self.microbatch_size, number=self.num_microbatches, default=default
         )
@@ -92,53 +95,53 @@ class LayoutOptions:
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         """Pipeline rank of every stage; raises `ConfigError` where the schedule is not legal."""
-        return self.pipeline.placement(self._begins_with, self.pp) if self.pp > 1 else (0,)
+        return self.pp.placement(self._begins_with) if self.pp.degree > 1 else (0,)
 
     @property
     def _begins_with(self) -> str:
         """Schedule of the first steps."""
-        if self.schedule != AUTO:
-            return self.schedule
-        config = self.pipeline
+        config = self.pp
+        if config.schedule != AUTO:
+            return config.schedule
         return first_schedule(config.stages_per_rank, config.activation_gib is not None)
 
     def make_schedule(self, count: int) -> Schedule:
         """Pipeline schedule of a batch of ``count`` microbatches."""
-        config = self.pipeline
-        name = self._begins_with
-        return make_schedule(name, self.pp, count, config.stages_per_rank, config.table)
+        config, name = self.pp, self._begins_with
+        return make_schedule(name, config.degree, count, config.stages_per_rank, config.table)
 
     def _schedule_problems(self) -> list[str]:
-        pp, count = _whole(self.pp), self.num_microbatches
-        config, name = self.pipeline, self.schedule
+        config, count = self.pp, self.num_microbatches
+        pp, name = _whole(config.degree), config.schedule
         limit = config.activation_gib
         problems = []
         if limit is not None and (name != AUTO or not limit > 0):
             problems.append(
-                f"pipeline.activation_gib={limit}, schedule={name!r}: it is a number above 0 that "
-                "limits the choice of schedule='auto'; nearest valid: activation_gib=None"
+                f"pp.activation_gib={limit}, schedule={name!r}: it is a number above 0 that limits "
+                "the choice of schedule='auto'; nearest valid: activation_gib=None"
             )
         if name == AUTO:
             if config.stages_per_rank not in (None, *PLACED):
                 problems.append(
-                    f"schedule='auto', stages_per_rank={config.stages_per_rank}: it chooses among "
-                    "schedules with 1 or 2 stages per rank; nearest valid: stages_per_rank=2"
+                    f"pp.schedule='auto', stages_per_rank={config.stages_per_rank}: it chooses "
+                    "among schedules with 1 or 2 stages per rank; nearest valid: stages_per_rank=2"
                 )
             return problems
-        problems += schedule_problems(
+        found = schedule_problems(
             name, max(pp, 1), max(_whole(count), 1), config.stages_per_rank, config.table
         )
+        problems += [f"pp.{problem}" for problem in found]
         if problems or name != CUSTOM or pp < 1:
             return problems
         if count is None:
             return [
-                f"schedule='custom', num_microbatches=None: the table {config.table} is for one "
+                f"pp.schedule='custom', num_microbatches=None: the table {config.table} is for one "
                 "number of microbatches; nearest valid: num_microbatches=<its number>"
             ]
         try:
             self.make_schedule(_whole(count))
         except ConfigError as error:
-            return list(error.problems)
+            return [f"pp.{problem}" for problem in error.problems]
         return []
 
     def problems(self, world_size: int) -> list[str]:
@@ -146,10 +149,10 @@ class LayoutOptions:
         problems = degree_problems(
             world_size,
             tp=self.tp,
-            pp=self.pp,
+            pp=self.pp.degree,
             cp=1,
-            dp_replicate=self.dp_replicate,
-            zero=self.zero,
+            dp_replicate=self.zero.dp_replicate,
+            zero=self.zero.stage,
         )
         problems += self._schedule_problems()
         problems += switches(sequence_parallel=self.sequence_parallel)
@@ -158,8 +161,37 @@ class LayoutOptions:
                 "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
                 "valid: sequence_parallel=False, or tp=2"
             )
-        problems += self.pipeline.problems(self.pp)
+        problems += self.pp.problems()
         return problems + self._microbatch_problems()
+
+    def group_problems(self, module: nn.Module | None) -> list[str]:
+        """Faults of ``zero``, ``activations`` and ``compile``, and of applying them to a module."""
+        zero, activations = self.zero, self.activations
+        problems = zero.problems(module) + activations.problems(module)
+        problems += self.compile.problems(activations, module)
+        if activations.recompute == "adaptive" and self.pp.schedule == AUTO:
+            problems.append(
+                "activations.recompute='adaptive', pp.schedule='auto': how many microbatches are "
+                "under way, and so what fits, would change after it was measured; nearest valid: "
+                "pp.schedule='1f1b'"
+            )
+        if zero.offload_optimizer and zero.stage == 0:
+            problems.append(
+                "zero.offload_optimizer=True, zero=0: it is each rank's part of the optimizer that "
+                "is kept in host memory; nearest valid: zero=1, or offload_optimizer=False"
+            )
+        if zero.offload_parameters and zero.stage != 3:
+            problems.append(
+                f"zero.offload_parameters=True, zero={zero.stage}: below ZeRO 3 every rank "
+                "computes with whole parameters; nearest valid: zero=3, or offload_optimizer=True"
+            )
+        if activations.distribute_inputs and (self.tp == 1 or self.sequence_parallel):
+            problems.append(
+                f"activations.distribute_inputs=True, tp={self.tp}, sequence_parallel="
+                f"{self.sequence_parallel}: it divides what several tensor-parallel ranks hold "
+                "whole; nearest valid: distribute_inputs=False"
+            )
+        return problems
 
     def _microbatch_problems(self) -> list[str]:
         problems = [
@@ -193,41 +225,18 @@ def examine(
     trainer: Trainer,
     module: LightningModule,
     options: LayoutOptions,
-    sharding: ShardingConfig,
-    memory: MemoryConfig,
     world_size: int,
 ) -> Findings:
     """Examine a run; touches nothing."""
     problems = options.problems(world_size)
     layout_is_legal = not problems
-    problems += sharding.problems(None) + memory.problems(None)
-    if memory.recompute == "adaptive" and options.schedule == AUTO:
-        problems.append(
-            "memory.recompute='adaptive', schedule='auto': how many microbatches are under way, "
-            "and so what fits, would change after it was measured; nearest valid: schedule='1f1b'"
-        )
-    if sharding.offload_optimizer and options.zero == 0:
-        problems.append(
-            "sharding.offload_optimizer=True, zero=0: it is each rank's part of the optimizer that "
-            "is kept in host memory; nearest valid: zero=1, or offload_optimizer=False"
-        )
-    if sharding.offload_parameters and options.zero != 3:
-        problems.append(
-            f"sharding.offload_parameters=True, zero={options.zero}: below ZeRO 3 every rank "
-            "computes with whole parameters; nearest valid: zero=3, or offload_optimizer=True"
-        )
-    if memory.distribute_inputs and (options.tp == 1 or options.sequence_parallel):
-        problems.append(
-            f"memory.distribute_inputs=True, tp={options.tp}, sequence_parallel="
-            f"{options.sequence_parallel}: it divides what several tensor-parallel ranks hold "
-            "whole; nearest valid: distribute_inputs=False"
-        )
+    problems += options.group_problems(None)
     problems += _loop_problems(module, options)
-    if layout_is_legal and memory.compile != "none":
-        problems += _compile_problems(options, memory.compile)
+    if layout_is_legal:
+        problems += _compile_problems(options)
     problems += _folder_problems(trainer)
     problems += _data_problems(trainer, options) + averaging_problems(
-        trainer, module, whole=world_size == 1 or (options.zero != 3 and _is_flat(options))
+        trainer, module, whole=world_size == 1 or (options.zero.stage != 3 and _is_flat(options))
     )
     degrees = options.degrees(world_size) if layout_is_legal else None
     with _rehearsal(trainer, module) as outcome:
@@ -243,9 +252,9 @@ def examine(
             problems += layer_problems(module, alone=alone, tp=tp)
             if any(has_unknown_sizes(child) for child in module.modules()):
                 degrees = None  # what follows asks for sizes
-            problems += sharding.problems(module) + memory.problems(module)
+            problems += options.group_problems(module)
             if degrees is not None:
-                plan = ModulePlan(module, degrees, options.pipeline, options.stage_ranks)
+                plan = ModulePlan(module, degrees, options.pp, options.stage_ranks)
                 problems += plan.problems(sequence_parallel=options.sequence_parallel)
                 problems += _shape_problems(trainer, module, options)
                 if not problems:
@@ -256,8 +265,8 @@ def examine(
 def _warn_of_estimates(plan: ModulePlan) -> None:
     if plan.estimated_items:
         rank_zero_warn(
-            "partition='flops': the operations of these items could not be counted, as they do not "
-            "run on the meta device; 2 per parameter and token are taken for them: "
+            "pp.partition='flops': the operations of these items could not be counted, as they do "
+            "not run on the meta device; 2 per parameter and token are taken for them: "
             f"{', '.join(plan.estimated_items)}. A method flops(sequence_length) of an item tells "
             "them, example_input_array of the module what the first item takes."
         )
@@ -311,8 +320,9 @@ def _is_parallel(module: nn.Module) -> bool:
 
 def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]:
     """Faults of the module's code, as opposed to its layers."""
-    several = options.pp != 1 or not _is_single(options)
-    given = f"pp={options.pp}" if options.pp != 1 else "several microbatches"
+    pp = options.pp.degree
+    several = pp != 1 or not _is_single(options)
+    given = f"pp={pp}" if pp != 1 else "several microbatches"
     problems = []
     if several and not module.automatic_optimization:
         problems.append(
@@ -329,13 +339,15 @@ def _loop_problems(module: LightningModule, options: LayoutOptions) -> list[str]
     return problems
 
 
-def _compile_problems(options: LayoutOptions, compiled: str) -> list[str]:
+def _compile_problems(options: LayoutOptions) -> list[str]:
     """Whether what is compiled as one would have to be timed in parts."""
-    if compiled != "model" or options.pp == 1 or options.pipeline.partition != MEASURED:
+    measured = options.pp.degree > 1 and options.pp.partition == MEASURED
+    if options.compile.scope != "model" or not measured:
         return []
     return [
-        "memory.compile='model', partition='measured': it is items that are timed, and a stage "
-        "that is one graph has none; nearest valid: compile='block', or partition='parameters'"
+        "compile.scope='model', pp.partition='measured': it is items that are timed, and a stage "
+        "that is one graph has none; nearest valid: compile.scope='block', or "
+        "pp.partition='parameters'"
     ]
 
 
@@ -344,7 +356,7 @@ def _is_single(options: LayoutOptions) -> bool:
 
 
 def _is_flat(options: LayoutOptions) -> bool:
-    return options.tp == 1 and options.pp == 1
+    return options.tp == 1 and options.pp.degree == 1
 
 
 def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:

@@ -75,7 +75,7 @@ class ConnectionConfig:
                 )
         if from_host and self.backend is not None and "gloo" not in self.backend.lower():
             problems.append(
-                f"connection.backend={self.backend!r}, sharding.offload_parameters=True: gradients "
+                f"connection.backend={self.backend!r}, zero.offload_parameters=True: gradients "
                 "in host memory are sent by gloo; nearest valid: backend=None, or "
                 "backend='cpu:gloo,cuda:nccl'"
             )

@@ -1,4 +1,4 @@
-"""``partition="measured"``: stages of equal time, by the times of this very model.
+"""``pp.partition="measured"``: stages of equal time, by the times of this very model.
 
 Training begins with stages of about equal numbers of parameters. The first step pays for whatever
 happens once; the next ones are measured, item by item (`pipeline.timing`). Then, before a batch
@@ -163,8 +163,9 @@ class MeasuredPartition(Tuner):
     def _stay(self, report: PartitionReport, why: str) -> None:
         self._done = True
         rank_zero_info(
-            f'partition="measured": the best partition is {list(report.after)}, which is not taken '
-            f"({why}); stages stay {list(report.before)}, {1e3 * report.step_before:.4g} ms a step"
+            f'pp.partition="measured": the best partition is {list(report.after)}, which is not '
+            f"taken ({why}); stages stay {list(report.before)}, {1e3 * report.step_before:.4g} ms "
+            "a step"
         )
         self.report = replace(report, after=report.before, step_expected=report.step_before)
 
@@ -173,7 +174,7 @@ class MeasuredPartition(Tuner):
         step = _largest(median(times.steps), self._host.parallel.topology)
         self.report = replace(report, step_after=step)
         rank_zero_info(
-            f'partition="measured": {1e3 * report.step_before:.4g} ms a step before, '
+            f'pp.partition="measured": {1e3 * report.step_before:.4g} ms a step before, '
             f"{1e3 * report.step_expected:.4g} expected, {1e3 * step:.4g} measured now"
         )
 
@@ -181,9 +182,10 @@ class MeasuredPartition(Tuner):
 def _moving(report: PartitionReport, plan: Repartition) -> str:
     costs = ", ".join(f"{1e3 * seconds:.3g}" for seconds in report.item_seconds)
     return (
-        f'partition="measured": stages of {list(report.before)} items become {list(report.after)}; '
-        f"{1e3 * report.step_before:.4g} ms a step, {1e3 * report.step_expected:.4g} expected "
-        f"({plan.gain:.1%} less). Milliseconds of the items: {costs}"
+        f'pp.partition="measured": stages of {list(report.before)} items become '
+        f"{list(report.after)}; {1e3 * report.step_before:.4g} ms a step, "
+        f"{1e3 * report.step_expected:.4g} expected ({plan.gain:.1%} less). Milliseconds of "
+        f"the items: {costs}"
     )
 
 

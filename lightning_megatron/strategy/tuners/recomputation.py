@@ -1,4 +1,4 @@
-"""``memory.recompute="adaptive"``: recompute as little as the memory allows, by measurement.
+"""``activations.recompute="adaptive"``: recompute as little as the memory allows, by measurement.
 
 Training begins with all blocks recomputed. During the first two batches every block is measured:
 what autograd keeps of it and the time of its forward, and the notes and the time of recomputing it
@@ -35,7 +35,7 @@ from typing_extensions import override
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.parallel.activations.checkpointing import measure, recompute_each
-from lightning_megatron.parallel.activations.config import MemoryConfig, find_blocks
+from lightning_megatron.parallel.activations.config import ActivationConfig, find_blocks
 from lightning_megatron.parallel.activations.knapsack import (
     BlockCosts,
     RecomputeMode,
@@ -74,6 +74,7 @@ class AdaptiveMemory(Tuner):
         config: the limit.
         schedule: from a number of microbatches, that of the pipeline.
         report: called with the plan, on every rank.
+        compiled: whether the blocks run compiled.
 
     Attributes:
         ways: of every block of all ranks by name, how it is recomputed; None until the choice.
@@ -84,9 +85,11 @@ class AdaptiveMemory(Tuner):
     def __init__(
         self,
         parallel: ParallelModule,
-        config: MemoryConfig,
+        config: ActivationConfig,
         schedule: Callable[[int], Schedule],
         report: Callable[[str], None],
+        *,
+        compiled: bool = False,
     ) -> None:
         self._parallel, self._config = parallel, config
         self._schedule, self._report = schedule, report
@@ -96,7 +99,7 @@ class AdaptiveMemory(Tuner):
             for block in find_blocks(parallel.module, config.blocks)
             if not isinstance(block, RemoteItem)
         }
-        self._compiled = config.compile != "none"
+        self._compiled = compiled
         self._selection = () if self._compiled else config.selection
         self._seen = self._count = 0
         self._microbatches = 1
@@ -174,9 +177,9 @@ class AdaptiveMemory(Tuner):
         """Bytes that the blocks of this rank may take, and that it has; the least of all ranks."""
         config, topology = self._config, self._parallel.topology
         memory = _memory(topology.device)
-        if config.activation_gib is not None:
-            return int(config.activation_gib * 2**30), memory
-        assert config.activation_fraction is not None
+        if config.limit_gib is not None:
+            return int(config.limit_gib * 2**30), memory
+        assert config.limit_fraction is not None
         everyone = [(socket.gethostname(), memory)]
         if topology.world_size > 1:
             everyone = everyone * topology.world_size
@@ -185,19 +188,19 @@ class AdaptiveMemory(Tuner):
             hosts = [host for host, _ in everyone]
             everyone = [(host, size // hosts.count(host)) for host, size in everyone]
         memory = min(size for _, size in everyone)
-        return int(config.activation_fraction * memory), memory
+        return int(config.limit_fraction * memory), memory
 
     def _too_little(self, limit: int, least: int, memory: int) -> str:
-        fraction, enough = self._config.activation_fraction, least * 1.001
+        fraction, enough = self._config.limit_fraction, least * 1.001
         if fraction is None:
-            given = f"activation_gib={limit / 2**30:.4g}"
-            remedy = f"activation_gib={enough / 2**30:.4g}, or "
+            given = f"limit_gib={limit / 2**30:.4g}"
+            remedy = f"limit_gib={enough / 2**30:.4g}, or "
         else:
-            given = f"activation_fraction={fraction:.4g} ({limit / 2**30:.4g} GiB)"
-            remedy = f"activation_fraction={enough / memory:.4g}, or " if enough < memory else ""
+            given = f"limit_fraction={fraction:.4g} ({limit / 2**30:.4g} GiB)"
+            remedy = f"limit_fraction={enough / memory:.4g}, or " if enough < memory else ""
         return (
-            f"memory.{given}: the blocks of a rank need {least / 2**30:.4g} GiB even if all are "
-            f"recomputed; nearest valid: {remedy}smaller microbatches"
+            f"activations.{given}: the blocks of a rank need {least / 2**30:.4g} GiB even if all "
+            f"are recomputed; nearest valid: {remedy}smaller microbatches"
         )
 
     def _stage(self, block: nn.Module) -> int:
@@ -252,7 +255,7 @@ class AdaptiveMemory(Tuner):
         blocks, ways = self.measured, self.ways
         again = sum(way != "none" for way in ways.values())
         lines = [
-            f'memory.recompute="adaptive": {again} of {len(blocks)} blocks are recomputed',
+            f'activations.recompute="adaptive": {again} of {len(blocks)} blocks are recomputed',
             f"{'':36} {'MiB kept if recomputed':^32} {'ms lost':^17}",
             f"{'block':27} {'pp':>3} {'live':>4} {'none':>10} {'selective':>10} {'full':>10} "
             f"{'selective':>9} {'full':>7}  chosen",

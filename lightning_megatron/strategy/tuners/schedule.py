@@ -1,4 +1,4 @@
-"""``schedule="auto"``: the schedule that is fastest with the times of this very model.
+"""``pp.schedule="auto"``: the schedule that is fastest with the times of this very model.
 
 Stages are placed in a V, two on each rank (or one, with ``stages_per_rank=1``), as the schedules of
 one placement can follow each other without moving a parameter. The first step is left alone, the
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from typing_extensions import override
 
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.pipeline.timing import Bubble
 from lightning_megatron.schedules.schedule import AUTO as AUTO  # others know it from here
@@ -109,14 +110,17 @@ class AutoSchedule(Tuner):
         # Pipelines of other data-parallel and tp ranks have measured other times.
         box: list[StageCosts] = [costs]
         dist.broadcast_object_list(box, src=0)
-        choice = choose_schedule(
-            self._pp.size,
-            count,
-            {self._stages: box[0]},
-            self._limit,
-            PLACED[self._stages],
-            limit_name="pipeline.activation_gib",
-        )
+        try:
+            choice = choose_schedule(
+                self._pp.size,
+                count,
+                {self._stages: box[0]},
+                self._limit,
+                PLACED[self._stages],
+                limit_name="activation_gib",
+            )
+        except ConfigError as error:
+            raise ConfigError(*(f"pp.{problem}" for problem in error.problems)) from None
         name = choice.schedule.name
         self.chosen = name
 
@@ -124,4 +128,4 @@ class AutoSchedule(Tuner):
             return make_schedule(name, self._pp.size, number)
 
         self._pipeline.use(make)
-        self._report(f'schedule="auto" takes {name} from now on:\n{choice.table("s")}')
+        self._report(f'pp.schedule="auto" takes {name} from now on:\n{choice.table("s")}')

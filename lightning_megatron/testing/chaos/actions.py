@@ -1,7 +1,7 @@
-"""What faults do to a process, to its weights and to its helpers: the real thing, no imitation.
+"""Code of the faults: real signals, crashes, bit flips and full disks.
 
-`ACTS` are what a process does to itself; they need nothing but the fault. The others are called by
-whoever holds what they break.
+`ACTIONS` has the faults that a process does to itself, which need nothing but the `Fault`. The
+other functions get the weights, workers or directories that they damage.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from lightning_megatron.testing.chaos.faults import Fault, InjectedFaultError
 
 _LONGEST_S = 2**31 - 1
-"""What sleep(3) takes on every machine; 68 years."""
+"""Longest time that sleep(3) takes on every machine: 68 years."""
 
 
 def _kill(fault: Fault) -> None:
@@ -80,7 +80,7 @@ def _slow(fault: Fault) -> None:
     time.sleep(fault.amount / 1e3)
 
 
-ACTS: dict[str, Callable[[Fault], None]] = {
+ACTIONS: dict[str, Callable[[Fault], None]] = {
     "kill": _kill,
     "segfault": _segfault,
     "abort": _abort,
@@ -92,18 +92,18 @@ ACTS: dict[str, Callable[[Fault], None]] = {
     "sigterm": _terminate,
     "slow": _slow,
 }
-"""What a process does to itself."""
+"""Functions of the faults that a process does to itself, by kind."""
 
 
 def flip_bit(parameters: Iterable[Tensor], draw: int) -> str:
-    """Flip one bit of one of this rank's weights, as a cosmic ray would.
+    """Flip one bit of one of this rank's weights.
 
     Args:
-        parameters: those to choose from; only what this rank holds of them is touched.
+        parameters: those to choose from; only the local shards are changed.
         draw: chooses parameter, element and bit.
 
     Returns:
-        What was flipped, in words.
+        Description of the change.
     """
     held = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     held = [tensor.detach() for tensor in held if tensor.numel()]
@@ -130,7 +130,7 @@ def kill_loader_worker(draw: int, sent: signal.Signals = signal.SIGKILL) -> str:
     """Send a signal to one of this process' DataLoader workers.
 
     Returns:
-        What was done, in words.
+        Description of the change.
     """
     workers = [p for p in multiprocessing.active_children() if p.daemon]
     if not workers:
@@ -145,11 +145,11 @@ def flip_bit_of_newest(folders: Iterable[str | os.PathLike[str]], draw: int) -> 
     """Flip one bit of the largest file of the newest checkpoint, as a bad disk does.
 
     Args:
-        folders: where checkpoints are: directories whose names end in ``.ckpt``.
+        folders: directories of checkpoints, whose names end in ``.ckpt``.
         draw: chooses the bit.
 
     Returns:
-        What was flipped, in words.
+        Description of the change.
     """
     found = [path for folder in folders for path in Path(folder).glob("*.ckpt") if path.is_dir()]
     files = sorted(
@@ -172,14 +172,13 @@ def _changed(path: Path) -> float:
 
 
 def fill_disk() -> ExitStack:
-    """Have this process write no checkpoints: there is no space left.
+    """Make this process fail to write checkpoints, with the error of a full disk.
 
-    Limits of the system would meet logs as well; so what writes shards in this process (torch's
-    `FileSystemWriter`, which all of Lightning's sharded strategies use) raises what a full disk
-    raises.
+    Limits of the system would affect logs as well. So torch's `FileSystemWriter`, by which all of
+    Lightning's sharded strategies write shards, raises the error.
 
     Returns:
-        What makes room again when it is closed.
+        Stack that restores writing when it is closed.
     """
     room = ExitStack()
     write = FileSystemWriter.write_data
@@ -193,19 +192,19 @@ def fill_disk() -> ExitStack:
 
 
 def make_readonly(folders: Iterable[str | os.PathLike[str]], seconds: float) -> str:
-    """Have nothing be written to directories for some time, by whatever process of this machine.
+    """Make directories read-only for some time, for all processes of this machine.
 
-    They lose their write permission. That does not bind root (nor anybody with
-    ``CAP_DAC_OVERRIDE``): for it a directory gives way to a file, so that what is in it cannot be
+    The directories lose their write permission. For root, and others with ``CAP_DAC_OVERRIDE``,
+    permissions do not count: there a file takes the place of the directory, whose content cannot be
     read meanwhile either, and a run that looks for its checkpoints there ends with an error. A
-    process of its own puts things right, even if this one is killed.
+    process of its own restores the directories, even if this one is killed.
 
     Args:
-        folders: of checkpoints; those that do not exist are left out.
-        seconds: after which they can be written to again.
+        folders: directories of checkpoints; those that do not exist are left out.
+        seconds: seconds until they are restored.
 
     Returns:
-        What was done, in words.
+        Description of the change.
     """
     done = []
     for folder in map(Path, folders):
@@ -219,7 +218,7 @@ def make_readonly(folders: Iterable[str | os.PathLike[str]], seconds: float) -> 
             os.rename(folder, away)
             folder.touch()
             _later(seconds, 'rm -f "$1" && mv -T "$2" "$1"', folder, away)
-            done.append(f"{folder} gave way to a file for {seconds:g} s")
+            done.append(f"{folder} is replaced by a file for {seconds:g} s")
         else:
             _later(seconds, f'chmod {mode:o} "$1"', folder)
             done.append(f"{folder} cannot be written to for {seconds:g} s")
@@ -227,7 +226,7 @@ def make_readonly(folders: Iterable[str | os.PathLike[str]], seconds: float) -> 
 
 
 def _later(seconds: float, command: str, *arguments: Path) -> None:
-    """Run a shell command after a while, in a session that ends with nobody else's."""
+    """Run a shell command after some seconds, in a session of its own."""
     late = f"(sleep {min(seconds, _LONGEST_S):g}; {command}) &"
     shell = ["/bin/sh", "-c", late, "sh", *map(os.path.abspath, arguments)]
     subprocess.run(shell, check=True, stdin=subprocess.DEVNULL, start_new_session=True)

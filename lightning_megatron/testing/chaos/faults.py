@@ -1,83 +1,91 @@
-"""Faults as data: what is to go wrong, on which rank, in which step and section, how often.
+"""Faults as data: the kind, rank, step, section and number of times.
 
-A fault is written as text, so that it fits into a command, an environment variable and a report::
+A fault has a text, so that it fits into a command, an environment variable and a report::
 
     kill:rank=1,step=5,section=backward
     slow:rank=0,step=3,amount=50,steps=20 ; nan_loss:probability=0.01,seed=7,times=every
 
-Nothing here happens by chance. A rank that is left open, and whether a fault with a probability
-strikes in a step, are functions of its seed: the same rehearsal twice is the same rehearsal.
-The acts themselves are in testing/injury.py, and `callbacks.ChaosMonkey` is who commits them.
+A seed decides all that the text leaves open: the rank of ``rank=any``, and whether a fault with a
+probability strikes in a step. The same text gives the same faults. `chaos.actions` has the code of
+each kind, and `ChaosMonkey` runs it.
 
-A rehearsal must end, although a fault that kills the run at step 5 meets step 5 again after the
-restart. `FaultMemory` keeps, in a directory that outlives the processes, what has been done: one
-small file a deed, made *before* it.
+A fault that kills the run at step 5 would strike at step 5 again after the restart. `FaultLog`
+prevents that: a directory that outlives the processes has one small file for each injection,
+written *before* it.
+
+`random_faults` draws a list with exponential times between two faults, as where each of many parts
+may fail at any time.
 """
 
 import difflib
 import hashlib
 import json
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_megatron.errors import ConfigError
+from lightning_megatron.errors import ConfigError, raise_if_any
 
 Section = Literal["start", "data", "forward", "backward", "optimizer", "checkpoint", "validation"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
 ANY = "any"
 ALL = "all"
 FOREVER = float("inf")
+_STEP_SECTIONS: tuple[Section, ...] = ("data", "forward", "backward", "optimizer")
+"""Sections that every step has."""
 _SETTLED = 5
-"""Batches of an attempt before faults strike that wait for a time."""
+"""Batches of an attempt before faults with `Fault.at_s` may strike."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """What is known of a kind of fault."""
+class FaultKind:
+    """Properties of a kind of fault."""
 
     does: str
-    """In words."""
+    """Description for people."""
     amount: float = 0.0
-    """How much of it, unless the fault says otherwise."""
+    """Default of `Fault.amount`."""
     section: Section = "forward"
-    """Where it strikes, unless the fault says otherwise."""
+    """Default of `Fault.section`."""
     fixed: bool = False
-    """Whether it can strike there only."""
+    """Whether it can strike in this section only."""
     lasts: bool = False
     """Whether it may go on for several steps."""
     ends: bool = False
     """Whether this process does not survive it."""
 
 
-KINDS: dict[str, Kind] = {
-    "kill": Kind(does="SIGKILL to itself", ends=True),
-    "segfault": Kind(does="reads from address 0", ends=True),
-    "abort": Kind(does="abort(), as a failed assertion of a C++ library does", ends=True),
-    "exit": Kind(does="leaves at once with exit code AMOUNT", amount=1, ends=True),
-    "exception": Kind(does="raises InjectedFaultError", ends=True),
-    "hang": Kind(does="sleeps for AMOUNT seconds", amount=FOREVER),
-    "gil": Kind(does="holds the interpreter's lock for AMOUNT seconds", amount=FOREVER),
-    "stop": Kind(does="SIGSTOP to itself, and SIGCONT after AMOUNT seconds", amount=FOREVER),
-    "sigterm": Kind(does="SIGTERM to itself"),
-    "slow": Kind(does="AMOUNT milliseconds more in each of STEPS steps", amount=50, lasts=True),
-    "nan_loss": Kind(does="loss times NaN", fixed=True, lasts=True),
-    "nan_gradient": Kind(
+KINDS: dict[str, FaultKind] = {
+    "kill": FaultKind(does="SIGKILL to itself", ends=True),
+    "segfault": FaultKind(does="reads from address 0", ends=True),
+    "abort": FaultKind(does="abort(), as a failed assertion of a C++ library does", ends=True),
+    "exit": FaultKind(does="leaves at once with exit code AMOUNT", amount=1, ends=True),
+    "exception": FaultKind(does="raises InjectedFaultError", ends=True),
+    "hang": FaultKind(does="sleeps for AMOUNT seconds", amount=FOREVER),
+    "gil": FaultKind(does="holds the interpreter's lock for AMOUNT seconds", amount=FOREVER),
+    "stop": FaultKind(does="SIGSTOP to itself, and SIGCONT after AMOUNT seconds", amount=FOREVER),
+    "sigterm": FaultKind(does="SIGTERM to itself"),
+    "slow": FaultKind(
+        does="AMOUNT milliseconds more in each of STEPS steps", amount=50, lasts=True
+    ),
+    "nan_loss": FaultKind(does="loss times NaN", fixed=True, lasts=True),
+    "nan_gradient": FaultKind(
         does="gradient of an activation times NaN", section="backward", fixed=True, lasts=True
     ),
-    "spike": Kind(does="loss, and so its gradients, times AMOUNT", amount=100, lasts=True),
-    "bitflip": Kind(does="one bit of one weight of this rank flips", section="optimizer"),
-    "worker_kill": Kind(does="SIGKILL to a DataLoader worker of this rank", section="data"),
-    "corrupt": Kind(does="one bit of the newest checkpoint flips", section="data"),
-    "disk_full": Kind(
+    "spike": FaultKind(does="loss, and so its gradients, times AMOUNT", amount=100, lasts=True),
+    "bitflip": FaultKind(does="one bit of one weight of this rank flips", section="optimizer"),
+    "worker_kill": FaultKind(does="SIGKILL to a DataLoader worker of this rank", section="data"),
+    "corrupt": FaultKind(does="one bit of the newest checkpoint flips", section="data"),
+    "disk_full": FaultKind(
         does="for STEPS steps this rank's part of a checkpoint meets a full disk",
         section="checkpoint",
         lasts=True,
     ),
-    "readonly": Kind(
+    "readonly": FaultKind(
         does="for AMOUNT seconds nothing can be written to the directories of checkpoints "
         "(for root, whom permissions do not bind, files take their places)",
         amount=10,
@@ -87,12 +95,12 @@ KINDS: dict[str, Kind] = {
 
 
 class InjectedFaultError(RuntimeError):
-    """What a fault of the kind ``exception`` raises."""
+    """Error of a fault of the kind ``exception``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """Where a process is in its run."""
+class RunPosition:
+    """Rank, step and section of a process, by which faults are due."""
 
     rank: int
     world_size: int
@@ -100,11 +108,11 @@ class Moment:
     """Optimizer steps done before this batch."""
     section: str
     attempt: int = 0
-    """How often the run has been restarted."""
+    """Restarts of the run so far."""
     elapsed_s: float = 0.0
-    """Since the run first started."""
+    """Seconds since the first start of the run."""
     batches: int = 0
-    """Trained on in this attempt."""
+    """Batches trained on in this attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,33 +120,33 @@ class Fault:
     """One thing that goes wrong.
 
     Raises:
-        ConfigError: a value that means nothing, with the nearest that does.
+        ConfigError: a value is out of range.
     """
 
     kind: str
     """One of `KINDS`."""
     rank: int | Literal["any", "all"] = "any"
-    """Global rank, from the end if negative; ``any`` is one that the seed chooses."""
+    """Global rank, from the end if negative; the seed chooses one for ``any``."""
     step: int | None = None
-    """Strikes at the first opportunity in or after this step; None: at the first of all."""
+    """First step in which it may strike; None: any."""
     section: str = ""
-    """Part of the step; by default what fits the kind."""
+    """Part of the step; by default the kind's."""
     probability: float = 1.0
-    """With which it strikes at an opportunity."""
+    """Probability that it strikes in a step in which it may."""
     at_s: float = 0.0
-    """Seconds since the start of the run (attempts included) before which it does not strike; nor
-    does it in the first batches of an attempt, for those that came due between two attempts would
-    meet the next one together, over and over."""
+    """Seconds since the first start of the run before which it does not strike. Such faults do not
+    strike in the first batches of an attempt either: all that became due between two attempts would
+    strike together, after each restart."""
     amount: float = -1.0
-    """Seconds, milliseconds or a factor, as the kind has it; by default the kind's."""
+    """Seconds, milliseconds or a factor, by kind; by default the kind's."""
     steps: int = 1
-    """How many steps it lasts, if the kind does."""
+    """Number of steps that it lasts, for kinds that last."""
     times: int = 1
-    """How often on a rank, restarts included; 0 is every time."""
+    """Number of times on a rank, restarts included; 0: no limit."""
     attempt: int | None = None
-    """The only attempt in which it strikes; None: in all of them."""
+    """Only attempt in which it strikes; None: all."""
     seed: int = 0
-    """Of everything left to chance."""
+    """Seed of all that is drawn."""
 
     def __post_init__(self) -> None:
         problems = self._problems()
@@ -152,7 +160,9 @@ class Fault:
 
     def _problems(self) -> list[str]:
         if self.kind not in KINDS:
-            return [f"there is {', '.join(KINDS)}; nearest valid: {_nearest(self.kind, KINDS)!r}"]
+            return [
+                f"must be one of {', '.join(KINDS)}; nearest valid: {_nearest(self.kind, KINDS)!r}"
+            ]
         kind, found = KINDS[self.kind], []
         if self.section and self.section not in SECTIONS:
             close = _nearest(self.section, SECTIONS)
@@ -162,17 +172,23 @@ class Fault:
             )
         elif kind.fixed and self.section not in ("", kind.section):
             found.append(
-                f"section={self.section!r}: it strikes in the {kind.section}; "
+                f"section={self.section!r}: must be the {kind.section}; "
                 f"nearest valid: section={kind.section!r}"
             )
         if isinstance(self.rank, str) and self.rank not in (ANY, ALL):
-            found.append(f"rank={self.rank!r}: must be a number, 'any' or 'all'; nearest: 'any'")
+            found.append(
+                f"rank={self.rank!r}: must be a number, 'any' or 'all'; nearest valid: 'any'"
+            )
         if not 0 < self.probability <= 1:
-            found.append(f"probability={self.probability}: must be within 0 and 1; nearest: 1")
+            found.append(
+                f"probability={self.probability}: must be above 0, at most 1; nearest valid: 1"
+            )
         if self.steps < 1:
             found.append(f"steps={self.steps}: must be at least 1; nearest valid: 1")
         elif self.steps > 1 and not kind.lasts:
-            found.append(f"steps={self.steps}: it strikes at once; nearest valid: 1")
+            found.append(
+                f"steps={self.steps}: must be 1, as this kind does not last; nearest valid: 1"
+            )
         if self.times < 0:
             found.append(f"times={self.times}: must be 0 (every time) or more; nearest valid: 1")
         return found
@@ -191,11 +207,11 @@ class Fault:
 
     @property
     def ends_process(self) -> bool:
-        """Whether the process that it strikes does not survive it."""
+        """Whether it ends the process."""
         return KINDS[self.kind].ends
 
     def ranks(self, world_size: int) -> tuple[int, ...]:
-        """The ranks that it strikes.
+        """The ranks on which it strikes.
 
         Raises:
             ConfigError: there is no such rank.
@@ -206,13 +222,13 @@ class Fault:
             return (_draw(self.seed, self.kind, "rank") % world_size,)
         if not -world_size <= self.rank < world_size:
             raise ConfigError(
-                f"fault '{self}': rank={self.rank}, but there are {world_size}; nearest valid: "
-                f"rank={world_size - 1}"
+                f"fault '{self}': rank={self.rank}: must be one of {world_size} ranks; nearest "
+                f"valid: rank={world_size - 1}"
             )
         return (self.rank % world_size,)
 
-    def is_due(self, now: Moment) -> bool:
-        """Whether it strikes at this opportunity, if it has not done so often enough."""
+    def is_due(self, now: RunPosition) -> bool:
+        """Whether it may strike now, `times` left aside."""
         return (
             now.section == self.section
             and now.rank in self.ranks(now.world_size)
@@ -223,7 +239,7 @@ class Fault:
             and self._chance(now)
         )
 
-    def _chance(self, now: Moment) -> bool:
+    def _chance(self, now: RunPosition) -> bool:
         if self.probability >= 1:
             return True
         drawn = _draw(self.seed, self.kind, now.section, now.rank, now.step, now.attempt)
@@ -234,7 +250,7 @@ def parse_faults(text: str) -> list[Fault]:
     """Read faults from text: ``kind:name=value,...``, separated by semicolons or white space.
 
     Raises:
-        ConfigError: with everything that is wrong in it.
+        ConfigError: the text has faults, all of which it names.
 
     Example:
         >>> [str(fault) for fault in parse_faults("kill:rank=1,step=5; hang:section=data")]
@@ -252,6 +268,53 @@ def parse_faults(text: str) -> list[Fault]:
     return faults
 
 
+def random_faults(
+    kinds: str, *, mean_s: float, duration_s: float, seed: int, first_s: float = 0.0
+) -> list[Fault]:
+    """Draw faults at random times.
+
+    Args:
+        kinds: text of the faults to choose from, with equal odds; rank and section are drawn where
+            the text leaves them open.
+        mean_s: mean seconds between two faults.
+        duration_s: seconds from the start of the run after which none is injected.
+        seed: seed of all that is drawn.
+        first_s: seconds before the first fault, at least.
+
+    Raises:
+        ConfigError: there is no fault to choose from, or a time is not positive.
+
+    Example:
+        >>> faults = random_faults("kill slow", mean_s=30, duration_s=120, seed=1)
+        >>> all(0 <= fault.at_s <= 120 for fault in faults)
+        True
+    """
+    problems = []
+    templates = parse_faults(kinds)
+    if not templates:
+        problems.append("kinds='': no fault to choose from; nearest valid: kinds='kill'")
+    if not mean_s > 0:
+        problems.append(f"mean_s={mean_s}: must be positive; nearest valid: 60")
+    if not duration_s > 0:
+        problems.append(f"duration_s={duration_s}: must be positive; nearest valid: 600")
+    raise_if_any(problems)
+    chance, now, faults = random.Random(seed), first_s, []
+    while (now := now + chance.expovariate(1 / mean_s)) < duration_s:
+        template = chance.choice(templates)
+        section = chance.choice(_STEP_SECTIONS)
+        kind = KINDS[template.kind]
+        open_section = not kind.fixed and template.section == kind.section
+        faults.append(
+            replace(
+                template,
+                at_s=round(now, 1),
+                seed=chance.getrandbits(31),
+                section=section if open_section else template.section,
+            )
+        )
+    return faults
+
+
 def _parse(entry: str) -> Fault:
     kind, _, rest = entry.partition(":")
     known = {field.name: field.type for field in fields(Fault) if field.name != "kind"}
@@ -260,7 +323,7 @@ def _parse(entry: str) -> Fault:
         name, equals, value = part.partition("=")
         if name not in known or not equals:
             raise ConfigError(
-                f"fault {entry!r}: {part!r} is not one of {', '.join(known)} with a value; "
+                f"fault {entry!r}: {part!r} must be NAME=VALUE with one of {', '.join(known)}; "
                 f"nearest valid: {_nearest(name, known)}=..."
             )
         values[name] = _value(entry, name, value)
@@ -275,7 +338,9 @@ def _value(entry: str, name: str, value: str) -> Any:
     try:
         return float(value) if name in ("probability", "amount", "at_s") else int(value)
     except ValueError:
-        raise ConfigError(f"fault {entry!r}: {name}={value!r} is not a number") from None
+        raise ConfigError(
+            f"fault {entry!r}: {name}={value!r}: must be a number; nearest valid: 1"
+        ) from None
 
 
 def _nearest(word: str, words: Sequence[str] | Mapping[str, Any]) -> str:
@@ -283,25 +348,25 @@ def _nearest(word: str, words: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _draw(seed: int, *names: object) -> int:
-    """A number of 63 bits that depends on all of these."""
+    """Draw a number of 63 bits that depends on all arguments."""
     text = "\x1f".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-class FaultMemory:
-    """What has been done to a run, kept where restarts find it.
+class FaultLog:
+    """Files with the faults that were injected into a run, which survive restarts.
 
     Args:
-        directory: made when it is first needed.
-        rank: whose deeds these are; every rank keeps its own.
+        directory: is made when first needed.
+        rank: global rank; every rank has files of its own.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory, self._rank = directory, rank
         self._mine: set[str] = set()
 
-    def claim(self, index: int, fault: Fault, now: Moment) -> bool:
-        """Note that a fault is about to strike; False if it has done so often enough."""
+    def claim(self, index: int, fault: Fault, now: RunPosition) -> bool:
+        """Write that a fault is about to strike; False if it struck `Fault.times` times."""
         self.directory.mkdir(parents=True, exist_ok=True)
         number = 0
         while fault.times == 0 or number < fault.times:
@@ -317,7 +382,7 @@ class FaultMemory:
         return False
 
     def started(self) -> float:
-        """When the run first started, in seconds since 1970; now, if nobody knows."""
+        """Return the time of the first start in seconds since 1970; now, if none is recorded."""
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / "started"
         fresh = self.directory / f"started.{self._rank}.{os.getpid()}"
@@ -331,29 +396,29 @@ class FaultMemory:
         return float(path.read_text())
 
     def forget(self) -> None:
-        """Forget what earlier processes of this rank did: another run begins."""
+        """Delete the files of earlier processes of this rank, as another run begins."""
         for path in self.directory.glob(f"rank{self._rank:05d}-*.json"):
             if path.name not in self._mine:
                 path.unlink(missing_ok=True)
 
     def _name(self, index: int, fault: Fault) -> str:
-        # Other faults than before are others, although they have the same place in the list.
+        # Another fault at the same place of the list is not the one of before.
         mark = hashlib.sha256(str(fault).encode()).hexdigest()[:8]
         return f"rank{self._rank:05d}-{index:03d}-{fault.kind}-{mark}"
 
 
-def read_deeds(directory: Path) -> list[dict[str, Any]]:
-    """What was done to a run, in order of time."""
-    deeds = []
+def read_injected(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of all injected faults in the order of time."""
+    injected = []
     for path in directory.glob("rank*.json"):
         try:
-            deeds.append(json.loads(path.read_text()))
+            injected.append(json.loads(path.read_text()))
         except ValueError:  # killed while it was written, by somebody else
             continue
-    return sorted(deeds, key=lambda deed: float(deed["t"]))
+    return sorted(injected, key=lambda fault: float(fault["t"]))
 
 
-def _record(fault: Fault, now: Moment) -> dict[str, Any]:
+def _record(fault: Fault, now: RunPosition) -> dict[str, Any]:
     return {
         "v": 1,
         "t": time.time(),

@@ -1,15 +1,13 @@
-"""A run that is made to fail, so that one knows what happens when it does.
+"""Fault injection: a callback that makes a run fail, to try out its recovery.
 
-`ChaosMonkey` commits the faults of `testing.chaos.faults` from within the training process, where a
-real one would strike: in the fetching of a batch, in the forward (when ``training_step`` is
-called), in the backward (when a gradient reaches the first module that the step called), before the
-optimizer's step, while a checkpoint is put together, in a validation batch. It works under any
-strategy.
+`ChaosMonkey` injects the faults of `testing.chaos.faults` in the training process, where a real one
+would strike: when a batch is fetched, in the forward (when ``training_step`` is called), in the
+backward (when a gradient reaches the first module that the step called), before the optimizer's
+step, while a checkpoint is put together, in a validation batch. It works under any strategy.
 
-Each deed is written down before it is done, in ``RUN_DIR/chaos``, as an event ``injected`` where
-the strategy keeps a log of events, and as a block on stderr. A fault strikes once in a run unless
-it says otherwise, and not again in the steps that a restart does anew. A run that begins at step 0
-without having been restarted is another run, and forgets what an earlier one left there.
+Each fault is recorded before it strikes: in ``RUN_DIR/chaos``, as an event ``injected``, and as a
+block on stderr. By default a fault strikes once in a run, and not again in steps that a restart
+repeats. A run that begins at step 0 without a restart is another run and deletes older records.
 """
 
 import os
@@ -37,14 +35,14 @@ from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.services import events_of, services_if_any
 from lightning_megatron.testing.chaos.actions import (
-    ACTS,
+    ACTIONS,
     fill_disk,
     flip_bit,
     flip_bit_of_newest,
     kill_loader_worker,
     make_readonly,
 )
-from lightning_megatron.testing.chaos.faults import Fault, FaultMemory, Moment, parse_faults
+from lightning_megatron.testing.chaos.faults import Fault, FaultLog, RunPosition, parse_faults
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.rng import derive_seed
 
@@ -58,11 +56,11 @@ class ChaosMonkey(pl.Callback):
     Args:
         faults: as text (see `testing.chaos.faults`) or as `Fault` objects; by default those in the
             environment variable ``LIGHTNING_MEGATRON_CHAOS``, and none without it.
-        directory: where it remembers what it did; by default ``chaos`` in the Trainer's
-            ``default_root_dir``. Restarts must find it again.
+        directory: directory of the records; by default ``chaos`` in the Trainer's
+            ``default_root_dir``. Restarts must have the same.
 
     Raises:
-        ConfigError: there is no such fault, or no such rank.
+        ConfigError: a fault or a rank does not exist.
 
     Example:
         >>> monkey = ChaosMonkey("kill:rank=1,step=5,section=backward; slow:rank=0,amount=20")
@@ -83,22 +81,22 @@ class ChaosMonkey(pl.Callback):
             for fault in (parse_faults(entry) if isinstance(entry, str) else [entry])
         )
         self._directory = env.chaos_directory() if directory is None else os.fspath(directory)
-        self._diary = EventLog() if env.chaos_directory() else None
-        """Of a rehearsal that somebody else started: the steps, for its ledger."""
+        self._step_log = EventLog() if env.chaos_directory() else None
+        """Events of the steps, for `chaos.runner`; None without it."""
         self._last_batch = 0.0
         self._full_disk = ExitStack()
         self._batches = 0
-        self._memory: FaultMemory | None = None
+        self._fault_log: FaultLog | None = None
         self._began = 0.0
         self._until: dict[int, int] = {}
-        """Of faults that last: the first step without them."""
-        self._struck: dict[int, int] = {}
-        """The last step in which each fault struck."""
-        self._spent: dict[int, int] = {}
-        """Of poisoned losses: the last step whose batch is through with its forward. All of its
-        microbatches are poisoned; but when it is run again, the fault is over."""
+        """First step without the fault, for faults that last; by position in `faults`."""
+        self._injected: dict[int, int] = {}
+        """Last step in which each fault struck."""
+        self._forward_done: dict[int, int] = {}
+        """Last step whose forward is done, for faults of the loss: all microbatches of a batch have
+        the fault, but a second run of the batch has not."""
         self._filled = -1
-        """The fault that filled the disk."""
+        """Position of the fault that filled the disk; -1: none."""
         self._unwrap: Callable[[], None] | None = None
 
     # Hooks ---------------------------------------------------------------------------------------
@@ -109,21 +107,21 @@ class ChaosMonkey(pl.Callback):
             return
         for fault in self.faults:
             fault.ranks(trainer.world_size)
-        self._memory = FaultMemory(self._place(trainer), trainer.global_rank)
-        self._began = self._memory.started()
+        self._fault_log = FaultLog(self._log_directory(trainer), trainer.global_rank)
+        self._began = self._fault_log.started()
         listed = "; ".join(map(str, self.faults))
-        rank_zero_warn(f"CHAOS: this run is made to fail. Faults to be injected: {listed}")
-        self._strike("start", trainer)
+        rank_zero_warn(f"CHAOS: faults are injected into this run: {listed}")
+        self._inject("start", trainer)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._memory is None:
+        if self._fault_log is None:
             return
-        if self._diary is not None:
-            self._open_diary(self._diary, trainer)
+        if self._step_log is not None:
+            self._open_step_log(self._step_log, trainer)
         elif not env.restart_count() and not trainer.global_step:
-            self._memory.forget()
-        call_before_fetch(trainer, partial(self._strike, "data", trainer))
+            self._fault_log.forget()
+        call_before_fetch(trainer, partial(self._inject, "data", trainer))
 
     @override
     def on_train_batch_start(
@@ -137,19 +135,19 @@ class ChaosMonkey(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        for index, step in self._struck.items():
+        for index, step in self._injected.items():
             if step == trainer.global_step:
-                self._spent[index] = step
+                self._forward_done[index] = step
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._strike("backward", trainer)  # if nothing in the step had a gradient to wait for
+        self._inject("backward", trainer)  # if nothing in the step had a gradient to wait for
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._strike("optimizer", trainer)
+        self._inject("optimizer", trainer)
 
     @override
     def on_train_batch_end(
@@ -162,22 +160,22 @@ class ChaosMonkey(pl.Callback):
     ) -> None:
         self._release()
         self._batches += 1
-        if self._diary is not None and trainer.global_step > self._diary.step:
+        if self._step_log is not None and trainer.global_step > self._step_log.step:
             now, before = time.monotonic(), self._last_batch
-            self._last_batch, self._diary.step = now, trainer.global_step
-            self._diary.write("step", seconds=now - before)
+            self._last_batch, self._step_log.step = now, trainer.global_step
+            self._step_log.write("step", seconds=now - before)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._make_room()
-        if self._diary is not None and self._memory is not None:
-            self._diary.write("end", status="completed")
+        if self._step_log is not None and self._fault_log is not None:
+            self._step_log.write("end", status="completed")
 
     @override
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._strike("checkpoint", trainer)
+        self._inject("checkpoint", trainer)
 
     @override
     def on_validation_batch_start(
@@ -189,7 +187,7 @@ class ChaosMonkey(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._strike("validation", trainer)
+            self._inject("validation", trainer)
 
     @override
     def on_exception(
@@ -202,41 +200,43 @@ class ChaosMonkey(pl.Callback):
         self._full_disk.close()
         self._filled = -1
 
-    def _open_diary(self, diary: EventLog, trainer: pl.Trainer) -> None:
-        diary.identify(rank=trainer.global_rank, run="rehearsal", attempt=env.restart_count())
-        diary.step, self._last_batch = trainer.global_step, time.monotonic()
-        diary.open(self._place(trainer))
+    def _open_step_log(self, steps: EventLog, trainer: pl.Trainer) -> None:
+        steps.identify(rank=trainer.global_rank, run="chaos", attempt=env.restart_count())
+        steps.step, self._last_batch = trainer.global_step, time.monotonic()
+        steps.open(self._log_directory(trainer))
         run_dir = events_of(trainer).run_dir
         where = None if run_dir is None else str(run_dir.absolute())
-        diary.write("start", run_dir=where)
+        steps.write("start", run_dir=where)
 
     # What is due ---------------------------------------------------------------------------------
 
-    def _place(self, trainer: pl.Trainer) -> Path:
+    def _log_directory(self, trainer: pl.Trainer) -> Path:
         root = self._directory or os.path.join(trainer.default_root_dir, "chaos")
         if "://" in root:
             raise ConfigError(
-                f"ChaosMonkey(directory={root!r}): it is written to while processes die, which "
-                "takes a local directory; nearest valid: directory='chaos'"
+                f"ChaosMonkey(directory={root!r}): must be a local directory, as processes that "
+                "die write to it; nearest valid: directory='chaos'"
             )
         return Path(root)
 
     def _due(self, section: str, trainer: pl.Trainer) -> list[tuple[int, Fault]]:
-        """Faults that may strike now, with their places in the list."""
-        if self._memory is None or trainer.state.fn != "fit":
+        """Faults that may strike now, with their positions in `faults`."""
+        if self._fault_log is None or trainer.state.fn != "fit":
             return []
-        now, due = self._moment(section, trainer), []
+        now, due = self._position(section, trainer), []
         for index, fault in enumerate(self.faults):
-            done = self._spent if fault.kind in _OF_THE_LOSS else self._struck
+            done = self._forward_done if fault.kind in _OF_THE_LOSS else self._injected
             if done.get(index) == now.step:
                 continue
             lasting = now.step < self._until.get(index, -1) and section == fault.section
-            if lasting or any(fault.is_due(moment) for moment in _moments(fault, now, trainer)):
+            if lasting or any(
+                fault.is_due(position) for position in _positions(fault, now, trainer)
+            ):
                 due.append((index, fault))
         return due
 
-    def _moment(self, section: str, trainer: pl.Trainer) -> Moment:
-        return Moment(
+    def _position(self, section: str, trainer: pl.Trainer) -> RunPosition:
+        return RunPosition(
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             step=trainer.global_step,
@@ -247,27 +247,27 @@ class ChaosMonkey(pl.Callback):
         )
 
     def _claim(self, index: int, fault: Fault, section: str, trainer: pl.Trainer) -> bool:
-        """Write down that a fault strikes; False if it may not."""
-        assert self._memory is not None
-        now = self._moment(section, trainer)
+        """Record that a fault strikes; False if it may not."""
+        assert self._fault_log is not None
+        now = self._position(section, trainer)
         lasting = now.step < self._until.get(index, -1)
         if not lasting:
-            if not self._memory.claim(index, fault, now):
+            if not self._fault_log.claim(index, fault, now):
                 return False
             self._until[index] = now.step + fault.steps
             _announce(fault, now, trainer)
-        self._struck[index] = now.step
+        self._injected[index] = now.step
         return True
 
-    def _strike(self, section: str, trainer: pl.Trainer) -> None:
-        """Commit what is due in a section; may not return."""
+    def _inject(self, section: str, trainer: pl.Trainer) -> None:
+        """Run the faults that are due in a section; may not return."""
         if self._filled >= 0 and trainer.global_step >= self._until[self._filled]:
             self._make_room()
         for index, fault in self._due(section, trainer):
             if fault.kind not in _POISONS and self._claim(index, fault, section, trainer):
-                self._commit(index, fault, trainer)
+                self._act(index, fault, trainer)
 
-    def _commit(self, index: int, fault: Fault, trainer: pl.Trainer) -> None:
+    def _act(self, index: int, fault: Fault, trainer: pl.Trainer) -> None:
         draw = derive_seed(fault.seed, fault.kind, trainer.global_step)
         if fault.kind == "bitflip":
             done = flip_bit(trainer.lightning_module.parameters(), draw)
@@ -289,14 +289,14 @@ class ChaosMonkey(pl.Callback):
             self._full_disk, self._filled = fill_disk(), index
             done = "no space left for checkpoints"
         else:
-            ACTS[fault.kind](fault)
+            ACTIONS[fault.kind](fault)
             return
         announce("CHAOS", [done], rank=trainer.global_rank)
 
     # Within a step -------------------------------------------------------------------------------
 
     def _wrap(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Have this batch's calls of ``training_step`` come by here."""
+        """Replace ``training_step`` by `_step` for this batch."""
         own = module.__dict__.get("training_step")
         original = module.training_step
         module.__dict__["training_step"] = partial(self._step, original, trainer)
@@ -314,7 +314,7 @@ class ChaosMonkey(pl.Callback):
             unwrap()
 
     def _step(self, original: Any, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
-        self._strike("forward", trainer)
+        self._inject("forward", trainer)
         with ExitStack() as watching:
             if self._due("backward", trainer):
                 self._watch_backward(watching, trainer)
@@ -322,7 +322,7 @@ class ChaosMonkey(pl.Callback):
         return self._poison_loss(output, trainer)
 
     def _watch_backward(self, watching: ExitStack, trainer: pl.Trainer) -> None:
-        """Strike when the gradient of the first module's output is there."""
+        """Inject when the gradient of the first module's output is computed."""
 
         def on_output(module: torch.nn.Module, inputs: Any, output: Any) -> None:
             if not torch.is_grad_enabled():
@@ -336,7 +336,7 @@ class ChaosMonkey(pl.Callback):
         watching.callback(register_module_forward_hook(on_output).remove)
 
     def _in_backward(self, trainer: pl.Trainer, gradient: Tensor) -> Tensor | None:
-        self._strike("backward", trainer)
+        self._inject("backward", trainer)
         for index, fault in self._due("backward", trainer):
             if fault.kind == "nan_gradient" and self._claim(index, fault, "backward", trainer):
                 return gradient * float("nan")
@@ -351,14 +351,14 @@ class ChaosMonkey(pl.Callback):
 
 
 def chaos_from_environment() -> list[pl.Callback]:
-    """What `lightning-megatron chaos` has every Trainer of its command take along."""
+    """Return the callback that `lightning-megatron chaos` adds to every Trainer of its command."""
     return [ChaosMonkey()] if env.chaos_faults() else []
 
 
-def _moments(fault: Fault, now: Moment, trainer: pl.Trainer) -> list[Moment]:
-    """The moment, as those see it whose fault this is to commit.
+def _positions(fault: Fault, now: RunPosition, trainer: pl.Trainer) -> list[RunPosition]:
+    """Positions of the ranks on whose behalf this rank injects a fault.
 
-    A loss belongs to all ranks that work on the same samples: whichever has it poisons it.
+    A loss belongs to all ranks that work on the same samples; the rank that computes it injects.
     """
     services = services_if_any(trainer)
     if fault.kind not in _OF_THE_LOSS or services is None:
@@ -376,7 +376,7 @@ def _scaled(output: Any, factor: float) -> Any:
     return output
 
 
-def _announce(fault: Fault, now: Moment, trainer: pl.Trainer) -> None:
+def _announce(fault: Fault, now: RunPosition, trainer: pl.Trainer) -> None:
     where = f"rank {now.rank}, step {now.step}, {now.section}, attempt {now.attempt}"
     announce(f"CHAOS: injecting '{fault}'", [where], rank=now.rank)
     services = services_if_any(trainer)

@@ -1,13 +1,13 @@
-"""Runs a command that is made to fail, and draws up what came of it.
+"""A command with injected faults, and the outcome of each fault.
 
-The command itself is not changed. It inherits the faults by environment, and a directory on
-PYTHONPATH that holds nothing but an entry point (``lightning.pytorch.callbacks_factory``) by which
-Lightning gives every Trainer a `ChaosMonkey`. It exists within the rehearsal and nowhere else: that
-of an installed package would sit in every Trainer of production runs.
+The command itself is not changed. Environment variables give it the faults, and PYTHONPATH a
+directory with nothing but an entry point (``lightning.pytorch.callbacks_factory``), by which
+Lightning gives every Trainer a `ChaosMonkey`. Only this command has that entry point; one in the
+installed package would add the callback to every Trainer of production runs.
 
-What the processes leave in the rehearsal's directory outlives any of them: each deed, and each
-rank's steps as events. The ledger is made from these, and from the events of the run itself where
-it keeps a log of them (`EventLogWriter`, `Monitor`), which tell what was noticed, and when.
+The processes leave files in the directory of the experiment: each injected fault, and the steps of
+each rank as events. The outcomes follow from these and from the events of the run itself, if it
+logs them (`EventLogWriter`, `Monitor`).
 """
 
 import os
@@ -25,27 +25,28 @@ from typing import Any
 from lightning_megatron import env
 from lightning_megatron.monitoring.events import read_events
 from lightning_megatron.monitoring.goodput import Ledger
-from lightning_megatron.testing.chaos.faults import KINDS, Fault, read_deeds
+from lightning_megatron.testing.chaos.faults import KINDS, Fault, read_injected
 
 _ENTRY_POINTS = """[lightning.pytorch.callbacks_factory]
 chaos = lightning_megatron.testing.chaos.monkey:chaos_from_environment
 """
 _METADATA = "Metadata-Version: 2.1\nName: lightning-megatron-chaos\nVersion: 1\n"
 _GRACE_S = 20.0
-"""Between SIGTERM and SIGKILL at the end of the time."""
+"""Seconds between SIGTERM and SIGKILL at the end of the time."""
 _NOTICES = {"fault", "hang", "slow_rank", "skip", "rollback", "preempted"}
-"""Kinds of events by which a run says that something is wrong."""
+"""Kinds of events that report a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one deed."""
+    """Detection of one fault, and recovery from it."""
 
-    deed: dict[str, Any]
+    fault: dict[str, Any]
+    """Record of `FaultLog`."""
     detected_s: float | None
-    """Seconds until the run said so, or was started again; None if neither."""
+    """Seconds until the run reported it or was restarted; None if neither."""
     how: str
-    """By what."""
+    """Kind of the event that reported it, or ``restart``."""
     recovered_s: float | None
     """Seconds until the first step after it; None if there was none."""
     lost_steps: int
@@ -53,8 +54,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
-    """What a directory says about a rehearsal."""
+class ChaosResult:
+    """Outcomes of all faults of a command."""
 
     outcomes: tuple[Outcome, ...]
     ledger: Ledger
@@ -86,7 +87,7 @@ def run_command(
     Args:
         command: with its arguments.
         faults: to be injected.
-        directory: of the rehearsal.
+        directory: directory of the experiment.
         limit_s: seconds that it may take.
         output: file for standard output and error; those of this process by default.
         on_start: told the command's process id.
@@ -100,7 +101,7 @@ def run_command(
         entry.mkdir()
         (entry / "entry_points.txt").write_text(_ENTRY_POINTS)
         (entry / "METADATA").write_text(_METADATA)
-        # The path is unique, so it marks the processes of this rehearsal.
+        # The path is unique, so it marks the processes of this command.
         environment = env.with_chaos("; ".join(map(str, faults)), str(directory.absolute()), path)
         process = subprocess.Popen(
             list(command), env=environment, stdout=output, stderr=output, start_new_session=True
@@ -119,7 +120,7 @@ def run_command(
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """End with an exception, which cleans up, where SIGTERM would end us without one."""
+    """Raise SystemExit on SIGTERM, so that the command is cleaned up."""
 
     def leave(*_: Any) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -146,7 +147,7 @@ def _end(process: "subprocess.Popen[Any]") -> None:
 
 
 def _sweep(mark: str) -> None:
-    """Kill what is left of a command: torchrun's workers are in sessions of their own."""
+    """Kill the processes of a command that are left: torchrun's workers have their own sessions."""
     needle = mark.encode()
     for _ in range(20):  # a process may be starting another one while we look
         left = [pid for pid in _processes() if needle in _environment_of(pid)]
@@ -170,33 +171,35 @@ def _environment_of(pid: int) -> bytes:
         return b""
 
 
-def read_rehearsal(directory: Path) -> Rehearsal:
-    """Draw up what came of the faults, from what the processes left behind."""
-    diary = read_events(directory)
+def read_result(directory: Path) -> ChaosResult:
+    """Read the outcomes from the files that the processes left."""
+    steps = read_events(directory)
     ledger = Ledger()
-    for event in diary:
+    for event in steps:
         ledger.add(event)
-    deeds = read_deeds(directory)
-    places = {event["run_dir"] for event in diary if event.get("run_dir")}
-    notices = [
+    injected = read_injected(directory)
+    places = {event["run_dir"] for event in steps if event.get("run_dir")}
+    reports = [
         event for place in places for event in read_events(place) if event["kind"] in _NOTICES
     ]
-    ends = [*(deed["t"] for deed in deeds), float("inf")][1:]
-    outcomes = [_outcome(deed, end, diary, notices) for deed, end in zip(deeds, ends, strict=False)]
+    ends = [*(fault["t"] for fault in injected), float("inf")][1:]
+    outcomes = [
+        _outcome(fault, end, steps, reports) for fault, end in zip(injected, ends, strict=False)
+    ]
     wall = ledger.wall_s() if ledger.attempts else 0.0
-    return Rehearsal(outcomes=tuple(outcomes), ledger=ledger, wall_s=wall)
+    return ChaosResult(outcomes=tuple(outcomes), ledger=ledger, wall_s=wall)
 
 
 def _outcome(
-    deed: dict[str, Any], end: float, diary: list[dict[str, Any]], notices: list[dict[str, Any]]
+    fault: dict[str, Any], end: float, steps: list[dict[str, Any]], reports: list[dict[str, Any]]
 ) -> Outcome:
-    """What came of a deed; the next one is at ``end``.
+    """Outcome of a fault; the next one is at ``end``.
 
-    The run has recovered with the first step beyond the one that was struck, or, if processes were
-    started again before that, with their first. Until then every restart and notice is about it,
-    even if another fault has come on top.
+    The run has recovered with the first step after that of the fault or, if processes were
+    restarted before, with their first step. Until then every restart and report counts for this
+    fault, even if another one was injected meanwhile.
     """
-    at, mine = deed["t"], [event for event in diary if event["rank"] == 0]
+    at, mine = fault["t"], [event for event in steps if event["rank"] == 0]
     before = [event["step"] for event in mine if event["t"] <= at and event["kind"] == "step"]
     restart: dict[str, Any] | None = None
     step: dict[str, Any] | None = None
@@ -205,20 +208,20 @@ def _outcome(
             continue
         if event["kind"] == "start" and restart is None:
             restart = event
-        dead = KINDS[deed["what"]].ends and restart is None
-        beyond = event["step"] > deed["step"] and not dead
+        dead = KINDS[fault["what"]].ends and restart is None
+        beyond = event["step"] > fault["step"] and not dead
         if event["kind"] == "step" and (restart is not None or beyond):
             step = event
             break
     until = max(end, step["t"]) if step is not None else float("inf")
-    told = [event for event in notices if at < event["t"] < (restart["t"] if restart else until)]
+    told = [event for event in reports if at < event["t"] < (restart["t"] if restart else until)]
     detected, how = None, ""
     if told:
         detected, how = told[0]["t"] - at, told[0]["kind"]
     elif restart is not None:
         detected, how = restart["t"] - at, "restart"
     return Outcome(
-        deed=deed,
+        fault=fault,
         detected_s=detected,
         how=how,
         recovered_s=None if step is None else step["t"] - at,
@@ -226,22 +229,22 @@ def _outcome(
     )
 
 
-def table(rehearsal: Rehearsal) -> str:
-    """The ledger, for a terminal."""
-    rows = [("at", "fault", "rank", "step", "section", "noticed by", "after", "recovered", "lost")]
-    first = rehearsal.outcomes[0].deed["t"] if rehearsal.outcomes else 0.0
-    if rehearsal.ledger.attempts:
-        first = rehearsal.ledger.attempts[0].started
-    for outcome in rehearsal.outcomes:
-        deed = outcome.deed
+def table(result: ChaosResult) -> str:
+    """Return the outcomes as a table for a terminal."""
+    rows = [("at", "fault", "rank", "step", "section", "detected by", "after", "recovered", "lost")]
+    first = result.outcomes[0].fault["t"] if result.outcomes else 0.0
+    if result.ledger.attempts:
+        first = result.ledger.attempts[0].started
+    for outcome in result.outcomes:
+        fault = outcome.fault
         rows.append(
             (
-                f"{deed['t'] - first:.0f} s",
-                deed["what"],
-                str(deed["rank"]),
-                str(deed["step"]),
-                deed["section"],
-                outcome.how or "nobody",
+                f"{fault['t'] - first:.0f} s",
+                fault["what"],
+                str(fault["rank"]),
+                str(fault["step"]),
+                fault["section"],
+                outcome.how or "-",
                 _seconds(outcome.detected_s),
                 _seconds(outcome.recovered_s),
                 str(outcome.lost_steps),
@@ -249,17 +252,17 @@ def table(rehearsal: Rehearsal) -> str:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([*(line.rstrip() for line in lines), "", _totals(rehearsal)])
+    return "\n".join([*(line.rstrip() for line in lines), "", _totals(result)])
 
 
-def _totals(rehearsal: Rehearsal) -> str:
-    outcomes, ledger = rehearsal.outcomes, rehearsal.ledger
+def _totals(result: ChaosResult) -> str:
+    outcomes, ledger = result.outcomes, result.ledger
     detected = sum(outcome.detected_s is not None for outcome in outcomes)
     recovered = sum(outcome.recovered_s is not None for outcome in outcomes)
     return (
         f"injected {len(outcomes)}, detected {detected}, recovered {recovered}; "
         f"restarts {ledger.restarts}, steps lost {ledger.steps_lost}, "
-        f"goodput {rehearsal.goodput:.0%} of {rehearsal.wall_s:.0f} s"
+        f"goodput {result.goodput:.0%} of {result.wall_s:.0f} s"
     )
 
 

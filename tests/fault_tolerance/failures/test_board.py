@@ -107,7 +107,7 @@ def test_the_silent_machine_is_named_and_nobody_who_is_slow_to_notice(store: TCP
                 job.boards[PER_MACHINE * machine].answer()
         told = found.result()
     expected = (
-        "node2 (10.0.0.3; ranks 8, 9, 10, 11) has gone without a word: its processes were killed, "
+        "node2 (10.0.0.3; ranks 8, 9, 10, 11) does not answer: its processes were killed, "
         "or it is off or cut off"
     )
     assert {(str(causes[0]), causes[0].rank) for causes, _ in told} == {(expected, 8)}
@@ -124,11 +124,11 @@ def test_of_several_silent_ones_the_error_may_tell_which(store: TCPStore, error:
     board = job.boards[0]
     board.post("echo")
     job.boards[1].post("echo")
-    [cause] = board.accuse_the_silent(error)
+    [cause] = board.report_silent_machines(error)
     pid = os.getpid()
     if error:
         assert str(cause) == (
-            f"rank 2 (node2, 10.0.0.3, process {pid}) has gone without a word: it was killed, or "
+            f"rank 2 (node2, 10.0.0.3, process {pid}) does not answer: it was killed, or "
             "its machine is off or cut off"
         )
     else:
@@ -143,7 +143,7 @@ def test_who_has_left_in_order_is_not_silent(store: TCPStore) -> None:
     job = Job(store, 2, per_machine=1)
     job.boards[1].post("left")
     job.boards[0].post("echo")
-    assert job.boards[0].accuse_the_silent() == []
+    assert job.boards[0].report_silent_machines() == []
 
 
 def test_a_store_that_went_with_rank_0_names_it(store: TCPStore) -> None:
@@ -179,7 +179,7 @@ def test_a_store_that_does_not_answer_names_rank_0(monkeypatch: pytest.MonkeyPat
             return late.wait(60)
 
     board = EndingBoard(Slow(), 1, peers, held_by_rank_0=True)
-    [cause] = board.accuse_the_silent()
+    [cause] = board.report_silent_machines()
     late.set()
     assert str(cause).startswith("rank 0 (node0, process 7) does not answer, and with it the store")
 

@@ -110,7 +110,7 @@ def test_who_leaves_in_order_is_no_cause(job: Job) -> None:
 
 
 def test_one_rank_tells(job: Job) -> None:
-    assert [board.is_first_to_tell() for board in job.boards] == [True, False, False]
+    assert [board.is_first_to_report() for board in job.boards] == [True, False, False]
 
 
 def test_a_second_run_of_the_same_processes_begins_anew(job: Job) -> None:
@@ -122,7 +122,7 @@ def test_a_second_run_of_the_same_processes_begins_anew(job: Job) -> None:
 
 def test_exits_in_words() -> None:
     assert "exit code 3" in describe_exit(3)
-    assert "without a word" in describe_exit(None)
+    assert "without an error" in describe_exit(None)
     assert "signal 62" in describe_exit(-62)
 
 
@@ -142,7 +142,7 @@ def test_memory_kills_are_read_from_the_control_group(tmp_path: Path) -> None:
 def test_a_kill_for_want_of_memory_is_noted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_megatron.fault_tolerance.failures.board.oom_kills", lambda: 1000)
     job.end(1)
-    assert "because its memory was used up" in str(job.boards[0].causes()[0])
+    assert "for lack of memory" in str(job.boards[0].causes()[0])
 
 
 def test_the_watch_ends_a_process_that_does_not_notice(

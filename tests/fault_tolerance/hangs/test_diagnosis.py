@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron.fault_tolerance.hangs import diagnosis as verdict
-from lightning_megatron.fault_tolerance.hangs.diagnosis import Suspicion, View, confirm, suspect
+from lightning_megatron.fault_tolerance.hangs.diagnosis import Diagnosis, RankView, confirm, suspect
 from lightning_megatron.fault_tolerance.hangs.flight_recorder import (
     Collective,
     Missing,
@@ -22,14 +22,14 @@ SLEEPING = ProcessState("S", started=7)
 STOPPED = ProcessState("T", started=7)
 
 
-def view(rank: int, **changes: Any) -> View:
+def view(rank: int, **changes: Any) -> RankView:
     """A rank that waits in its backward for longer than its limit."""
     known: dict[str, Any] = {"waits": 1, "left": False, "stall": 9.0, "silence": 0.1}
     known |= {"process": SLEEPING, "limit": 5.0, **changes}
     beat = Beat(3, 3, 0.0, "backward", known["waits"], 0.0, known["left"], {})
     member = Member(rank, 100 + rank, 7, "host", 1)
     silence, process = known["silence"], known["process"]
-    return View(member, beat, process, known["stall"], known["limit"], silence)
+    return RankView(member, beat, process, known["stall"], known["limit"], silence)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_rank_that_differs_from_those_that_wait(changes: dict[str, Any], rea
         [view(0, left=True), view(1, left=True)],
     ],
 )
-def test_nobody_is_blamed_without_need(views: list[View]) -> None:
+def test_nobody_is_blamed_without_need(views: list[RankView]) -> None:
     assert suspect(views, patience=2.0) is None
 
 
@@ -67,7 +67,7 @@ def test_who_waits_for_another_node_is_not_blamed() -> None:
     views = [view(0), view(1)]
     assert suspect(views, patience=2.0) is not None
     assert suspect(views, patience=2.0, whole=False) is None
-    busy = Suspicion((0,), verdict.BUSY, certain=False)
+    busy = Diagnosis((0,), verdict.BUSY, certain=False)
     in_torch = {0: [Frame("/x/torch/distributed/c10d.py", 1, "all_reduce")]}
     assert confirm(busy, views, None, in_torch, whole=False) is None
 
@@ -75,7 +75,7 @@ def test_who_waits_for_another_node_is_not_blamed() -> None:
 def test_a_wait_that_was_not_seen_is_found_in_the_stack() -> None:
     views = [view(0, waits=2), view(1, waits=2, stall=20.0)]
     busy = suspect(views, patience=2.0)
-    assert busy == Suspicion((0, 1), verdict.BUSY, certain=False)
+    assert busy == Diagnosis((0, 1), verdict.BUSY, certain=False)
     stacks = {
         0: [Frame("/x/torch/distributed/c10d.py", 1, "all_reduce")],
         1: [Frame("/home/me/train.py", 30, "load")],
@@ -97,25 +97,25 @@ def test_the_longest_wait_decides_who_skipped_a_collective() -> None:
     }
     missing = first_missing(seen, {"a": [0, 1], "b": [0, 1]})
     assert missing == Missing(collective("a", 5, began=100), (0,), (1,))
-    suspicion = Suspicion((0,), verdict.ENTANGLED, certain=False)
+    suspicion = Diagnosis((0,), verdict.ENTANGLED, certain=False)
     found = confirm(suspicion, [view(0), view(1)], missing, {})
-    assert found == Suspicion((1,), verdict.BEHIND, certain=True)
+    assert found == Diagnosis((1,), verdict.BEHIND, certain=True)
 
 
 def test_a_rank_within_its_own_limit_is_not_blamed() -> None:
     """It may save for minutes before it comes to the collective that the others wait in."""
     missing = Missing(collective("a", 5, began=100), (0,), (1,))
-    entangled = Suspicion((0,), verdict.ENTANGLED, certain=False)
+    entangled = Diagnosis((0,), verdict.ENTANGLED, certain=False)
     within = [view(0), view(1, stall=9.0, limit=300.0)]
     assert confirm(entangled, within, missing, {}) is None
     found = confirm(entangled, [view(0), view(1)], missing, {})
-    assert found == Suspicion((1,), verdict.BEHIND, certain=True)
+    assert found == Diagnosis((1,), verdict.BEHIND, certain=True)
 
 
 def test_a_report_names_as_waiting_who_is_late() -> None:
     """Neither a rank that has just come, nor one that has left, nor the culprit."""
     views = [view(0), view(1, waits=2), view(2, stall=1.0), view(3, left=True), view(4)]
-    report = describe(Suspicion((1,), verdict.BUSY, certain=True), views, {}, None, {})
+    report = describe(Diagnosis((1,), verdict.BUSY, certain=True), views, {}, None, {})
     assert report["waiting"] == [0, 4]
     assert [entry["rank"] for entry in report["culprits"]] == [1]
     assert summary(report)[-1] == "waiting for it: ranks 0, 4"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron.fault_tolerance.hangs import node_monitor
-from lightning_megatron.fault_tolerance.hangs.diagnosis import View
+from lightning_megatron.fault_tolerance.hangs.diagnosis import RankView
 from lightning_megatron.fault_tolerance.hangs.evidence import Evidence
 from lightning_megatron.fault_tolerance.hangs.flight_recorder import Collective
 from lightning_megatron.fault_tolerance.hangs.heartbeat import NOTHING, Page, page_file
@@ -31,7 +31,7 @@ class Told(NodeMonitor):
         super().__init__(directory, config)
         self.answers, self.blamed = answers, []
 
-    def look(self) -> list[View]:
+    def look(self) -> list[RankView]:
         return VIEWS
 
     def collect(self, views: Any) -> Evidence:
@@ -81,7 +81,7 @@ def test_who_answers_late_is_asked_again(tmp_path: Path, asked: int) -> None:
 
 def test_a_verdict_is_given_without_who_never_answers(tmp_path: Path) -> None:
     monitor = Told(tmp_path, [evidence(OLD, NEW, 1)] * 4)
-    views: list[View] = VIEWS
+    views: list[RankView] = VIEWS
     for number in range(4):
         assert monitor.blamed == [], number
         monitor.act_on(views)

@@ -58,7 +58,9 @@ def test_a_spike_names_the_ranks_above_the_limit_unless_all_are() -> None:
     window = Window(batches=[4, 5], losses=[(1.0, 9.0), (1.0, 11.0)])
     found = spike(window, 5.5, 3.0)
     assert (found.value, found.ranks) == (5.5, (1,))
-    assert found.detail.startswith("the loss of batch 5 is 5.5, most on rank 1, and 3 is the most")
+    assert found.detail.startswith(
+        "the loss of batch 5 is 5.5, most on rank 1, above the limit of 3"
+    )
     assert "most on" not in spike(window, 5.5, 0.5).detail
     assert spike(window, 5.5, 10.0).ranks == ()  # a mean of both batches, not the last one
 

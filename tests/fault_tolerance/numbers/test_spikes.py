@@ -75,7 +75,7 @@ def test_wrong_numbers() -> None:
     faults = SpikeConfig(deviations=0.5, warmup=200).problems()
     assert faults == [
         "spikes.deviations=0.5: must be at least 1.0; nearest valid: deviations=1.0",
-        "spikes.warmup=200, history=128: a history never holds more; nearest valid: warmup=128",
+        "spikes.warmup=200, history=128: must be at most history; nearest valid: warmup=128",
     ]
 
 

@@ -13,8 +13,6 @@ from lightning_megatron.testing import WorkerPool
 from tests.fault_tolerance.numbers.guarded import batches, differences, fit, state_of
 from tests.strategy.small import Small, loader, make_trainer
 
-HYBRID = ShardingConfig(min_numel=1, dp_replicate=2)
-
 
 class Flip(pl.Callback):
     """Flips one bit on one rank after a step: of a parameter, or of what the optimizer keeps."""
@@ -49,7 +47,7 @@ def healing(layout: Mapping[str, Any], devices: int, rank: int, name: str) -> tu
         ({"zero": 0}, 2, "net.1.0.weight"),
         ({"zero": 0, "tp": 2}, 2, "net.0.weight"),  # which tp ranks hold alike
         ({"zero": 0, "pp": 2, "num_microbatches": 2}, 3, "net.0.weight"),  # tied over both stages
-        ({"zero": 2, "sharding": ShardingConfig(dp_replicate=4)}, 0, "net.1.0.weight"),
+        ({"zero": ShardingConfig(stage=2, dp_replicate=4)}, 0, "net.1.0.weight"),
     ],
     ids=["zero 0", "tp=2", "pp=2", "hybrid"],
 )
@@ -74,14 +72,18 @@ def noticing(
 def test_raise_names_the_rank_at_the_next_check(pool: WorkerPool) -> None:
     errors = pool.run(4, noticing, {"zero": 0}, 4, 3, "net.1.0.bias", "raise", 2)
     assert len(set(errors)) == 1
-    assert errors[0].startswith("step 3: other bits than their peers on rank 3, in ")
+    assert errors[0].startswith("step 3: rank 3 differ from the majority in ")
     assert "net.1.0.bias" in errors[0]
 
 
 @pytest.mark.parametrize(
     ("layout", "name", "pair"),
     [
-        ({"zero": 3, "sharding": HYBRID}, "net.1.0.weight", ("rank 0", "rank 2")),
+        (
+            {"zero": ShardingConfig(stage=3, dp_replicate=2)},
+            "net.1.0.weight",
+            ("rank 0", "rank 2"),
+        ),
         ({"tp": 2, "zero": 3}, "net.1.2.bias", ("rank 2", "rank 3")),
     ],
     ids=["hybrid", "tp=2"],
@@ -92,7 +94,7 @@ def test_of_two_that_differ_nobody_can_tell(
     for error in pool.run(4, noticing, layout, 4, 2, name, "heal", 3):
         assert error.startswith("step 3: ")
         assert all(rank in error for rank in pair), error
-        assert "which are right cannot be told" in error
+        assert "no majority shows which are right" in error
 
 
 def test_nothing_to_compare_and_wrong_options() -> None:

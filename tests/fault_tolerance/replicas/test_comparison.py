@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_megatron.fault_tolerance.replicas.comparison import (
     COLUMNS,
     Difference,
-    Held,
+    SharedTensor,
     condense,
     differences,
     fingerprint,
@@ -79,7 +79,7 @@ def test_the_majority_is_right() -> None:
 
 def test_condensed_numbers_do_not_depend_on_the_order() -> None:
     holders = (("tp",), 0)
-    held = [Held(name=n, tensor=torch.zeros(1), holders=holders) for n in "ab"]
+    held = [SharedTensor(name=n, tensor=torch.zeros(1), holders=holders) for n in "ab"]
     assert condense(held, [1, 2]) == condense(held[::-1], [2, 1]) != condense(held, [2, 1])
     with pytest.raises(ValueError, match="zip"):
         condense(held, [1])

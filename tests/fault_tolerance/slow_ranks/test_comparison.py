@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_megatron._torch import watch_waits
-from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork, Verdicts, scores
+from lightning_megatron.fault_tolerance.slow_ranks.comparison import OwnWork, SlowRanks, scores
 from lightning_megatron.monitoring.sections import SectionClock
 from tests.monitoring.test_sections import Time
 
@@ -69,8 +69,8 @@ def test_stages_of_a_pipeline_are_not_compared() -> None:
 def test_two_windows_in_a_row_make_a_slow_rank_once() -> None:
     slow = scores([[0.0, 1.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0]], [0.0, 0.0])
     fast = scores([[0.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]], [0.0, 0.0])
-    verdicts = Verdicts(0.7, 2)
-    told = [verdicts.add(window) for window in (slow, fast, slow, slow, slow, fast, slow, slow)]
+    slow_ranks = SlowRanks(0.7, 2)
+    told = [slow_ranks.add(window) for window in (slow, fast, slow, slow, slow, fast, slow, slow)]
     assert [len(t) for t in told] == [0, 0, 0, 1, 0, 0, 0, 1]
     assert (told[3][0].rank, told[3][0].section) == (1, "forward")
 
@@ -87,10 +87,10 @@ def test_a_twentieth_of_the_longest_step_matters() -> None:
 def test_a_score_at_the_threshold_is_not_slow() -> None:
     window = scores([[0.0, 1.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0]], [0.0, 0.0])
     assert window[0].score == 0.5
-    assert not Verdicts(0.5, 1).add(window)
-    verdicts = Verdicts(0.51, 1)
-    assert [s.rank for s in verdicts.add(window)] == [1]
-    assert verdicts.current == {(1, "forward"): 1}
+    assert not SlowRanks(0.5, 1).add(window)
+    slow_ranks = SlowRanks(0.51, 1)
+    assert [s.rank for s in slow_ranks.add(window)] == [1]
+    assert slow_ranks.current == {(1, "forward"): 1}
 
 
 def test_a_wait_that_ends_in_another_batch_makes_no_negative_work() -> None:

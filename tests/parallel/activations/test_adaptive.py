@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.recomputation import LiveBytes
-from lightning_megatron import MegatronStrategy, MemoryConfig
+from lightning_megatron import ActivationConfig, CompileConfig, MegatronStrategy, PipelineConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.activations.knapsack import needed
 from lightning_megatron.pipeline.timing import saved_bytes
@@ -22,7 +22,7 @@ from tests.parity.jobs import ParityModule, quiet_trainer, whole_parameters
 from tests.parity.reference import Data
 from tests.strategy.small import tuner_of
 
-PLAIN = MemoryConfig()
+PLAIN = ActivationConfig()
 
 
 class Kept(L.Callback):
@@ -44,9 +44,9 @@ class Kept(L.Callback):
         module.training_step = counted
 
 
-def adaptive_run(options: dict[str, Any], memory: MemoryConfig) -> tuple[Any, ...]:
+def adaptive_run(options: dict[str, Any], memory: ActivationConfig) -> tuple[Any, ...]:
     L.seed_everything(1, verbose=False)
-    strategy = MegatronStrategy(**options, memory=memory)
+    strategy = MegatronStrategy(**options, activations=memory)
     module, kept = ParityModule("deep", Data(steps=4)), Kept()
     quiet_trainer(strategy, callbacks=[kept]).fit(module)
     return strategy, whole_parameters(module.model, strategy.topology), kept.sizes
@@ -54,8 +54,8 @@ def adaptive_run(options: dict[str, Any], memory: MemoryConfig) -> tuple[Any, ..
 
 def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
     """Without, with much, with some and with too little memory; what is recomputed with some."""
-    _, expected, all_bytes = adaptive_run(options, MemoryConfig())
-    much = MemoryConfig(recompute="adaptive", activation_gib=1.0)
+    _, expected, all_bytes = adaptive_run(options, ActivationConfig())
+    much = ActivationConfig(recompute="adaptive", limit_gib=1.0)
     strategy, weights, kept_bytes = adaptive_run(options, much)
     assert kept_bytes[-1] == all_bytes[-1] > kept_bytes[0]
     adaptive = tuner_of(strategy, AdaptiveMemory)
@@ -67,7 +67,7 @@ def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
         when = adaptive.moments[stages]
         needs.append((needed(own, full, when), needed(own, none, when)))
     limit = (max(least for least, _ in needs) + max(most for _, most in needs)) / 2
-    some = MemoryConfig(recompute="adaptive", activation_gib=limit / 2**30)
+    some = ActivationConfig(recompute="adaptive", limit_gib=limit / 2**30)
     strategy, others, few_bytes = adaptive_run(options, some)
     for name, value in expected.items():
         assert torch.equal(weights[name], value)
@@ -84,15 +84,15 @@ def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
         saved * options.get("num_microbatches", 1), rel=0.1
     )
     if "pp" in options:
-        little = MemoryConfig(recompute="adaptive", activation_gib=needs[0][0] / 2**31)
-        with pytest.raises(ConfigError, match="nearest valid: activation_gib="):
+        little = ActivationConfig(recompute="adaptive", limit_gib=needs[0][0] / 2**31)
+        with pytest.raises(ConfigError, match="nearest valid: limit_gib="):
             adaptive_run(options, little)
     return tuple(ways.items())
 
 
 ADAPTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2": (2, {"tp": 2, "num_microbatches": 2}),
-    "pp=2 zbv": (2, {"pp": 2, "schedule": "zbv", "num_microbatches": 2}),
+    "pp=2 zbv": (2, {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}),
 }
 
 
@@ -129,28 +129,24 @@ class Held:
     weights: dict[str, Tensor]
 
 
-def peak_of(options: dict[str, Any], memory: MemoryConfig) -> tuple[int, Any]:
+def peak_of(options: dict[str, Any], memory: ActivationConfig = PLAIN) -> tuple[int, Any]:
     L.seed_everything(1, verbose=False)
-    strategy, peak = MegatronStrategy(**options, memory=memory), Peak()
+    strategy, peak = MegatronStrategy(**options, activations=memory), Peak()
     module = ParityModule("deep", Data(steps=4, batch=16))
     quiet_trainer(strategy, callbacks=[peak]).fit(module)
     return peak.most, strategy
 
 
-def peak_job(
-    options: dict[str, Any], parts: Sequence[float], base: MemoryConfig = PLAIN
-) -> list[Held]:
+def peak_job(options: dict[str, Any], parts: Sequence[float]) -> list[Held]:
     """Of plans for parts of all memory, on this rank."""
     # Of each block: a forward of ten seconds, noting at no cost, and a repetition of one.
     clock = itertools.cycle([0.0, 10.0, 0.0, 10.0, 0.0, 1.0])
     with patch.object(AdaptiveMemory, "_now", lambda _: next(clock)):
-        return peaks_under_limits(options, parts, base)
+        return peaks_under_limits(options, parts)
 
 
-def peaks_under_limits(
-    options: dict[str, Any], parts: Sequence[float], base: MemoryConfig
-) -> list[Held]:
-    most, strategy = peak_of(options, replace(base, recompute="adaptive", activation_fraction=0.5))
+def peaks_under_limits(options: dict[str, Any], parts: Sequence[float]) -> list[Held]:
+    most, strategy = peak_of(options, ActivationConfig(recompute="adaptive", limit_fraction=0.5))
     plan = tuner_of(strategy, AdaptiveMemory)
     by_rank = [[b.costs for b in plan.measured.values() if b.rank == rank] for rank in plan.moments]
     least, whole = (
@@ -166,7 +162,7 @@ def peaks_under_limits(
     found = []
     for part in parts:
         limit = int(least + part * (whole - least))
-        memory = replace(base, recompute="adaptive", activation_gib=limit / 2**30)
+        memory = ActivationConfig(recompute="adaptive", limit_gib=limit / 2**30)
         peak, strategy = peak_of(options, memory)
         plan = tuner_of(strategy, AdaptiveMemory)
         ways = [plan.ways[name] for name, b in plan.measured.items() if b.rank == rank]
@@ -189,7 +185,7 @@ def test_the_peak_stays_under_the_limit(pool: WorkerPool) -> None:
 def test_a_pipeline_holds_what_is_counted(
     pool: WorkerPool, schedule: str, part: float, ways: set[str]
 ) -> None:
-    options = {"pp": 2, "num_microbatches": 4, "schedule": schedule}
+    options = {"pp": PipelineConfig(degree=2, schedule=schedule), "num_microbatches": 4}
     for held in pool.run(2, peak_job, options, (part,))[-1]:  # the first stage's rank
         assert ways <= set(held.ways)
         # The halves of a backward leave less to be kept than all of it, which is counted.
@@ -199,13 +195,13 @@ def test_a_pipeline_holds_what_is_counted(
 
 def compiled_job() -> list[str]:
     """The ways in which compiled blocks are recomputed, whose weights have been compared."""
-    compiled = MemoryConfig(compile="block", compile_backend="aot_eager")
-    _, plainly = peak_of({}, MemoryConfig())
+    compiled = CompileConfig(scope="block", backend="aot_eager")
+    _, plainly = peak_of({})
     torch.compiler.reset()
     # One graph serves all blocks, whether they are measured, recomputed or neither.
     limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
-        [found] = peak_job({}, (0.4,), compiled)
+        [found] = peak_job({"compile": compiled}, (0.4,))
     expected = whole_parameters(plainly.lightning_module.model, plainly.topology)
     for name, value in found.weights.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-13)

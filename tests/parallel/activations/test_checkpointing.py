@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron import MegatronStrategy, MemoryConfig, PipelineSequential, ShardingConfig
+from lightning_megatron import (
+    ActivationConfig,
+    MegatronStrategy,
+    PipelineConfig,
+    PipelineSequential,
+    ShardingConfig,
+)
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.models.transformer import TransformerBlock
@@ -75,7 +81,7 @@ def gradients(net: PipelineSequential) -> tuple[list[Tensor], int]:
 def test_the_same_numbers_from_fewer_bytes(every: int) -> None:
     plain, net = network(), network()
     expected, all_bytes = gradients(plain)
-    recompute(net, blocks_to_recompute(net, MemoryConfig(recompute="full", every=every)))
+    recompute(net, blocks_to_recompute(net, ActivationConfig(recompute="full", every=every)))
     found, few_bytes = gradients(net)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
@@ -90,10 +96,10 @@ def test_the_same_numbers_from_fewer_bytes(every: int) -> None:
 def test_a_group_of_blocks_keeps_one_input(group: int) -> None:
     plain, single, net = network(), network(), network()
     expected, _ = gradients(plain)
-    config = MemoryConfig(recompute="full")
+    config = ActivationConfig(recompute="full")
     transform_blocks(single, blocks_to_recompute(single, config), config, CPU)
     _, each = gradients(single)
-    config = MemoryConfig(recompute="full", group=group)
+    config = ActivationConfig(recompute="full", group=group)
     transform_blocks(net, blocks_to_recompute(net, config), config, CPU)
     found, together = gradients(net)
     for ours, theirs in zip(found, expected, strict=True):
@@ -103,7 +109,7 @@ def test_a_group_of_blocks_keeps_one_input(group: int) -> None:
     assert [b.runs for b in net.layers] == [2] * 4
     inputs = 4 - -(-4 // group)
     assert each - together == inputs * 16 * WIDTH * 8
-    transform_blocks(net, [], MemoryConfig(), CPU)
+    transform_blocks(net, [], ActivationConfig(), CPU)
     gradients(net)
     assert [b.runs for b in net.layers] == [3] * 4
 
@@ -111,7 +117,7 @@ def test_a_group_of_blocks_keeps_one_input(group: int) -> None:
 def test_groups_that_are_watched_run_item_by_item() -> None:
     net, seen = network(), []
     expected, _ = gradients(network())
-    config = MemoryConfig(recompute="full", group=2)
+    config = ActivationConfig(recompute="full", group=2)
     transform_blocks(net, blocks_to_recompute(net, config), config, CPU)
     net.stage_items[0].observer = lambda position, output: seen.append(position)
     found, _ = gradients(net)
@@ -153,7 +159,7 @@ class Constants(nn.Module):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_the_default_format_is_that_of_the_forward(mode: Any) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Constants()).double()
-    recompute(net, [net[1]], MemoryConfig(recompute=mode))
+    recompute(net, [net[1]], ActivationConfig(recompute=mode))
     with patch_default(torch.float64):
         loss = net(torch.ones(2, WIDTH)).sum()
     loss.backward()
@@ -215,10 +221,10 @@ def test_what_is_kept_is_not_computed_again(
     config = transformer_config("gpt")
     blocks = nn.ModuleList([TransformerBlock(config, None)])
     x = torch.randn(2, 4, config.hidden_size, requires_grad=True)
-    memory = MemoryConfig(recompute="selective", keep=keep)
+    memory = ActivationConfig(recompute="selective", keep=keep)
     forward, found = torch.ops.aten, []
     ran = (forward.addmm.default, forward._scaled_dot_product_flash_attention_for_cpu.default)
-    for mode in (MemoryConfig(), memory):
+    for mode in (ActivationConfig(), memory):
         recompute(blocks, blocks_to_recompute(blocks, mode), mode)
         y = blocks[0](x).sum()
         counts = []
@@ -242,7 +248,7 @@ def test_a_second_backward_needs_a_block_that_keeps_nothing() -> None:
     loss.backward()
     for p, gradient in zip(net.parameters(), once, strict=True):
         torch.testing.assert_close(p.grad, 2 * gradient)
-    config = MemoryConfig(recompute="selective")
+    config = ActivationConfig(recompute="selective")
     recompute(net, blocks_to_recompute(net, config), config)
     loss = net(torch.randn(4, WIDTH, dtype=torch.float64)).sum()
     loss.backward(retain_graph=True)
@@ -251,12 +257,16 @@ def test_a_second_backward_needs_a_block_that_keeps_nothing() -> None:
 
 
 def train(
-    options: dict[str, Any], architecture: Any, dropout: float, memory: MemoryConfig, precision: str
+    options: dict[str, Any],
+    architecture: Any,
+    dropout: float,
+    memory: ActivationConfig,
+    precision: str,
 ) -> Outcome:
     """Two steps with dropout everywhere."""
     L.seed_everything(1, verbose=False)
-    sharding = ShardingConfig(min_numel=1)
-    strategy = MegatronStrategy(**options, sharding=sharding, memory=memory)
+    zero = ShardingConfig(stage=options.get("zero", 1), min_numel=1)
+    strategy = MegatronStrategy(**{**options, "zero": zero}, activations=memory)
     recorder = Recorder(1)
     module = ParityModule(architecture, Data(steps=2))
     for child in module.modules():
@@ -278,10 +288,10 @@ def train(
 
 
 MODES = (
-    MemoryConfig(recompute="full"),
-    MemoryConfig(recompute="selective", offload_activations=True, offload_min_bytes=0),
-    MemoryConfig(recompute="selective", keep=["attention"], blocks=["*.mlp", "*.attention"]),
-    MemoryConfig(recompute="full", group=2),
+    ActivationConfig(recompute="full"),
+    ActivationConfig(recompute="selective", offload=True, offload_min_bytes=0),
+    ActivationConfig(recompute="selective", keep=["attention"], blocks=["*.mlp", "*.attention"]),
+    ActivationConfig(recompute="full", group=2),
 )
 GROUPED = ("alone", "tp=2", "pp=2", "dp=2 zero 3")
 """Layouts that are tried with groups too."""
@@ -292,9 +302,9 @@ def compare_job(
     architecture: str,
     dropout: float,
     precision: str = "64-true",
-    modes: Sequence[MemoryConfig] = MODES,
+    modes: Sequence[ActivationConfig] = MODES,
 ) -> None:
-    plain = train(options, architecture, dropout, MemoryConfig(), precision)
+    plain = train(options, architecture, dropout, ActivationConfig(), precision)
     for memory in modes:
         replicated = options.get("tp", 1) > 1 and not options.get("sequence_parallel")
         if replicated and memory.group == 1:
@@ -314,7 +324,7 @@ LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
         4,
         "gpt",
         0.2,
-        {"pp": 2, "schedule": "zbv", "tp": 2, "num_microbatches": 2},
+        {"pp": PipelineConfig(degree=2, schedule="zbv"), "tp": 2, "num_microbatches": 2},
     ),
     "dp=2 zero 3": (2, "gpt", 0.2, {"zero": 3, "num_microbatches": 2}),
     "dp=2 zero 2": (2, "llama", 0.0, {"zero": 2, "num_microbatches": 2}),
@@ -347,7 +357,10 @@ def test_other_operations_can_be_kept(keep: list[str], func: Any) -> None:
     blocks = nn.ModuleList([TransformerBlock(config, None)])
     x = torch.randn(2, 4, config.hidden_size, requires_grad=True)
     counts = []
-    for memory in (MemoryConfig(recompute="full"), MemoryConfig(recompute="selective", keep=keep)):
+    for memory in (
+        ActivationConfig(recompute="full"),
+        ActivationConfig(recompute="selective", keep=keep),
+    ):
         recompute(blocks, [blocks[0]], memory)
         y = blocks[0](x).sum()
         with Counted(func) as counted:

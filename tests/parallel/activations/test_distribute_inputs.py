@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 
 from benchmarks.recomputation import LiveBytes
-from lightning_megatron import MegatronStrategy, MemoryConfig
+from lightning_megatron import ActivationConfig, MegatronStrategy
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerPool
 from tests.parity import reference
@@ -37,16 +37,16 @@ def settled(live: LiveBytes) -> int:
     return found
 
 
-def kept_job(memory: MemoryConfig) -> int:
+def kept_job(memory: ActivationConfig) -> int:
     L.seed_everything(1, verbose=False)
     module = Kept("deep", Data(steps=2))
-    quiet_trainer(MegatronStrategy(tp=2, memory=memory)).fit(module)
+    quiet_trainer(MegatronStrategy(tp=2, activations=memory)).fit(module)
     return module.kept
 
 
 def test_half_of_every_input_is_kept(pool: WorkerPool) -> None:
-    whole = pool.run(2, kept_job, MemoryConfig(recompute="full"))
-    parts = pool.run(2, kept_job, MemoryConfig(recompute="full", distribute_inputs=True))
+    whole = pool.run(2, kept_job, ActivationConfig(recompute="full"))
+    parts = pool.run(2, kept_job, ActivationConfig(recompute="full", distribute_inputs=True))
     data = Data(steps=2)
     tokens, _ = data.batches()[-1]
     one_input = tokens.numel() * reference.HIDDEN * 8
@@ -56,7 +56,9 @@ def test_half_of_every_input_is_kept(pool: WorkerPool) -> None:
 
 
 def refused_job() -> str:
-    memory = MemoryConfig(recompute="full", distribute_inputs=True, blocks=["RowParallelLinear"])
+    memory = ActivationConfig(
+        recompute="full", distribute_inputs=True, blocks=["RowParallelLinear"]
+    )
     with pytest.raises(ConfigError) as caught:
         kept_job(memory)
     return str(caught.value)

@@ -54,7 +54,7 @@ def offload_job(
 def test_the_optimizer_steps_on_copies_in_host_memory(
     pool: WorkerPool, devices: int, zero: int
 ) -> None:
-    layout = {"zero": zero, "sharding": ShardingConfig(offload_optimizer=True)}
+    layout = {"zero": ShardingConfig(stage=zero, offload_optimizer=True)}
     by_rank = pool.run(devices, offload_job, layout, devices)
     (expected, none, _, _), *_ = pool.run(1, offload_job, {}, 1)
     assert none == {False}
@@ -66,7 +66,7 @@ def test_the_optimizer_steps_on_copies_in_host_memory(
 
 
 def test_units_keep_their_shards_in_host_memory(pool: WorkerPool) -> None:
-    layout = {"zero": 3, "sharding": ShardingConfig(offload_parameters=True)}
+    layout = {"zero": ShardingConfig(stage=3, offload_parameters=True)}
     by_rank = pool.run(2, offload_job, layout, 2)
     (expected, *_), *_ = pool.run(1, offload_job, {}, 1)
     for found, _, units, _ in by_rank:
@@ -95,12 +95,12 @@ def test_units_stay_where_they_are_when_the_rest_comes_to_the_device(pool: Worke
 def idle_job() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        sharding = ShardingConfig(wrap=["Sequential"], min_numel=7)
-        make_trainer({"zero": 1, "sharding": sharding}, 1).fit(Small(), loader())
-    return [str(w.message) for w in caught if "sharding." in str(w.message)]
+        zero = ShardingConfig(stage=1, wrap=["Sequential"], min_numel=7)
+        make_trainer({"zero": zero}, 1).fit(Small(), loader())
+    return [str(w.message) for w in caught if "zero." in str(w.message)]
 
 
 def test_options_of_units_without_units_are_told(pool: WorkerPool) -> None:
     [[wrap, size]] = pool.run(1, idle_job)
-    assert wrap.startswith("sharding.wrap=['Sequential'], zero=1: only zero=3 has units")
-    assert size.startswith("sharding.min_numel=7, zero=1")
+    assert wrap.startswith("zero.wrap=['Sequential'], zero=1: only zero=3 has units")
+    assert size.startswith("zero.min_numel=7, zero=1")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.recomputation import LiveBytes
-from lightning_megatron import MemoryConfig, PipelineSequential
+from lightning_megatron import ActivationConfig, PipelineSequential
 from lightning_megatron._torch import TorchDispatchMode
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 from lightning_megatron.parallel.activations.offload import Offloader
@@ -41,7 +41,7 @@ def network() -> PipelineSequential:
     return PipelineSequential(layers=[Block() for _ in range(BLOCKS)], head=nn.Linear(WIDTH, 1))
 
 
-def offloaded(config: MemoryConfig) -> tuple[PipelineSequential, Offloader]:
+def offloaded(config: ActivationConfig) -> tuple[PipelineSequential, Offloader]:
     net = network()
     transform_blocks(net, blocks_to_recompute(net, config), config, CPU)
     return net, net.layers[0].forward.__self__._offloader
@@ -61,13 +61,13 @@ def step(net: PipelineSequential, offloader: Offloader | None = None) -> tuple[l
 
 
 MODES = {
-    "all that blocks keep": MemoryConfig(offload_activations=True, offload_min_bytes=0),
-    "inputs": MemoryConfig(offload_activations=True, offload_min_bytes=0, recompute="full"),
-    "inputs and results": MemoryConfig(
-        offload_activations=True, offload_min_bytes=0, recompute="selective"
+    "all that blocks keep": ActivationConfig(offload=True, offload_min_bytes=0),
+    "inputs": ActivationConfig(offload=True, offload_min_bytes=0, recompute="full"),
+    "inputs and results": ActivationConfig(
+        offload=True, offload_min_bytes=0, recompute="selective"
     ),
-    "of each second block the input": MemoryConfig(
-        offload_activations=True, offload_min_bytes=0, recompute="full", every=2
+    "of each second block the input": ActivationConfig(
+        offload=True, offload_min_bytes=0, recompute="full", every=2
     ),
 }
 
@@ -78,7 +78,7 @@ def test_the_same_numbers_from_fewer_bytes_on_the_device(mode: str) -> None:
     plain = network()
     expected, _ = step(plain)
     here = network()
-    kept = MemoryConfig(recompute=config.recompute, every=config.every)
+    kept = ActivationConfig(recompute=config.recompute, every=config.every)
     transform_blocks(here, blocks_to_recompute(here, kept), kept, CPU)
     _, on_device = step(here)
     net, offloader = offloaded(config)
@@ -94,7 +94,7 @@ def test_the_same_numbers_from_fewer_bytes_on_the_device(mode: str) -> None:
     assert offloader.most > 0.5 * on_device
 
 
-ALL = MemoryConfig(offload_activations=True, offload_min_bytes=0)
+ALL = ActivationConfig(offload=True, offload_min_bytes=0)
 
 
 def test_small_tensors_weights_and_shared_inputs_stay() -> None:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_megatron import MemoryConfig
+from lightning_megatron import ActivationConfig
 from lightning_megatron.monitoring.flops import OperationCounter
 from lightning_megatron.parallel.activations.checkpointing import recompute
 from lightning_megatron.parallel.activations.config import blocks_to_recompute
 
-SELECTIVE = MemoryConfig(recompute="selective")
+SELECTIVE = ActivationConfig(recompute="selective")
 
 
 class Block(nn.Module):
@@ -29,7 +29,7 @@ class Block(nn.Module):
         return y
 
 
-def gradients(attend: Any, memory: MemoryConfig) -> list[Tensor]:
+def gradients(attend: Any, memory: ActivationConfig) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Sequential(Block(attend), Block(attend))
     recompute(net, blocks_to_recompute(net, memory), memory)
@@ -38,7 +38,7 @@ def gradients(attend: Any, memory: MemoryConfig) -> list[Tensor]:
 
 
 def check(attend: Any) -> None:
-    expected = gradients(attend, MemoryConfig())
+    expected = gradients(attend, ActivationConfig())
     assert len(expected) == 8
     for one, other in zip(gradients(attend, SELECTIVE), expected, strict=True):
         assert torch.equal(one, other)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import (
+    ActivationConfig,
+    CompileConfig,
     ConfigError,
     ConnectionConfig,
     LanguageModel,
-    MemoryConfig,
     PipelineConfig,
     PipelineSequential,
     ShardingConfig,
@@ -160,15 +161,31 @@ CASES = {
     "tp is a float": Case(layout={"tp": 2.0}, says=("tp=2.0", "whole number")),
     "tp is a word": Case(layout={"tp": "two"}, says=("tp='two'", "whole number", "tp=1")),
     "pp is a boolean": Case(layout={"pp": True}, says=("pp=True", "whole number")),
+    "pp is nothing": Case(layout={"pp": None}, says=("pp=None", "whole number", "pp=1")),
+    "zero is nothing": Case(layout={"zero": None}, says=("zero=None", "0, 1, 2 or 3", "zero=1")),
+    "the config of another axis": Case(
+        layout={"pp": ShardingConfig()}, says=("pp=ShardingConfig(", "a number or a PipelineConfig")
+    ),
+    "a negative degree in a config": Case(
+        layout={"pp": PipelineConfig(degree=-2, schedule="zbv")}, says=("pp=-2", "pp=1")
+    ),
+    "a word for a degree in a config": Case(
+        layout={"pp": PipelineConfig(degree="2")},  # type: ignore[arg-type]
+        says=("pp='2'", "nearest valid: pp=2"),
+    ),
+    "no such ZeRO stage in a config": Case(
+        layout={"zero": ShardingConfig(stage=4)},  # type: ignore[arg-type]
+        says=("zero=4", "zero=3"),
+    ),
     "no such ZeRO stage": Case(layout={"zero": 4}, says=("zero=4", "0, 1, 2 or 3", "zero=3")),
     "negative ZeRO stage": Case(layout={"zero": -1}, says=("zero=-1", "zero=0")),
     "dp_replicate does not divide dp": Case(
-        layout={"sharding": ShardingConfig(dp_replicate=3)},
-        says=("dp_replicate=3", "dp=4", "dp_replicate=2 or 4"),
+        layout={"zero": ShardingConfig(dp_replicate=3)},
+        says=("zero.dp_replicate=3", "dp=4", "dp_replicate=2 or 4"),
     ),
     "dp_replicate under ZeRO 0": Case(
-        layout={"zero": 0, "sharding": ShardingConfig(dp_replicate=2)},
-        says=("dp_replicate=2", "zero=0", "zero=1"),
+        layout={"zero": ShardingConfig(stage=0, dp_replicate=2)},
+        says=("zero.dp_replicate=2", "zero=0", "zero=1"),
     ),
     "sequence parallelism without tp": Case(
         layout={"sequence_parallel": True}, says=("sequence_parallel=True, tp=1", "tp=2")
@@ -196,156 +213,161 @@ CASES = {
         says=("default_root_dir=", "test_config_errors.py is no folder"),
         devices=2,
     ),
-    "misspelt schedule": Case(layout={"pp": 2, "schedule": "1f2b"}, says=("1f2b", "'1f1b'")),
-    "unknown schedule": Case(layout={"pp": 2, "schedule": "fast"}, says=("fast", "gpipe")),
+    "misspelt schedule": Case(
+        layout={"pp": PipelineConfig(degree=2, schedule="1f2b")},
+        says=("pp.schedule='1f2b'", "schedule='1f1b'"),
+    ),
+    "unknown schedule": Case(
+        layout={"pp": PipelineConfig(degree=2, schedule="fast")}, says=("fast", "gpipe")
+    ),
     "more stages than items": Case(
         layout={"pp": 4}, module=TwoItems, says=("=4", "items=2", "at least one", "=2")
     ),
     "unknown recomputation": Case(
-        layout={"memory": MemoryConfig(recompute="ful")},  # type: ignore[arg-type]
-        says=("memory.recompute='ful'", "none, full, selective, adaptive", "'full'"),
+        layout={"activations": ActivationConfig(recompute="ful")},  # type: ignore[arg-type]
+        says=("activations.recompute='ful'", "none, full, selective, adaptive", "'full'"),
     ),
     "compile stages and time their items": Case(
         layout={
-            "pp": 2,
-            "pipeline": PipelineConfig(partition="measured"),
-            "memory": MemoryConfig(compile="model"),
+            "pp": PipelineConfig(degree=2, partition="measured"),
+            "compile": CompileConfig(scope="model"),
         },
-        says=("compile='model', partition='measured'", "compile='block'"),
+        says=("compile.scope='model', pp.partition='measured'", "compile.scope='block'"),
     ),
     "recompute inside of a compiled block and offload it": Case(
         layout={
-            "memory": MemoryConfig(compile="block", recompute="selective", offload_activations=True)
+            "activations": ActivationConfig(recompute="selective", offload=True),
+            "compile": CompileConfig(scope="block"),
         },
-        says=("compile='block', recompute='selective'", "'full'"),
+        says=("compile.scope='block', activations.recompute='selective'", "'full'"),
     ),
     "compile the model and offload blocks": Case(
-        layout={"memory": MemoryConfig(compile="model", offload_activations=True)},
-        says=("compile='model', recompute='none'", "compile='block'"),
+        layout={
+            "activations": ActivationConfig(offload=True),
+            "compile": CompileConfig(scope="model"),
+        },
+        says=("compile.scope='model', activations.recompute='none'", "compile.scope='block'"),
     ),
     "compile blocks and measure them": Case(
-        layout={"memory": MemoryConfig(compile="model", recompute="adaptive", activation_gib=1.0)},
-        says=("recompute='adaptive', compile='model'", "recompute='full'"),
+        layout={
+            "activations": ActivationConfig(recompute="adaptive", limit_gib=1.0),
+            "compile": CompileConfig(scope="model"),
+        },
+        says=("activations.recompute='adaptive', compile.scope='model'", "recompute='full'"),
     ),
     "compile blocks and choose what parts of them keep": Case(
         layout={
-            "memory": MemoryConfig(
-                compile="block", recompute="adaptive", activation_gib=1.0, keep=["matmul"]
-            )
+            "activations": ActivationConfig(recompute="adaptive", limit_gib=1.0, keep=["matmul"]),
+            "compile": CompileConfig(scope="block"),
         },
-        says=("recompute='adaptive', compile='block', keep=['matmul']", "keep=None"),
+        says=("recompute='adaptive', keep=['matmul'], blocks=None, compile.scope", "keep=None"),
     ),
     "groups of blocks that keep results": Case(
-        layout={"memory": MemoryConfig(recompute="selective", group=2)},
-        says=("memory.group=2, recompute='selective'", "recompute='full'"),
+        layout={"activations": ActivationConfig(recompute="selective", group=2)},
+        says=("activations.group=2, recompute='selective'", "recompute='full'"),
     ),
     "groups of every second block": Case(
-        layout={"memory": MemoryConfig(recompute="full", group=2, every=2)},
-        says=("memory.group=2", "every=2", "every=1"),
+        layout={"activations": ActivationConfig(recompute="full", group=2, every=2)},
+        says=("activations.group=2", "every=2", "every=1"),
     ),
     "groups of no blocks": Case(
-        layout={"memory": MemoryConfig(recompute="full", group=0)},
-        says=("memory.group=0", "group=1"),
+        layout={"activations": ActivationConfig(recompute="full", group=0)},
+        says=("activations.group=0", "group=1"),
     ),
     "groups whose inputs are offloaded": Case(
-        layout={"memory": MemoryConfig(recompute="full", group=2, offload_activations=True)},
-        says=("memory.group=2, offload_activations=True", "group=1"),
+        layout={"activations": ActivationConfig(recompute="full", group=2, offload=True)},
+        says=("activations.group=2, offload=True", "group=1"),
     ),
     "groups of parts of items": Case(
-        layout={"memory": MemoryConfig(recompute="full", group=2, blocks=["*.mlp"])},
+        layout={"activations": ActivationConfig(recompute="full", group=2, blocks=["*.mlp"])},
         module=language_model,
-        says=("memory.group=2", "items of a PipelineSequential", "group=1"),
+        says=("activations.group=2", "items of a PipelineSequential", "group=1"),
     ),
     "compile by an unknown backend": Case(
-        layout={"memory": MemoryConfig(compile="block", compile_backend="inducto")},
-        says=("compile_backend='inducto'", "'inductor'"),
+        layout={"compile": CompileConfig(scope="block", backend="inducto")},
+        says=("compile.backend='inducto'", "'inductor'"),
     ),
     "recomputing each 0th block": Case(
-        layout={"memory": MemoryConfig(recompute="full", every=0)}, says=("every=0", "every=1")
+        layout={"activations": ActivationConfig(recompute="full", every=0)},
+        says=("every=0", "every=1"),
     ),
     "blocks of a recomputation that is off": Case(
-        layout={"memory": MemoryConfig(blocks=["Sequential"])},
+        layout={"activations": ActivationConfig(blocks=["Sequential"])},
         says=("recompute='none'", "nearest valid: recompute='full'"),
     ),
     "recomputing what there is not": Case(
-        layout={"memory": MemoryConfig(recompute="full", blocks=["Sequental"])},
+        layout={"activations": ActivationConfig(recompute="full", blocks=["Sequental"])},
         says=("blocks='Sequental'", "'Sequential'"),
     ),
     "a part of the optimizer in host memory that is the whole": Case(
-        layout={"zero": 0, "sharding": ShardingConfig(offload_optimizer=True)},
+        layout={"zero": ShardingConfig(stage=0, offload_optimizer=True)},
         says=("offload_optimizer=True, zero=0", "zero=1"),
     ),
     "shards of parameters in host memory that are none": Case(
-        layout={"zero": 2, "sharding": ShardingConfig(offload_parameters=True)},
+        layout={"zero": ShardingConfig(stage=2, offload_parameters=True)},
         says=("offload_parameters=True, zero=2", "zero=3, or offload_optimizer=True"),
     ),
     "shards in host memory that cannot be sent": Case(
         layout={
-            "zero": 3,
-            "sharding": ShardingConfig(offload_parameters=True),
+            "zero": ShardingConfig(stage=3, offload_parameters=True),
             "connection": ConnectionConfig(backend="nccl"),
         },
-        says=("backend='nccl', sharding.offload_parameters=True", "'cpu:gloo,cuda:nccl'"),
+        says=("backend='nccl', zero.offload_parameters=True", "'cpu:gloo,cuda:nccl'"),
     ),
     "inputs to distribute over one rank": Case(
-        layout={"memory": MemoryConfig(recompute="full", distribute_inputs=True)},
+        layout={"activations": ActivationConfig(recompute="full", distribute_inputs=True)},
         says=("distribute_inputs=True, tp=1", "distribute_inputs=False"),
     ),
     "inputs to distribute that nobody keeps": Case(
-        layout={"tp": 2, "memory": MemoryConfig(distribute_inputs=True)},
+        layout={"tp": 2, "activations": ActivationConfig(distribute_inputs=True)},
         says=("distribute_inputs=True, recompute='none'", "recompute='full'"),
     ),
     "offloading what there is not": Case(
-        layout={"memory": MemoryConfig(offload_activations=True, blocks=["Sequental"])},
+        layout={"activations": ActivationConfig(offload=True, blocks=["Sequental"])},
         says=("blocks='Sequental'", "nothing would be offloaded", "'Sequential'"),
     ),
     "offloading and adaptive recomputation": Case(
-        layout={
-            "memory": MemoryConfig(
-                recompute="adaptive", activation_gib=1.0, offload_activations=True
-            )
-        },
-        says=("recompute='adaptive', offload_activations=True", "recompute='selective'"),
+        layout={"activations": ActivationConfig(recompute="adaptive", limit_gib=1.0, offload=True)},
+        says=("recompute='adaptive', offload=True", "recompute='selective'"),
     ),
     "more of a device than there is": Case(
-        layout={"memory": MemoryConfig(recompute="adaptive", activation_fraction=1.5)},
-        says=("activation_fraction=1.5", "activation_fraction=1.0"),
+        layout={"activations": ActivationConfig(recompute="adaptive", limit_fraction=1.5)},
+        says=("activations.limit_fraction=1.5", "limit_fraction=1.0"),
     ),
     "keeping what torch does not have": Case(
-        layout={"memory": MemoryConfig(recompute="selective", keep=["aten.mmm"])},
+        layout={"activations": ActivationConfig(recompute="selective", keep=["aten.mmm"])},
         says=("keep=['aten.mmm']", "'aten.mm'", "keep=['attention', 'matmul']"),
     ),
     "adaptive recomputation without a limit": Case(
-        layout={"memory": MemoryConfig(recompute="adaptive")},
-        says=("activation_gib=None, activation_fraction=None", "valid: activation_gib=1.0"),
+        layout={"activations": ActivationConfig(recompute="adaptive")},
+        says=("limit_gib=None, limit_fraction=None", "valid: limit_gib=1.0"),
     ),
     "adaptive recomputation and schedule": Case(
         layout={
-            "pp": 2,
-            "schedule": "auto",
-            "memory": MemoryConfig(recompute="adaptive", activation_gib=1.0),
+            "pp": PipelineConfig(degree=2, schedule="auto"),
+            "activations": ActivationConfig(recompute="adaptive", limit_gib=1.0),
         },
-        says=("recompute='adaptive', schedule='auto'", "schedule='1f1b'"),
+        says=("recompute='adaptive', pp.schedule='auto'", "pp.schedule='1f1b'"),
     ),
     "partition with too few stages": Case(
-        layout={"pp": 4, "pipeline": PipelineConfig(partition=[2, 2])},
-        says=("partition=[2, 2]", "2 stages", "partition=[1, 1, 1, 1]"),
+        layout={"pp": PipelineConfig(degree=4, partition=[2, 2])},
+        says=("pp.partition=[2, 2]", "2 stages", "partition=[1, 1, 1, 1]"),
     ),
     "partition of other items": Case(
-        layout={"pp": 2, "pipeline": PipelineConfig(partition=[3, 3])},
-        says=("partition=[3, 3]", "6 items", "has 4", "partition=[2, 2]"),
+        layout={"pp": PipelineConfig(degree=2, partition=[3, 3])},
+        says=("pp.partition=[3, 3]", "6 items", "has 4", "partition=[2, 2]"),
     ),
     "partition with an empty stage": Case(
-        layout={"pp": 2, "pipeline": PipelineConfig(partition=[4, 0])},
-        says=("partition=[4, 0]", "at least 1", "nearest valid: partition="),
+        layout={"pp": PipelineConfig(degree=2, partition=[4, 0])},
+        says=("pp.partition=[4, 0]", "at least 1", "nearest valid: partition="),
     ),
     "parts by another word": Case(
-        layout={"pp": 4, "pipeline": PipelineConfig(scatter_gather="never")},  # type: ignore[arg-type]
-        says=("pipeline.scatter_gather='never'", "valid: scatter_gather='auto'"),
+        layout={"pp": PipelineConfig(degree=4, scatter_gather="never")},  # type: ignore[arg-type]
+        says=("pp.scatter_gather='never'", "valid: scatter_gather='auto'"),
     ),
     "partition without a pipeline": Case(
-        layout={"pipeline": PipelineConfig(partition=[2, 2])},
-        says=("partition=[2, 2]", "pp=1", "pp=2"),
+        layout={"pp": PipelineConfig(degree=1, partition=[2, 2])},
+        says=("pp.partition=[2, 2]", "pp=1", "pp=2"),
     ),
     "pipeline without a trunk": Case(
         layout={"pp": 2}, module=NoTrunk, says=("pp=2", "PipelineSequential", "pp=1")
@@ -420,11 +442,11 @@ CASES = {
         says=("timeout_s=0", "positive", "nearest valid"),
     ),
     "negative unit size": Case(
-        layout={"sharding": ShardingConfig(min_numel=-5)},
+        layout={"zero": ShardingConfig(min_numel=-5)},
         says=("min_numel=-5", "nearest valid: min_numel=0"),
     ),
     "unknown class to wrap": Case(
-        layout={"zero": 3, "sharding": ShardingConfig(wrap=["Linaer"])},
+        layout={"zero": ShardingConfig(stage=3, wrap=["Linaer"])},
         says=("'Linaer'", "nearest valid", "'Linear'"),
     ),
     "layers that no layout can spread": Case(
@@ -442,19 +464,28 @@ CASES = {
     "texts for switches": Case(
         layout={
             "sequence_parallel": "no",
-            "memory": MemoryConfig(offload_activations="no"),  # type: ignore[arg-type]
-            "sharding": ShardingConfig(offload_optimizer="false"),  # type: ignore[arg-type]
+            "activations": ActivationConfig(offload="no"),
+            "zero": ShardingConfig(offload_optimizer="false"),
         },
-        says=("sequence_parallel='no'", "offload_activations=False", "offload_optimizer"),
+        says=("sequence_parallel='no'", "activations.offload='no'", "zero.offload_optimizer"),
         count=3,
     ),
     "other types for groups of options": Case(
-        layout={"memory": {"recompute": "full"}, "sharding": None},
-        says=("memory=MemoryConfig(recompute='full')", "sharding=ShardingConfig()"),
-        count=2,
+        layout={"activations": {"recompute": "full"}, "compile": "block", "zero": {"stage": 3}},
+        says=(
+            "activations=ActivationConfig(recompute='full')",
+            "compile=CompileConfig()",
+            "a number or a ShardingConfig; nearest valid: zero=ShardingConfig(stage=3)",
+        ),
+        count=3,
     ),
     "several faults at once": Case(
-        layout={"tp": 0, "schedule": "2f2b", "microbatch_size": 2, "num_microbatches": 2},
+        layout={
+            "tp": 0,
+            "pp": PipelineConfig(degree=2, schedule="2f2b"),
+            "microbatch_size": 2,
+            "num_microbatches": 2,
+        },
         says=("tp=0", "2f2b", "only one"),
         count=3,
     ),
@@ -520,7 +551,7 @@ def test_there_are_enough_mistakes() -> None:
 def two_trainers() -> None:
     module = Small()
     for _ in range(2):
-        layout = {"zero": 3, "sharding": ShardingConfig(wrap=["Linear"])}
+        layout = {"zero": ShardingConfig(stage=3, wrap=["Linear"])}
         make_trainer(layout, 2, max_steps=1).fit(module, DataLoader(samples(), batch_size=4))
 
 

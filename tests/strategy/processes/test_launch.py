@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronStrategy, PipelineConfig, ShardingConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategy.small import (
@@ -36,16 +36,17 @@ def test_lightning_cli_parses_every_option() -> None:
     """Plain values and nested dataclasses alike."""
     options = {
         "tp": "1",
-        "pp": "1",
-        "zero": "3",
-        "sharding.dp_replicate": "1",
+        "pp.degree": "1",
+        "pp.schedule": "gpipe",
+        "pp.partition": "[2, 2]",
+        "zero.stage": "3",
+        "zero.dp_replicate": "1",
+        "zero.min_numel": "10",
+        "zero.wrap": "[Linear]",
         "sequence_parallel": "false",
         "num_microbatches": "2",
-        "schedule": "gpipe",
-        "pipeline.partition": "[2, 2]",
-        "sharding.min_numel": "10",
-        "sharding.wrap": "[Linear]",
-        "memory.recompute": "full",
+        "activations.recompute": "full",
+        "compile.scope": "block",
         "connection.timeout_s": "20",
     }
     args = ["--trainer.strategy=MegatronStrategy", "--trainer.accelerator=cpu"]
@@ -56,12 +57,12 @@ def test_lightning_cli_parses_every_option() -> None:
     )
     strategy = cli.trainer.strategy
     assert isinstance(strategy, MegatronStrategy)
-    assert strategy.options.zero == 3
-    assert strategy.options.num_microbatches == 2
-    assert strategy.options.schedule == "gpipe"
-    assert strategy.options.pipeline.partition == [2, 2]
-    assert strategy._sharding.wrap == ["Linear"]
-    assert strategy._sharding.min_numel == 10
+    given = strategy.options
+    assert given.num_microbatches == 2
+    assert given.pp == PipelineConfig(degree=1, schedule="gpipe", partition=[2, 2])
+    assert given.zero == ShardingConfig(stage=3, wrap=["Linear"], min_numel=10)
+    assert given.activations.recompute == "full"
+    assert given.compile.scope == "block"
     assert strategy._connection.timeout_s == 20
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lightning_megatron import MemoryConfig
+from lightning_megatron import ActivationConfig
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
@@ -41,7 +41,7 @@ class Shared(Small):
 
 def measured(module: Small, data: Any, **options: Any) -> dict[str, Any]:
     """The costs of blocks by name, in a run that has chosen."""
-    layout = {"memory": MemoryConfig(**ADAPTIVE), **options.pop("layout", {})}
+    layout = {"activations": ActivationConfig(**ADAPTIVE), **options.pop("layout", {})}
     trainer = make_trainer(layout, **options)
     trainer.fit(module, data, loader())
     adaptive = tuner_of(trainer.strategy, AdaptiveMemory)
@@ -71,15 +71,15 @@ def test_the_first_batches_may_be_of_any_kind(pool: WorkerPool) -> None:
 
 
 def too_little_job() -> str:
-    memory = MemoryConfig(recompute="adaptive", activation_fraction=1e-12)
+    memory = ActivationConfig(recompute="adaptive", limit_fraction=1e-12)
     with pytest.raises(ConfigError) as error:
-        make_trainer({"memory": memory}).fit(Small(), loader())
+        make_trainer({"activations": memory}).fit(Small(), loader())
     return str(error.value)
 
 
 def test_a_limit_is_told_as_it_was_given(pool: WorkerPool) -> None:
     message = pool.run(1, too_little_job)[0]
-    assert "memory.activation_fraction=1e-12 (" in message
-    assert "nearest valid: activation_fraction=" in message
-    fraction = float(message.partition("nearest valid: activation_fraction=")[2].split(",")[0])
+    assert "activations.limit_fraction=1e-12 (" in message
+    assert "nearest valid: limit_fraction=" in message
+    fraction = float(message.partition("nearest valid: limit_fraction=")[2].split(",")[0])
     assert 0 < fraction < 1e-4

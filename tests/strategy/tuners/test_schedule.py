@@ -59,19 +59,28 @@ def auto_job(layout: Mapping[str, Any] | None, devices: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("config", "devices", "choices"),
+    ("more", "devices", "choices"),
     [
-        (PipelineConfig(), 2, {"zbv", "v-half", "v-min", "dualpipev"}),
-        (PipelineConfig(stages_per_rank=1), 4, {"1f1b", "gpipe", "zb-h1", "zb-h2"}),
-        (PipelineConfig(activation_gib=1.0), 2, {"zbv", "v-half", "v-min", "dualpipev"}),
+        ({}, 2, {"zbv", "v-half", "v-min", "dualpipev"}),
+        (
+            {"stages_per_rank": 1},
+            4,
+            {"1f1b", "gpipe", "zb-h1", "zb-h2"},
+        ),
+        (
+            {"activation_gib": 1.0},
+            2,
+            {"zbv", "v-half", "v-min", "dualpipev"},
+        ),
     ],
     ids=["V", "one stage, dp=2", "limited"],
 )
 def test_a_schedule_is_chosen_and_the_numbers_stay(
-    pool: WorkerPool, config: PipelineConfig, devices: int, choices: set[str]
+    pool: WorkerPool, more: dict[str, Any], devices: int, choices: set[str]
 ) -> None:
     [plain] = pool.run(1, auto_job, None, 1)
-    layout = {"pp": 2, "schedule": "auto", "pipeline": config, "num_microbatches": 4}
+    config = PipelineConfig(degree=2, schedule="auto", **more)
+    layout = {"pp": config, "num_microbatches": 4}
     ranks = pool.run(devices, auto_job, layout, devices)
     assert_same(merged([rank["weights"] for rank in ranks]), plain["weights"])
     [chosen] = {rank["chosen"] for rank in ranks}
@@ -79,7 +88,9 @@ def test_a_schedule_is_chosen_and_the_numbers_stay(
 
 
 def test_too_little_memory_is_said_with_what_would_do(pool: WorkerPool) -> None:
-    config = PipelineConfig(activation_gib=1e-9)
-    layout = {"pp": 2, "schedule": "auto", "pipeline": config, "num_microbatches": 4}
-    with pytest.raises(WorkerError, match="ConfigError.*activation_gib=1e-09.*nearest valid"):
+    config = PipelineConfig(degree=2, schedule="auto", activation_gib=1e-9)
+    layout = {"pp": config, "num_microbatches": 4}
+    with pytest.raises(
+        WorkerError, match=r"ConfigError.*pp\.schedule='auto', activation_gib=1e-09.*nearest valid"
+    ):
         pool.run(2, auto_job, layout, 2)

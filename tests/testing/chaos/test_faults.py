@@ -13,20 +13,20 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.testing.chaos.actions import ACTS, flip_bit
+from lightning_megatron.testing.chaos.actions import ACTIONS, flip_bit
 from lightning_megatron.testing.chaos.faults import (
     KINDS,
     Fault,
-    FaultMemory,
-    Moment,
+    FaultLog,
+    RunPosition,
     parse_faults,
-    read_deeds,
+    read_injected,
 )
 
 
-def moment(**given: object) -> Moment:
+def moment(**given: object) -> RunPosition:
     usual: dict[str, object] = {"rank": 0, "world_size": 4, "step": 0, "section": "forward"}
-    return Moment(**{**usual, **given})  # type: ignore[arg-type]
+    return RunPosition(**{**usual, **given})  # type: ignore[arg-type]
 
 
 def test_text_and_back() -> None:
@@ -48,7 +48,7 @@ def test_text_and_back() -> None:
         ("kil:rank=1", "nearest valid: 'kill'"),
         ("kill:rnak=1", "nearest valid: rank="),
         ("kill:section=bakward", "nearest valid: 'backward'"),
-        ("kill:rank=first", "rank='first' is not a number"),
+        ("kill:rank=first", "rank='first': must be a number"),
         ("kill:steps=2", "steps=2"),
         ("nan_loss:section=data", "nearest valid: section='forward'"),
         ("kill:probability=0", "probability=0.0"),
@@ -108,27 +108,27 @@ def test_memory_outlives_its_process(tmp_path: Path) -> None:
     once, twice, always = (Fault(kind="kill", times=times) for times in (1, 2, 0))
 
     def claims() -> list[bool]:
-        memory = FaultMemory(tmp_path / "chaos", rank=0)
+        memory = FaultLog(tmp_path / "chaos", rank=0)
         faults = enumerate((once, twice, always))
         return [memory.claim(index, fault, moment(step=7)) for index, fault in faults]
 
     assert [claims() for _ in range(3)] == [[True] * 3, [False, True, True], [False, False, True]]
-    assert FaultMemory(tmp_path / "chaos", rank=1).claim(0, once, moment(rank=1))
-    deeds = read_deeds(tmp_path / "chaos")
-    assert [deed["rank"] for deed in deeds] == [0] * 6 + [1]
-    assert deeds[0] | {"t": 0, "mono": 0, "pid": 0} == {
+    assert FaultLog(tmp_path / "chaos", rank=1).claim(0, once, moment(rank=1))
+    injected = read_injected(tmp_path / "chaos")
+    assert [fault["rank"] for fault in injected] == [0] * 6 + [1]
+    assert injected[0] | {"t": 0, "mono": 0, "pid": 0} == {
         **{"v": 1, "t": 0, "mono": 0, "pid": 0, "what": "kill", "fault": "kill", "rank": 0},
         **{"step": 7, "section": "forward", "attempt": 0},
     }
-    FaultMemory(tmp_path / "chaos", rank=0).forget()
-    assert [deed["rank"] for deed in read_deeds(tmp_path / "chaos")] == [1]
+    FaultLog(tmp_path / "chaos", rank=0).forget()
+    assert [fault["rank"] for fault in read_injected(tmp_path / "chaos")] == [1]
     assert claims() == [True] * 3
 
 
 def test_start_is_that_of_the_first(tmp_path: Path) -> None:
-    first = FaultMemory(tmp_path, rank=0).started()
+    first = FaultLog(tmp_path, rank=0).started()
     assert abs(first - time.time()) < 60
-    assert FaultMemory(tmp_path, rank=1).started() == first
+    assert FaultLog(tmp_path, rank=1).started() == first
     assert [path.name for path in tmp_path.iterdir()] == ["started"]
 
 
@@ -151,7 +151,7 @@ def test_acts_are_real() -> None:
             faulthandler.disable()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             try:
-                ACTS[fault.kind](fault)
+                ACTIONS[fault.kind](fault)
             except RuntimeError:
                 os._exit(1)
             os._exit(0)
@@ -198,7 +198,7 @@ def waits() -> dict[str, tuple[float, int]]:
         if kind == "gil":
             signal.setitimer(signal.ITIMER_REAL, 0.3)  # which ends a sleep that does not mind it
         begun, before = time.monotonic(), len(ticks)
-        ACTS[kind](Fault(kind=kind, amount=amount))
+        ACTIONS[kind](Fault(kind=kind, amount=amount))
         found[kind] = time.monotonic() - begun, len(ticks) - before
     return found
 

@@ -20,9 +20,9 @@ from lightning_megatron import ChaosMonkey, NumberGuard
 from lightning_megatron.cli import main
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerError, WorkerPool
-from lightning_megatron.testing.chaos.faults import InjectedFaultError, read_deeds
+from lightning_megatron.testing.chaos.faults import InjectedFaultError, read_injected
 from lightning_megatron.testing.chaos.monkey import chaos_from_environment
-from lightning_megatron.testing.chaos.runner import read_rehearsal
+from lightning_megatron.testing.chaos.runner import read_result
 from tests.strategy.small import LAYOUTS, Small, dp_of, loader, make_trainer, weights
 
 
@@ -102,8 +102,8 @@ def test_section(
     if section == "backward":
         wanted = wanted[: len(wanted) + 1 - microbatches]  # before the second forward
     assert module.seen == wanted
-    [deed] = read_deeds(tmp_path)
-    assert (deed["section"], deed["step"]) == (section, step)
+    [fault] = read_injected(tmp_path)
+    assert (fault["section"], fault["step"]) == (section, step)
     assert "training_step" not in module.__dict__
 
 
@@ -122,9 +122,9 @@ def test_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     _, second = fit(faults, tmp_path)
     assert second.seen == STEP * 4
-    deeds = read_deeds(tmp_path / "chaos")
-    assert [deed["what"] for deed in deeds].count("exception") == 1
-    assert [deed["attempt"] for deed in deeds if deed["what"] == "slow"] == [0] * 2 + [1] * 4
+    injected = read_injected(tmp_path / "chaos")
+    assert [fault["what"] for fault in injected].count("exception") == 1
+    assert [fault["attempt"] for fault in injected if fault["what"] == "slow"] == [0] * 2 + [1] * 4
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     _, another = fit(faults, tmp_path)  # a new run in the same folder
     assert another.seen == STEP * 2
@@ -137,7 +137,7 @@ def test_lasting(tmp_path: Path) -> None:
     assert module.losses[1] == pytest.approx(1000 * clean.losses[1])
     assert module.losses[2] > 100 * clean.losses[2]
     assert module.losses[3] < 1e30
-    assert len(read_deeds(tmp_path / "chaos")) == 1
+    assert len(read_injected(tmp_path / "chaos")) == 1
 
 
 def poisoned(layout: Mapping[str, Any], devices: int, folder: Path) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_poison(pool: WorkerPool, layout: str, tmp_path: Path) -> None:
     spiked = [rank["spike"][0][1] / rank["nan_gradient"][0][1] for rank in by_rank]
     assert max(spiked) == pytest.approx(100)
     for number in range(4):
-        assert read_deeds(tmp_path / str(number) / "chaos")
+        assert read_injected(tmp_path / str(number) / "chaos")
 
 
 def killed(layout: Mapping[str, Any], devices: int, folder: Path) -> None:
@@ -182,8 +182,8 @@ def test_kill(pool: WorkerPool, tmp_path: Path) -> None:
         pool.run(devices, killed, options, devices, tmp_path)
     ends = {failure.rank: failure.summary for failure in raised.value.failures}
     assert ends[1] == f"the process ended with exit code {-signal.SIGKILL}"
-    [deed] = read_deeds(tmp_path / "chaos")
-    assert (deed["rank"], deed["step"], deed["section"]) == (1, 2, "backward")
+    [fault] = read_injected(tmp_path / "chaos")
+    assert (fault["rank"], fault["step"], fault["section"]) == (1, 2, "backward")
 
 
 def test_worker_kill(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_no_such_rank(tmp_path: Path) -> None:
 
 
 def test_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match="CHAOS: this run is made to fail"):
+    with pytest.warns(UserWarning, match="CHAOS: faults are injected"):
         fit("slow:step=1,amount=1", tmp_path)
     said = capfd.readouterr().err
     assert "[rank 0] === CHAOS: injecting 'slow:step=1,amount=1.0' ===" in said
@@ -282,10 +282,10 @@ def test_diary_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS_DIR", str(tmp_path))
     trainer = make_trainer({}, callbacks=chaos_from_environment())
     trainer.fit(Small(), loader())
-    rehearsal = read_rehearsal(tmp_path)
-    assert rehearsal.ledger.attempts[-1].to_step == 4
-    assert rehearsal.recovered
-    assert [outcome.deed["what"] for outcome in rehearsal.outcomes] == ["slow"]
+    result = read_result(tmp_path)
+    assert result.ledger.attempts[-1].to_step == 4
+    assert result.recovered
+    assert [outcome.fault["what"] for outcome in result.outcomes] == ["slow"]
 
 
 def test_a_batch_that_is_run_again_is_sound(tmp_path: Path) -> None:
@@ -298,6 +298,6 @@ def test_a_batch_that_is_run_again_is_sound(tmp_path: Path) -> None:
         layout = {"num_microbatches": 2}
         make_trainer(layout, callbacks=callbacks).fit(module, loader())
         clean.append(weights(module))
-    assert len(read_deeds(tmp_path)) == 2
+    assert len(read_injected(tmp_path)) == 2
     for name, value in clean[0].items():
         torch.testing.assert_close(clean[1][name], value, rtol=0, atol=0)

@@ -6,9 +6,9 @@
     model.safetensors.index.json     which tensor lies in which file; absent with a single file
     model-00001-of-00003.safetensors ...
 
-Only these are read. ``pytorch_model.bin`` and its like are pickles, which run code when they are
-loaded, and are never opened. Names of files come from the index, so they must be plain ones: what
-lies outside the directory is out of reach. (A file may be a link, as in the library's cache.)
+Only these files are read. ``pytorch_model.bin`` and the like are pickles, which run code when they
+are loaded, and are never opened. Names of files come from the index, so they must be plain names:
+files outside the directory are out of reach. (A file may be a link, as in the library's cache.)
 """
 
 import json
@@ -35,7 +35,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class HuggingFaceDirectory:
-    """A model as the library stores it; nothing but names and shapes is in memory.
+    """A model directory; only names and shapes are in memory.
 
     Args:
         path: the directory.
@@ -46,7 +46,7 @@ class HuggingFaceDirectory:
         tensors: the file of every tensor, by name.
 
     Raises:
-        ConfigError: it is not such a directory, is incomplete, or has weights in another form.
+        ConfigError: the path is no such directory, is incomplete, or has weights in another form.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -60,7 +60,7 @@ class HuggingFaceDirectory:
             except CheckpointError as error:
                 problems.append(f"{self.path}: {error}")
         problems += [
-            f"{tensor}: {INDEX_FILE} says that it is in {name}, it is not"
+            f"{tensor}: {INDEX_FILE} says that it is in {name}, which does not hold it"
             for tensor, name in index.items()
             if name in opened and tensor not in opened[name].tensors
         ]
@@ -75,12 +75,12 @@ class HuggingFaceDirectory:
         """Return a tensor.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
         return self.tensors[name].read(name)
 
     def _index(self) -> tuple[dict[str, str], list[str]]:
-        """Name of the file of every tensor, and what is wrong."""
+        """Return the name of the file of every tensor, and faults."""
         if (self.path / INDEX_FILE).is_file():
             index = read_json(self.path / INDEX_FILE).get("weight_map")
             if not isinstance(index, dict):
@@ -112,11 +112,11 @@ def read_config(directory: Path, given: str = "") -> dict[str, Any]:
     """Return the content of the ``config.json`` of a directory.
 
     Args:
-        directory: where it is.
+        directory: the directory.
         given: the directory as the user wrote it.
 
     Raises:
-        ConfigError: there is none, or it is not JSON.
+        ConfigError: the file is missing, or not JSON.
     """
     if not directory.is_dir():
         remedy = ""
@@ -125,16 +125,17 @@ def read_config(directory: Path, given: str = "") -> dict[str, Any]:
         raise ConfigError(f"{directory}: there is no such directory{remedy}")
     if not (directory / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"{directory} has no {CONFIG_FILE}: it is not a model directory of Hugging Face"
+            f"{directory} has no {CONFIG_FILE}, so it is no model directory of Hugging Face; "
+            "nearest valid: a directory that save_pretrained(DIR) wrote"
         )
     return read_json(directory / CONFIG_FILE)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file with an object.
+    """Return the content of a JSON file, which must be an object.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the file is no such file.
     """
     try:
         data = json.loads(read_text(file))
@@ -146,7 +147,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether a directory holds a model of the Hugging Face library in safetensors."""
+    """Return whether a directory is a model directory of Hugging Face with safetensors."""
     return (path / CONFIG_FILE).is_file() and any(
         (path / name).is_file() for name in (INDEX_FILE, SINGLE_FILE)
     )

@@ -1,8 +1,8 @@
-"""A Hugging Face model directory made of a checkpoint of any layout, in one process.
+"""The export of a checkpoint of any layout as a Hugging Face model, in one process.
 
-Tensors are read, renamed and written one at a time, into files of limited size with an index, as
-the library itself, vLLM and SGLang read them. The directory is built under a hidden name and
-renamed when all of it is on disk.
+Tensors are read, renamed and written one at a time, into files of limited size with an index, which
+the library itself, vLLM and SGLang read. The directory is built under a hidden name and renamed
+when it is complete and on disk.
 """
 
 import json
@@ -54,7 +54,7 @@ _COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Files of a model directory that training does not change."""
+"""Files of a model directory that stay the same in training."""
 
 
 def export_hugging_face(
@@ -70,24 +70,24 @@ def export_hugging_face(
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face model.
 
-    ``AutoModelForCausalLM.from_pretrained(directory)`` reads it. Needs the memory of about three
-    times the largest tensor.
+    ``AutoModelForCausalLM.from_pretrained(directory)`` reads it. The export needs the memory of
+    about three times the largest tensor.
 
     Args:
         path: a checkpoint directory of any layout, of a module with a `Transformer` in it.
         directory: the directory to make.
         config: sizes of the model; those in the checkpoint's hyper-parameters when None.
-        model_type: the family to write (``llama`` or ``mistral``, where both would do); that of
-            ``like``, or the first that fits, when None.
-        like: a model directory whose family, ids of special tokens, tokenizer and generation
-            options are taken over: the one that was imported.
-        dtype: format of the weights; as stored when None.
+        model_type: the family to write (``llama`` or ``mistral``, if both fit); that of ``like``,
+            or the first that fits, when None.
+        like: a model directory, like the imported one, whose family, ids of special tokens,
+            tokenizer and generation options are copied.
+        dtype: dtype of the weights; the stored one when None.
         max_shard_bytes: largest size of a file, unless a single tensor is larger.
         overwrite: whether to replace a model directory that is there.
 
     Raises:
-        ConfigError: no family fits the model, or the checkpoint does not fit its sizes; names
-            everything. Nothing was written.
+        ConfigError: no family fits the model, or the checkpoint does not fit its sizes; it has all
+            faults. Nothing was written.
         CheckpointError: the checkpoint does not exist or is damaged, or writing failed.
     """
     target = local_path(directory)
@@ -116,7 +116,7 @@ def export_hugging_face(
 
 
 class _Writing:
-    """Turns tensors of the checkpoint into files."""
+    """Writes tensors of the checkpoint to files."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class _Writing:
         }
 
     def _find(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Find every tensor of the model in the checkpoint; return what is wrong."""
+        """Find every tensor of the model in the checkpoint; return faults."""
         problems, used = [], set()
         for name, shape in shapes.items():
             stored = self._reader.stored_name(self._prefix + name)
             if stored is None:
-                problems.append(f"{name}: the model has this weight, the checkpoint has not")
+                problems.append(f"{name}: a weight of the model that the checkpoint does not have")
                 continue
             self._stored[name] = stored
             used.add(stored)
@@ -194,7 +194,10 @@ def _target_problems(target: Path, overwrite: bool) -> list[str]:
     if not overwrite:
         return [f"{target} exists; nearest valid: another path, or overwrite=True"]
     if not is_hugging_face(target):
-        return [f"{target} exists and is no model directory: it is not overwritten"]
+        return [
+            f"{target} exists and is no model directory: it is not overwritten; nearest valid: "
+            "another path"
+        ]
     return []
 
 

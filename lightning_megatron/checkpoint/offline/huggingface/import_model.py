@@ -1,13 +1,12 @@
-"""A checkpoint directory made of a Hugging Face model, in one process and part by part.
+"""The import of a Hugging Face model as a checkpoint, in one process, file by file.
 
-The result is an ordinary checkpoint of weights, of the layout-free kind that every layout loads. It
-is marked as `PRETRAINED`: training that is given it as ``ckpt_path`` takes the weights and starts
-at step 0, where any other checkpoint without optimizer state is refused, as the run that it belongs
-to could not go on from it.
+The result is an ordinary checkpoint of weights, which every layout loads. It is marked as
+`PRETRAINED`: training with it as ``ckpt_path`` takes the weights and starts at step 0. Any other
+checkpoint without optimizer state is refused, as its run could not go on from it.
 
-A script that imports a model and then trains runs once in every process of the run, and again when
-it is started again. So an import names its source, and where it stands already nothing is done; the
-processes of a machine take turns.
+A script that imports a model and then trains runs in every process of the run, and again after a
+restart. So an import stores a hash of its source, and does nothing if the result exists already.
+The processes of a machine take turns.
 """
 
 import contextlib
@@ -45,7 +44,7 @@ from lightning_megatron.models.weights import EMBEDDING, HEAD, Weight, match_nam
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 1 << 16
-"""Bytes at either end of a file by which another is told from it."""
+"""Bytes at either end of a file that identify it, with its size."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -58,21 +57,22 @@ def import_hugging_face(
     max_shard_bytes: int = 2**30,
     overwrite: bool = False,
 ) -> TransformerConfig:
-    """Make a checkpoint directory of a Hugging Face model, for training to start from.
+    """Make a checkpoint directory from a Hugging Face model.
 
     `Trainer.fit(LanguageModel(path), ckpt_path=path)` then starts at step 0 from its weights, under
-    any layout. Needs the memory of ``max_shard_bytes``, or of twice the largest tensor.
+    any layout. The import needs the memory of ``max_shard_bytes``, or of twice the largest tensor.
 
-    Does nothing where ``path`` already is an import of the same files with the same options, so it
-    may stand at the top of a training script: of the processes of a machine one writes, the others
-    wait for it. Machines that share no file system each make their own.
+    Nothing is done if ``path`` is already an import of the same files with the same options. So the
+    call may be at the top of a training script: one process of a machine writes, the others wait
+    for it. Machines without a shared file system each make their own.
 
     Args:
-        directory: has ``config.json`` and safetensors.
+        directory: a directory with ``config.json`` and safetensors files.
         path: the checkpoint directory to make.
-        pad_vocab_to_multiple: make the vocabulary larger until this divides it, so that tp can.
-        dtype: format of the weights in the checkpoint; as they are when None. Training converts
-            them to its own.
+        pad_vocab_to_multiple: number to a multiple of which the vocabulary is padded, so that tp
+            can split it.
+        dtype: dtype of the weights in the checkpoint; unchanged when None. Training converts them
+            to its own.
         max_shard_bytes: largest size of a file, unless a single tensor is larger.
         overwrite: whether to replace another checkpoint that is there.
 
@@ -80,9 +80,9 @@ def import_hugging_face(
         The sizes of the model, which are also stored in the checkpoint.
 
     Raises:
-        ConfigError: the directory is no model of a known family, or something is missing,
-            superfluous or of another shape; names everything. Nothing was written.
-        CheckpointError: reading or writing failed; ``path`` is what it was before.
+        ConfigError: the directory is no model of a known family, or weights are missing,
+            superfluous or of another shape; it has all faults. Nothing was written.
+        CheckpointError: reading or writing failed; ``path`` is unchanged.
     """
     source, target = HuggingFaceDirectory(directory), local_path(path)
     config = config_from_hugging_face(source.config, pad_vocab_to_multiple=pad_vocab_to_multiple)
@@ -91,12 +91,12 @@ def import_hugging_face(
     matched, problems = match_names(weights, source.tensors, tied_embeddings=config.tied_embeddings)
     problems += _tensor_problems(source, weights, matched)
     origin = _origin(source, pad_vocab_to_multiple, dtype)
-    stands = _is_import(target, origin)
-    raise_if_any([*([] if stands else target_problems(target, overwrite)), *problems])
-    if not stands:
+    exists = _is_import(target, origin)
+    raise_if_any([*([] if exists else target_problems(target, overwrite)), *problems])
+    if not exists:
         target.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.nullcontext() if stands else _turn(target.parent):
-        if stands or _is_import(target, origin):
+    with contextlib.nullcontext() if exists else _turn(target.parent):
+        if exists or _is_import(target, origin):
             logger.info("%s is an import of %s already", target, source.path)
             return config
         raise_if_any(target_problems(target, overwrite))
@@ -114,7 +114,7 @@ def import_hugging_face(
 
 
 def _origin(source: HuggingFaceDirectory, padding: int, dtype: torch.dtype | None) -> str:
-    """A text that another model, or other options, would change."""
+    """Return a hash of the source and the options."""
     options = {"config": source.config, "padding": padding, "dtype": str(dtype)}
     digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
     files = {file.path.name: file.path for file in source.tensors.values()}
@@ -129,7 +129,7 @@ def _origin(source: HuggingFaceDirectory, padding: int, dtype: torch.dtype | Non
 
 
 def _is_import(target: Path, origin: str) -> bool:
-    """Whether a complete import of this origin stands at ``target``."""
+    """Return whether ``target`` is a complete import of this origin."""
     try:
         place = locate(target)
         manifest = read_manifest(place)
@@ -143,10 +143,10 @@ def _is_import(target: Path, origin: str) -> bool:
 
 @contextlib.contextmanager
 def _turn(directory: Path) -> Iterator[None]:
-    """Within the block no other process is within such a block for the same directory."""
+    """Hold the lock of a directory, so that one process at a time runs the block."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: whoever is last stays
+        with contextlib.suppress(OSError):  # without locks the last import stays
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -154,7 +154,7 @@ def _turn(directory: Path) -> Iterator[None]:
 
 
 class _Reading:
-    """Turns weights of the source into tensors of ours."""
+    """Converts weights of the source to our tensors."""
 
     def __init__(
         self,
@@ -169,11 +169,11 @@ class _Reading:
         self._dtype = dtype
 
     def groups(self, weights: Sequence[Weight], most: int) -> Iterator[list[Weight]]:
-        """Weights in a row that have at most ``most`` bytes together."""
+        """Yield consecutive weights of at most ``most`` bytes together."""
         return groups(((w, self._source.info(self._matched[w.name]).size) for w in weights), most)
 
     def part(self, group: Sequence[Weight]) -> FileContent:
-        """One file of the checkpoint."""
+        """Return one file of the checkpoint."""
 
         def load() -> dict[str, Chunk]:
             return self._chunks(group, self._source.read)

@@ -62,8 +62,8 @@ class SafetensorsFile:
         tensors: shape and dtype of its tensors, by name.
 
     Raises:
-        DamagedCheckpointError: it is not a safetensors file, or has a dtype that torch has not.
-        CheckpointError: it cannot be read.
+        DamagedCheckpointError: the file is not a safetensors file, or has a dtype not in `DTYPES`.
+        CheckpointError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class SafetensorsFile:
         """Return a tensor.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the file cannot be read.
         """
         with self._opened() as file:
             tensor: Tensor = file.get_tensor(name)
@@ -111,11 +111,11 @@ def write_safetensors(
 
     Args:
         path: the file.
-        tensors: names, dtypes and shapes of what is in it, in this order.
-        value: returns a tensor by its name; called once for each, in the order of the file.
+        tensors: names, dtypes and shapes of its tensors, in this order.
+        value: function that returns a tensor by its name; called once for each, in this order.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -1,6 +1,6 @@
-"""The `Transformer` in a checkpoint, whatever module it is a part of.
+"""The `Transformer` of a checkpoint, inside any module.
 
-A `LanguageModel` stores the sizes among its hyper-parameters; so does any module of the user that
+A `LanguageModel` stores the sizes in its hyper-parameters; so does any module of the user that
 calls ``save_hyperparameters`` with a ``config``.
 """
 
@@ -22,14 +22,14 @@ from lightning_megatron.models.weights import EMBEDDING
 def load_transformer(
     path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """Return the model of a checkpoint directory of any layout, in the format it is stored in.
+    """Return the model of a checkpoint directory of any layout, with the stored dtype.
 
     Args:
         path: a checkpoint directory.
-        device: where to put the weights.
+        device: device of the weights.
 
     Raises:
-        ConfigError: the checkpoint does not say the sizes of a Transformer, or holds another.
+        ConfigError: the checkpoint has no sizes of a Transformer, or weights of other sizes.
         CheckpointError: the checkpoint does not exist or is damaged.
     """
     reader = CheckpointReader(path, alone=True)
@@ -42,7 +42,7 @@ def load_transformer(
         model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise ConfigError(
-            f"{reader.directory} does not fit its hyper-parameters: {error}"
+            f"{reader.directory}: the weights do not fit the stored hyper-parameters: {error}"
         ) from None
     return model
 
@@ -51,7 +51,7 @@ def stored_config(path: str | os.PathLike[str]) -> TransformerConfig:
     """Return the sizes of the model in a checkpoint directory, from its hyper-parameters.
 
     Raises:
-        ConfigError: its module had no hyper-parameter ``config`` with them.
+        ConfigError: its module had no hyper-parameter ``config`` with the sizes.
         CheckpointError: the checkpoint does not exist or is damaged.
     """
     return config_of(CheckpointReader(path, alone=True))
@@ -64,10 +64,10 @@ def config_of(
 
     Args:
         reader: the checkpoint.
-        theirs: a ``config.json`` that says them where the checkpoint does not.
+        theirs: a ``config.json`` with the sizes, in case the checkpoint has none.
 
     Raises:
-        ConfigError: neither says them.
+        ConfigError: neither has the sizes.
     """
     stored = (reader.state.get("hyper_parameters") or {}).get("config")
     if isinstance(stored, TransformerConfig):
@@ -83,15 +83,15 @@ def config_of(
 
 
 def transformer_prefix(reader: CheckpointReader) -> str:
-    """Return what stands before the names of the `Transformer` in the module that was saved.
+    """Return the prefix of the `Transformer`'s names in the module that was saved.
 
     Raises:
-        ConfigError: there is none, or more than one.
+        ConfigError: the module has no Transformer, or more than one.
     """
     found = [n.removesuffix(EMBEDDING) for n in reader.model_names() if n.endswith(EMBEDDING)]
     if len(found) != 1:
         raise ConfigError(
-            f"{reader.directory} has {len(found)} tensors named {EMBEDDING}: a module with one "
-            "Transformer is needed"
+            f"{reader.directory} has {len(found)} tensors named {EMBEDDING}: must be one; nearest "
+            "valid: the checkpoint of a module with one Transformer"
         )
     return found[0]

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lightning_megatron._torch import TorchDispatchMode
 from lightning_megatron.layers.delayed_wgrad import (
-    WeightGradients,
+    WgradQueue,
     add_gradients,
     attach,
-    multiply_with,
+    set_gemm_backend,
 )
 from lightning_megatron.layers.linear import (
     ColumnParallelLinear,
@@ -22,12 +22,12 @@ from lightning_megatron.layers.linear import (
 )
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
-from lightning_megatron.precision import fp8_products
-from lightning_megatron.precision.fp8_blocks import BlockProducts
-from lightning_megatron.precision.fp8_products import (
-    DelayedProducts,
-    RowProducts,
-    TensorProducts,
+from lightning_megatron.precision import fp8_gemm
+from lightning_megatron.precision.fp8_blocks import BlockwiseGemm
+from lightning_megatron.precision.fp8_gemm import (
+    DelayedGemm,
+    RowwiseGemm,
+    TensorwiseGemm,
 )
 from lightning_megatron.precision.scaling import (
     E4M3,
@@ -43,12 +43,12 @@ from lightning_megatron.topology.mesh import Topology
 from tests.layers.parity import distribute, finished_gradient, local_part, make_topology, piece
 
 WHOLE = (False, False, False)
-PRODUCTS: dict[str, Any] = {
-    "tensorwise": lambda: TensorProducts(E5M2, None, WHOLE),
-    "delayed": lambda: DelayedProducts(E5M2, None, WHOLE, 4, torch.device("cpu")),
-    "rowwise": lambda: RowProducts(E5M2),
-    "blockwise": lambda: BlockProducts(E4M3, 128, square=True),
-    "mxfp8": lambda: BlockProducts(E4M3, 32, square=False),
+GEMMS: dict[str, Any] = {
+    "tensorwise": lambda: TensorwiseGemm(E5M2, None, WHOLE),
+    "delayed": lambda: DelayedGemm(E5M2, None, WHOLE, 4, torch.device("cpu")),
+    "rowwise": lambda: RowwiseGemm(E5M2),
+    "blockwise": lambda: BlockwiseGemm(E4M3, 128, square=True),
+    "mxfp8": lambda: BlockwiseGemm(E4M3, 32, square=False),
 }
 # A rounding to 4 bits is off by up to 1/16 and by 0.026 in the root mean square, to 3 bits twice
 # that; both operands of a product have one, and errors of single elements average in norms.
@@ -61,20 +61,20 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", GEMMS)
 def test_errors_are_those_of_eight_bits(name: str, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(37, 144, generator=draw).to(dtype)  # no multiple of any block
     weight = (torch.randn(80, 144, generator=draw) / 12).to(dtype)
     grad = (torch.randn(37, 80, generator=draw) * 1e-5).to(dtype)
-    products = PRODUCTS[name]()
-    y, kept = products.output(x, weight)
-    gradient = products.gradient(grad, kept)
+    gemm = GEMMS[name]()
+    y, kept = gemm.output(x, weight)
+    gradient = gemm.prepare_gradient(grad, kept)
     wide_x, wide_weight, wide_grad = x.double(), weight.double(), grad.double()
     for found, expected in (
         (y, wide_x @ wide_weight.t()),
-        (products.input_gradient(gradient, weight), wide_grad @ wide_weight),
-        (products.weight_gradient(gradient, x), wide_grad.t() @ wide_x),
+        (gemm.input_gradient(gradient, weight), wide_grad @ wide_weight),
+        (gemm.weight_gradient(gradient, x), wide_grad.t() @ wide_x),
     ):
         assert found.shape == expected.shape
         assert 5e-3 < error(found, expected) < ERRORS[name]
@@ -88,7 +88,7 @@ def test_finer_scales_bear_outliers() -> None:
     x *= 1e-3
     x[0, 0] = 1e4
     expected = x[1:].double() @ weight.double().t()
-    errors = {n: error(PRODUCTS[n]().output(x, weight)[0][1:], expected) for n in PRODUCTS}
+    errors = {n: error(GEMMS[n]().output(x, weight)[0][1:], expected) for n in GEMMS}
     assert errors["tensorwise"] > 0.3
     assert max(errors["rowwise"], errors["blockwise"], errors["mxfp8"]) < 0.05
 
@@ -99,9 +99,9 @@ def test_autocast_does_not_reach_inside(name: str) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(64, 64, generator=draw).bfloat16()
     weight = torch.randn(96, 64, generator=draw).bfloat16()
-    plain, _ = PRODUCTS[name]().output(x, weight)
+    plain, _ = GEMMS[name]().output(x, weight)
     with torch.autocast("cpu", torch.bfloat16):
-        found, _ = PRODUCTS[name]().output(x, weight)
+        found, _ = GEMMS[name]().output(x, weight)
     assert torch.equal(found, plain)
 
 
@@ -132,7 +132,7 @@ class Watch(TorchDispatchMode):
 @pytest.mark.parametrize(("name", "quantised"), [("tensorwise", 5), ("delayed", 5)])
 def test_outputs_add_up_fast_and_a_gradient_is_quantised_once(name: str, quantised: int) -> None:
     layer, x = nn.Linear(32, 16, bias=False), torch.randn(4, 32, requires_grad=True)
-    multiply_with(layer, PRODUCTS[name]())
+    set_gemm_backend(layer, GEMMS[name]())
     with Watch() as watch:
         y = layer(x)
         assert watch.fast == [True]
@@ -143,17 +143,17 @@ def test_outputs_add_up_fast_and_a_gradient_is_quantised_once(name: str, quantis
 
 def test_rows_add_up_fast_in_the_output_only() -> None:
     layer, x = nn.Linear(32, 16), torch.randn(16, 32, requires_grad=True)
-    multiply_with(layer, RowProducts(E5M2))
+    set_gemm_backend(layer, RowwiseGemm(E5M2))
     # With scales of rows CPUs multiply without them.
     fast: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
-        original = fp8_products.scaled_mm
+        original = fp8_gemm.scaled_mm
 
         def watched(*args: Any, **options: Any) -> Tensor:
             fast.append(options.get("fast", False))
             return original(*args, **options)
 
-        patch.setattr(fp8_products, "scaled_mm", watched)
+        patch.setattr(fp8_gemm, "scaled_mm", watched)
         layer(x).sum().backward()
     assert fast == [True, False, False]
 
@@ -161,17 +161,17 @@ def test_rows_add_up_fast_in_the_output_only() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_deferred_gradient_is_held_in_eight_bits(bias: bool) -> None:
     layer, x = nn.Linear(32, 16, bias=bias), torch.randn(4, 32, requires_grad=True)
-    multiply_with(layer, TensorProducts(E5M2, None, WHOLE))
-    deferral = WeightGradients()
-    attach(layer, deferral)
-    deferral.collecting = True
+    set_gemm_backend(layer, TensorwiseGemm(E5M2, None, WHOLE))
+    wgrad_queue = WgradQueue()
+    attach(layer, wgrad_queue)
+    wgrad_queue.collecting = True
     upstream = torch.randn(4, 16)
     gone = weakref.ref(upstream)
     y = layer(x)
     y.backward(upstream)
     del upstream, y
     assert (gone() is None) is not bias
-    add_gradients(deferral.take())
+    add_gradients(wgrad_queue.take())
     assert layer.weight.grad is not None
 
 
@@ -204,43 +204,43 @@ def test_what_is_not_finite_reaches_the_product(name: str, value: float) -> None
     """Saturated, an overflow of the gradients would look like large ones."""
     x, weight = torch.ones(4, 256), torch.ones(16, 256)
     x[1, 3] = value
-    products = PRODUCTS[name]()
-    assert products.output(x, weight)[0].isnan()[1].all()
-    kept = products.output(torch.ones(4, 16), torch.ones(256, 16))[1]
-    gradient = products.gradient(x, kept)
-    assert products.input_gradient(gradient, torch.ones(256, 16)).isnan()[1].all()
-    assert products.weight_gradient(gradient, torch.ones(4, 16)).isnan()[3].all()
+    gemm = GEMMS[name]()
+    assert gemm.output(x, weight)[0].isnan()[1].all()
+    kept = gemm.output(torch.ones(4, 16), torch.ones(256, 16))[1]
+    gradient = gemm.prepare_gradient(x, kept)
+    assert gemm.input_gradient(gradient, torch.ones(256, 16)).isnan()[1].all()
+    assert gemm.weight_gradient(gradient, torch.ones(4, 16)).isnan()[3].all()
 
 
 def test_delayed_scales_follow_the_steps_before() -> None:
-    products = DelayedProducts(E5M2, None, WHOLE, 2, torch.device("cpu"))
+    gemm = DelayedGemm(E5M2, None, WHOLE, 2, torch.device("cpu"))
     weight = torch.eye(16)
 
     def step(size: float) -> float:
         x = torch.full((16, 16), size)
-        found = float(products.output(x, weight)[0][0, 0])
-        products.advance(products.current.clone())
+        found = float(gemm.output(x, weight)[0][0, 0])
+        gemm.advance(gemm.current.clone())
         return found
 
     assert step(1.0) == 1.0
     assert step(4.0) == 1.0  # more than ever before: saturates
     assert step(4.0) == 4.0
-    assert products.history[:, 0].tolist() == [4.0, 4.0]
-    products.watching = False
-    products.output(torch.full((16, 16), 100.0), weight)
-    assert products.current[0] == 0.0
-    products.advance(torch.tensor([torch.inf, 0.0, 2.0]))  # overflowed, not used, sound
-    assert products.history[0].tolist() == [4.0, 1.0, 2.0]
+    assert gemm.history[:, 0].tolist() == [4.0, 4.0]
+    gemm.watching = False
+    gemm.output(torch.full((16, 16), 100.0), weight)
+    assert gemm.current[0] == 0.0
+    gemm.advance(torch.tensor([torch.inf, 0.0, 2.0]))  # overflowed, not used, sound
+    assert gemm.history[0].tolist() == [4.0, 1.0, 2.0]
 
 
 def test_delayed_scales_remember_the_largest_of_all_steps() -> None:
-    products = DelayedProducts(E5M2, None, WHOLE, 3, torch.device("cpu"))
+    gemm = DelayedGemm(E5M2, None, WHOLE, 3, torch.device("cpu"))
     expected = []
     found = []
     for size in (8.0, 2.0, 1.0, 1.0, 1.0):
-        _, kept = products.output(torch.full((16, 16), size), torch.eye(16))
+        _, kept = gemm.output(torch.full((16, 16), size), torch.eye(16))
         found.append(float(kept[0]))
-        products.advance(products.current.clone())
+        gemm.advance(gemm.current.clone())
     for amax in (8.0, 8.0, 8.0, 8.0, 2.0):  # the first step's own; then three steps back
         expected.append(float(scale_of(torch.tensor(amax), E4M3)))
     assert found == expected
@@ -263,10 +263,10 @@ class Pair(nn.Module):
 def equip(module: Pair, group: dist.ProcessGroup | None, delayed: bool) -> None:
     column, row = (False, True, True), (True, True, False)
     for layer, split in ((module.gate, column), (module.up, column), (module.down, row)):
-        products: Any = TensorProducts(E5M2, group, split)
+        gemm: Any = TensorwiseGemm(E5M2, group, split)
         if delayed:
-            products = DelayedProducts(E5M2, group, split, 2, torch.device("cpu"))
-        multiply_with(layer, products)
+            gemm = DelayedGemm(E5M2, group, split, 2, torch.device("cpu"))
+        set_gemm_backend(layer, gemm)
 
 
 def pair_job(sequence: bool, delayed: bool) -> None:
@@ -281,17 +281,17 @@ def pair_job(sequence: bool, delayed: bool) -> None:
     distribute(both, topology)
     equip(alone, None, delayed)
     equip(both, topology.tp.group, delayed)
-    deferral = WeightGradients()
-    attach(both, deferral)
+    wgrad_queue = WgradQueue()
+    attach(both, wgrad_queue)
     x, upstream = torch.randn(2, 12, 32), torch.randn(2, 12, 32) * 1e-3
     whole = x.clone().requires_grad_()
     mine = piece(x, "residual", topology).clone().requires_grad_()
     expected, found = alone(whole), both(mine)
     expected.backward(upstream)
-    deferral.collecting = True
+    wgrad_queue.collecting = True
     found.backward(piece(upstream, "residual", topology))
     assert both.down.weight.grad is None
-    add_gradients(deferral.take())
+    add_gradients(wgrad_queue.take())
     # To the rounding of float32. Other scales would be another 1e-2.
     pairs = [(found, piece(expected, "residual", topology))]
     pairs.append((mine.grad, piece(whole.grad, "residual", topology)))
@@ -314,24 +314,24 @@ def test_a_plain_layer_can_be_equipped_and_be_rid_of_it() -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(32, 16), torch.randn(5, 32)
     plain = layer(x)
-    multiply_with(layer, TensorProducts(E5M2, None, WHOLE))
+    set_gemm_backend(layer, TensorwiseGemm(E5M2, None, WHOLE))
     assert 1e-3 < error(layer(x), plain) < 0.1
-    attach(layer, WeightGradients())
+    attach(layer, WgradQueue())
     assert 1e-3 < error(layer(x), plain) < 0.1
-    multiply_with(layer, None)
+    set_gemm_backend(layer, None)
     assert torch.equal(layer(x), plain)
 
 
 def ready_made(name: str, group: dist.ProcessGroup | None = None) -> Any:
-    """Products of a column layer; those of ``delayed`` know what is to come."""
+    """GEMM backend of a column layer; those of ``delayed`` know what is to come."""
     split = (False, True, True)
     if name == "tensorwise":
-        return TensorProducts(E5M2, group, split)
+        return TensorwiseGemm(E5M2, group, split)
     if name != "delayed":
-        return PRODUCTS[name]()
-    products = DelayedProducts(E5M2, group, split, 2, torch.device("cpu"))
-    products.advance(torch.tensor([4.0, 2.0, 1 / 32]))
-    return products
+        return GEMMS[name]()
+    gemm = DelayedGemm(E5M2, group, split, 2, torch.device("cpu"))
+    gemm.advance(torch.tensor([4.0, 2.0, 1 / 32]))
+    return gemm
 
 
 HeadOutcome = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -353,7 +353,7 @@ def head_outcome(
         distribute(head, topology)
         x = piece(x, "residual", topology)
     if name is not None:
-        multiply_with(head, ready_made(name, None if topology is None else topology.tp.group))
+        set_gemm_backend(head, ready_made(name, None if topology is None else topology.tp.group))
     x.requires_grad_()
     loss = VocabParallelCrossEntropy()(head(x), targets) if chunk_size is None else head(x, targets)
     loss.backward()
@@ -364,7 +364,7 @@ def largest_error(found: HeadOutcome, expected: HeadOutcome) -> float:
     return max(error(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", GEMMS)
 def test_a_head_in_chunks_multiplies_in_fp8(name: str) -> None:
     whole = head_outcome(name, None)
     assert largest_error(head_outcome(name, 100), whole) < 1e-6

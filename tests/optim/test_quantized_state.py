@@ -1,4 +1,4 @@
-"""Narrow state: small, right on average, and as good to train with."""
+"""QuantizedTensor state: small, right on average, and as good to train with."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.optim.adamw import AdamW
 from lightning_megatron.optim.lion import Lion
 from lightning_megatron.optim.muon import Muon
-from lightning_megatron.optim.quantized_state import StateFormat, generator_for, narrow, table
+from lightning_megatron.optim.quantized_state import StateFormat, generator_for, quantize, table
 from tests.checkpoint.test_optimizer_state import save
 
 FORMATS: list[StateFormat] = ["float32", "bfloat16", "int8"]
@@ -74,15 +74,15 @@ def test_stored_values_are_near_and_right_on_average(signed: bool) -> None:
     assert len(table(torch.device("cpu"), signed=signed)) <= 256
     torch.manual_seed(0)
     values = torch.randn(4096) if signed else torch.randn(4096).abs()
-    nearest = narrow(values, "int8", signed=signed).wide()
+    nearest = quantize(values, "int8", signed=signed).dequantize()
     assert float(((nearest - values).abs() / values.abs().amax()).max()) < 0.03
-    again = narrow(nearest, "int8", signed=signed).wide()
+    again = quantize(nearest, "int8", signed=signed).dequantize()
     assert torch.equal(again, nearest)
     for kind in ("int8", "bfloat16"):
         draws = [
-            narrow(
+            quantize(
                 values, kind, signed=signed, generator=generator_for("w", i, values.device)
-            ).wide()
+            ).dequantize()
             for i in range(200)
         ]
         error = (torch.stack(draws).mean(0) - values).abs()
@@ -98,14 +98,14 @@ def test_a_moment_that_shrinks_slowly_does_shrink(kind: StateFormat) -> None:
     optimizer = AdamW([p], lr=0.0, betas=(0.9, 0.999), state_dtype=kind)
     p.grad = torch.ones(4096)
     optimizer.step()
-    before = optimizer.wide_state(optimizer.state[p])["exp_avg_sq"].mean()
+    before = optimizer.dequantized_state(optimizer.state[p])["exp_avg_sq"].mean()
     others = torch.ones(4096, dtype=torch.bool)
     others[::256] = False
     p.grad = torch.zeros(4096)
     p.grad[~others] = 1.0  # keeps the scales
     for _ in range(100):
         optimizer.step()
-    after = optimizer.wide_state(optimizer.state[p])["exp_avg_sq"][others].mean()
+    after = optimizer.dequantized_state(optimizer.state[p])["exp_avg_sq"][others].mean()
     assert float(after / before) == pytest.approx(0.999**100, rel=0.05)
 
 
@@ -162,6 +162,6 @@ def test_second_moments_do_not_become_nothing() -> None:
     values = torch.full((300,), 1e-12)
     values[0] = 1.0
     for generator in (None, generator_for("weight", 1, values.device)):
-        stored = narrow(values, "int8", signed=False, generator=generator)
-        assert (stored.wide()[:250] > 0).all()
-    assert (narrow(values * 0, "int8", signed=False).wide() == 0).all()
+        stored = quantize(values, "int8", signed=False, generator=generator)
+        assert (stored.dequantize()[:250] > 0).all()
+    assert (quantize(values * 0, "int8", signed=False).dequantize() == 0).all()

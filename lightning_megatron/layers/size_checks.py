@@ -1,4 +1,4 @@
-"""Names and sizes that the layers accept; arithmetic only, so that planning imports no torch."""
+"""Checks of the layers' names and sizes; arithmetic only, so that planning imports no torch."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ GATED: tuple[Activation, ...] = ("swiglu", "geglu")
 """Activations with a gate."""
 
 AttentionBackend = Literal["auto", "sdpa", "flash", "flex", "te", "reference"]
-"""What computes attention (`layers.attention_backends`)."""
+"""Kernels that compute attention (`layers.attention_backends`)."""
 
 ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = (
     "auto",
@@ -21,13 +21,13 @@ ATTENTION_BACKENDS: tuple[AttentionBackend, ...] = (
     "te",
     "reference",
 )
-"""All of them."""
+"""All activations."""
 
 
 def head_problems(
     hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None
 ) -> list[str]:
-    """Faults of the numbers of attention heads among themselves."""
+    """Problems of the numbers of attention heads among themselves."""
     problems = []
     if head_dim is None:
         problems.append(divisibility_problem("hidden_size", hidden_size, "num_heads", num_heads))
@@ -36,7 +36,7 @@ def head_problems(
 
 
 def tp_head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
-    """Faults of splitting attention heads over ``tp`` ranks.
+    """Problems of splitting attention heads over ``tp`` ranks.
 
     >>> tp_head_problems(8, 2, 4)
     []
@@ -54,6 +54,6 @@ def tp_head_problems(num_heads: int, num_kv_heads: int, tp: int) -> list[str]:
 
 
 def vocabulary_problems(vocab_size: int, degrees: Degrees) -> list[str]:
-    """Faults of splitting a vocabulary over tp."""
+    """Problems of splitting a vocabulary over tp."""
     problem = divisibility_problem("vocab_size", vocab_size, "tp", degrees.tp)
     return [problem] if problem else []

@@ -4,7 +4,7 @@ Lightning's closure calls ``training_step``, then ``zero_grad``, then ``backward
 runs on microbatches, forward and backward are interleaved inside ``training_step``; their gradients
 are therefore kept aside until ``backward`` is called, so that ``zero_grad`` clears what it is meant
 to clear and every hook fires in the ordinary order. A batch that is one microbatch on one pipeline
-stage takes Lightning's ordinary path: `StepEngine.interleaved` says which it is.
+stage takes Lightning's ordinary path: `StepRunner.interleaved` says which it is.
 
 A step that returns ``{"loss": sum, "num_tokens": n}`` gives the *sum* of its token losses: the loss
 is then the global sum over the global number of tokens, which is the mean that a single process
@@ -12,13 +12,15 @@ would compute however unevenly the tokens are spread over microbatches and ranks
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_megatron.comm.objects import ObjectBroadcast
@@ -35,6 +37,7 @@ from lightning_megatron.pipeline.microbatch import (
 )
 from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
+from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.schedules.schedule import Schedule
 from lightning_megatron.strategy.collectives import refuse_shards
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
@@ -43,22 +46,46 @@ from lightning_megatron.topology.mesh import Topology
 
 _NOTHING, _OBJECT = 0.0, 1.0
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+"""Names of the precision plugin's contexts."""
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-class StepEngine:
-    """Runs the steps of one module on its layout.
+@dataclass(frozen=True)
+class _Batch:
+    """A training batch on its way through forward and backward."""
+
+    microbatches: Microbatches
+    recorder: LogRecorder
+    older: list[HeldGradient]
+    """Gradients of earlier batches of the accumulation, which are set aside meanwhile."""
+    divisor: int
+    """Batches per optimizer step; the loss of each counts so much less."""
+
+
+class StepRunner:
+    """Runs the steps of one module on its layout, and keeps their gradients until ``backward``.
 
     Args:
         module: the user's.
         parallel: the module on its layout.
+        precision: scales losses, and says in what context a forward runs.
         rule: how batches are cut.
         schedule: from a number of microbatches, the pipeline schedule for training.
         host_group: gloo group along pp, where the device's own backend is another.
 
     Attributes:
         last_rank: rank on pp of the last stage.
-        by_token: whether steps return sums over tokens; None until one has. It decides when
+        interleaved: whether forward and backward of a batch take place within the step.
+        count: microbatches of the latest training batch.
+        accumulating: whether the batch is one of several before an optimizer step, and not the
+            last of them.
+        loss_per_token: whether steps return sums over tokens; None until one has. It decides when
             gradients are reduced, so a resumed run must know it from the start.
     """
 
@@ -66,14 +93,18 @@ class StepEngine:
         self,
         module: LightningModule,
         parallel: ParallelModule,
+        precision: ShardedPrecision,
         rule: MicrobatchRule,
         schedule: Callable[[int], Schedule],
         host_group: dist.ProcessGroup | None = None,
         scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
-        self._module, self._parallel, self._rule = module, parallel, rule
-        topology = parallel.topology
-        self._topology, self._seeds = topology, topology.step_seeds
+        self._module = module
+        self._parallel = parallel
+        self._precision = precision
+        self._rule = rule
+        self._topology = topology = parallel.topology
+        self._seeds = topology.step_seeds
         self.executor: Executor = NoPipeline()
         last_rank = topology.pp.size - 1
         if topology.pp.size > 1:
@@ -94,7 +125,8 @@ class StepEngine:
             module, topology.pp, last_rank, topology.device, self._dtype, host_group
         )
         self.count = 1
-        self.by_token: bool | None = None
+        self.accumulating = False
+        self.loss_per_token: bool | None = None
         self._kept: list[HeldGradient] = []
         speaks = topology.batch.rank == topology.tp.rank == 0  # on each stage, which has its own
         self._coupling = SampleCoupling(module, speaks=speaks)
@@ -106,93 +138,130 @@ class StepEngine:
             self._coupling.warn("calls self.all_gather in its step", self.count)
 
     @property
-    def owns_output(self) -> bool:
-        """Whether the user's step runs to its end on this rank."""
-        return self.executor.is_last
+    def first_of_accumulation(self) -> bool:
+        """Whether the batch is the first before an optimizer step."""
+        trainer = self._module.trainer
+        return bool(trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0)
 
-    def train(
-        self,
-        args: Sequence[Any],
-        context: Context,
-        *,
-        fresh: bool,
-        blocked: bool,
-        divisor: int,
-        scaled: Callable[[Tensor], Tensor],
-    ) -> Any:
-        """Forward and backward of a whole batch.
+    @contextmanager
+    def accumulation(self) -> Iterator[None]:
+        """Within the block a batch runs after which no optimizer step follows."""
+        self.accumulating = True
+        try:
+            yield
+        finally:
+            self.accumulating = False
+
+    # Training ------------------------------------------------------------------------------------
+
+    def train(self, args: Sequence[Any]) -> Any:
+        """Forward of a training batch; where it is `interleaved`, backward as well.
 
         Args:
             args: of ``training_step``, the batch first.
-            context: entered around each forward (autocast).
-            fresh: whether older gradients are about to be cleared.
-            blocked: whether more batches are accumulated before the optimizer step.
-            divisor: batches per optimizer step; the loss of each counts so much less.
-            scaled: from the loss of a microbatch, what to differentiate (loss scaling).
 
         Returns:
-            What ``training_step`` returned, merged over microbatches, with the loss detached; on
-            every rank of the pipeline.
+            What ``training_step`` returned. From microbatches it is merged, with the loss detached,
+            and the same on every rank of the pipeline.
         """
-        pieces = self._split(args[0], at_least=self._common_count(args[0]))
-        self.count = len(pieces)
-        if pieces.counted > 1:
-            self._coupling.check(pieces.counted)
-        recorder = LogRecorder(self._module)
-        data = self._parallel.data
-        defer = blocked and self.by_token is False
-        # Gradients of deferred batches stay in place, to be reduced with this batch's.
-        together = data.accumulates_in_grad and self.by_token is False and not fresh
-        gradients = self._parallel.gradients
-        older = [] if together else gradients.take_out()
-        if fresh:
-            older = []
-
-        def loss_of(output: Any, index: int) -> Tensor | None:
-            loss, tokens = loss_and_tokens(output)
-            self.by_token = tokens is not None
-            weight = float(index < pieces.counted) if self.by_token else pieces.weights[index]
-            return scaled(loss * (weight / divisor))
-
-        gradients.begin()
-        data.begin(blocked=defer)
+        if not self.interleaved:
+            output = self._step_on_batch("training_step", args)
+            return mean_over_tokens(output, self._topology)
+        batch = self._begin(args[0])
+        microbatches, data = batch.microbatches, self._parallel.data
         self._in_step = True
         try:
-            with recorder.recording(), self._seeds.batch():
+            with batch.recorder.recording(), self._seeds.batch():
                 outputs = self.executor.train(
-                    self._step("training_step", args, pieces, recorder, context),
-                    loss_of,
-                    len(pieces),
+                    self._step("training_step", args, microbatches, batch.recorder),
+                    self._loss_of(batch),
+                    len(microbatches),
                     data,
                 )
         finally:
             self._in_step = False
         data.finish()
-        outputs = outputs[: pieces.counted]  # of the last stage; elsewhere there are none
-        loss, tokens = self._share_loss(recorder, outputs, pieces)
-        self.by_token = tokens is not None
+        return self._finish(batch, outputs[: microbatches.counted])
+
+    def _begin(self, content: Any) -> _Batch:
+        """Cut a batch, and set aside the gradients of earlier ones."""
+        microbatches = self._split(content, at_least=self._common_count(content))
+        self.count = len(microbatches)
+        if microbatches.counted > 1:
+            self._coupling.check(microbatches.counted)
+        data, gradients = self._parallel.data, self._parallel.gradients
+        first, by_sample = self.first_of_accumulation, self.loss_per_token is False
+        # Gradients of deferred batches stay in place, to be reduced with this batch's.
+        together = data.accumulates_in_grad and by_sample and not first
+        older = [] if together else gradients.take_out()
+        gradients.begin()
+        data.begin(blocked=self.accumulating and by_sample)
+        divisor = self._module.trainer.accumulate_grad_batches
+        return _Batch(microbatches, LogRecorder(self._module), [] if first else older, divisor)
+
+    def _loss_of(self, batch: _Batch) -> Callable[[Any, int], Tensor | None]:
+        """What to differentiate of the output of a microbatch's step."""
+        microbatches, scaled = batch.microbatches, self._precision.scale_loss
+
+        def loss_of(output: Any, index: int) -> Tensor | None:
+            loss, tokens = loss_and_tokens(output)
+            self.loss_per_token = tokens is not None
+            counts = float(index < microbatches.counted)
+            weight = counts if self.loss_per_token else microbatches.weights[index]
+            return scaled(loss * (weight / batch.divisor))
+
+        return loss_of
+
+    def _finish(self, batch: _Batch, outputs: Sequence[Any]) -> Any:
+        """Share what the steps returned, and keep their gradients.
+
+        Args:
+            batch: that has run.
+            outputs: of the last stage; elsewhere there are none.
+        """
+        gradients = self._parallel.gradients
+        loss, tokens = self._share_loss(batch.recorder, outputs, batch.microbatches)
+        self.loss_per_token = tokens is not None
         if tokens is not None:
             gradients.scale(self._topology.batch.size / tokens)
         self._kept = gradients.take_out()
-        gradients.add(older)
-        return self._training_output(outputs, pieces, loss)
+        gradients.add(batch.older)
+        return self._training_output(outputs, batch.microbatches, loss)
 
-    def release_gradients(self) -> None:
-        """Add the kept gradients of the latest `train` to those that are there."""
-        self._parallel.gradients.add(self._kept)
-        self._kept = []
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward, or, where the step already did, bring its gradients to light.
 
-    def evaluate(self, name: str, args: Sequence[Any], context: Context) -> Any:
+        Args:
+            loss: of the batch.
+            args: further ones of the precision plugin's ``backward``.
+            kwargs: likewise.
+        """
+        gradients, data = self._parallel.gradients, self._parallel.data
+        if self.interleaved:
+            gradients.add(self._kept)
+            self._kept = []
+        else:
+            gradients.begin(fresh=self.first_of_accumulation)
+            data.begin(blocked=self.accumulating)
+            data.before_backward()
+            scaled = self._precision.scale_loss(loss)
+            self._precision.backward(scaled, self._module, *args, **kwargs)
+            data.finish()
+        if not self.accumulating:
+            gradients.finish()
+
+    # Evaluation ----------------------------------------------------------------------------------
+
+    def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """Forward of a whole batch; the merged output of the step, on every rank."""
         if not isinstance(self.executor, Pipeline):
-            return self._whole(self.step_on_batch(name, args, context))
-        pieces = self._split(args[0], at_least=self._common_count(args[0]))
+            return self._whole(self._step_on_batch(name, args))
+        microbatches = self._split(args[0], at_least=self._common_count(args[0]))
         recorder = LogRecorder(self._module)
+        step = self._step(name, args, microbatches, recorder)
         with recorder.recording(), self._seeds.batch():
-            outputs = self.executor.evaluate(
-                self._step(name, args, pieces, recorder, context), len(pieces), pieces.repeated
-            )
-        merged = merge(outputs, pieces.weights[: pieces.counted]) if outputs else None
+            outputs = self.executor.evaluate(step, len(microbatches), microbatches.repeated)
+        merged = merge(outputs, microbatches.weights[: microbatches.counted]) if outputs else None
         output = self._whole(merged)
         kind: float | Tensor = _NOTHING if output is None else _OBJECT
         if name != "predict_step":
@@ -203,9 +272,16 @@ class StepEngine:
             kind = _OBJECT
         return self._share_output(output) if kind == _OBJECT else None
 
-    def step_on_batch(self, name: str, args: Sequence[Any], context: Context) -> Any:
+    # Steps ---------------------------------------------------------------------------------------
+
+    def _context(self, name: str) -> Context:
+        """Context of the forward in a step (autocast)."""
+        context: Context = getattr(self._precision, _CONTEXTS[name])
+        return context
+
+    def _step_on_batch(self, name: str, args: Sequence[Any]) -> Any:
         """Run a step of the user's once, on the whole batch, in a process that has all stages."""
-        with self._seeds.batch(), context():
+        with self._seeds.batch(), self._context(name)():
             self._seeds.microbatch(0)
             return self._parallel.step(name, *args)
 
@@ -233,32 +309,27 @@ class StepEngine:
         return int(highest)
 
     def _step(
-        self,
-        name: str,
-        args: Sequence[Any],
-        pieces: Microbatches,
-        recorder: LogRecorder,
-        context: Context,
+        self, name: str, args: Sequence[Any], microbatches: Microbatches, recorder: LogRecorder
     ) -> Callable[[int, bool], Any]:
         # Under a pipeline the step may end by an exception, which ZeRO's hooks around the whole
         # step would not survive; there they surround the stage's items instead.
         pipelined = isinstance(self.executor, Pipeline)
-        device = self._topology.device
+        device, context = self._topology.device, self._context(name)
 
         def run(index: int, to_end: bool) -> Any:
-            counts = index < pieces.counted
+            counts = index < microbatches.counted
             # What a step logs before its trunk, the last stage logs too.
-            recorder.begin_microbatch(pieces.weights[index] if to_end and counts else None)
+            recorder.begin_microbatch(microbatches.weights[index] if to_end and counts else None)
             self._seeds.microbatch(index)
             with context(), nullcontext() if counts else unchanged(self._module, device):
                 if pipelined:
-                    return getattr(self._module, name)(pieces.batches[index], *args[1:])
-                return self._parallel.step(name, pieces.batches[index], *args[1:])
+                    return getattr(self._module, name)(microbatches.batches[index], *args[1:])
+                return self._parallel.step(name, microbatches.batches[index], *args[1:])
 
         return run
 
     def _share_loss(
-        self, recorder: LogRecorder, outputs: Sequence[Any], pieces: Microbatches
+        self, recorder: LogRecorder, outputs: Sequence[Any], microbatches: Microbatches
     ) -> tuple[Tensor, Tensor | None]:
         """Loss of the batch and, if the step counts tokens, their global number; on all stages.
 
@@ -273,7 +344,7 @@ class StepEngine:
             if counts:
                 total, tokens = torch.stack(losses).sum(), torch.stack(counts).sum()
             else:
-                total = weighted_mean(losses, pieces.weights[: len(losses)])
+                total = weighted_mean(losses, microbatches.weights[: len(losses)])
         total, tokens = self._replay.share("training_step", recorder, [total, tokens])
         device = self._topology.device
         loss, count = (
@@ -284,10 +355,12 @@ class StepEngine:
         total_loss, total_tokens = sum_over_samples(torch.stack([loss, count]), self._topology)
         return (total_loss / total_tokens).to(self._dtype), total_tokens
 
-    def _training_output(self, outputs: Sequence[Any], pieces: Microbatches, loss: Tensor) -> Any:
+    def _training_output(
+        self, outputs: Sequence[Any], microbatches: Microbatches, loss: Tensor
+    ) -> Any:
         if not outputs:
             return loss
-        merged = merge(outputs, pieces.weights[: len(outputs)])
+        merged = merge(outputs, microbatches.weights[: len(outputs)])
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
 
 
@@ -382,3 +455,13 @@ def sum_over_samples(values: Tensor, topology: Topology) -> Tensor:
     total = values.clone()
     dist.all_reduce(total, group=topology.loss.group)
     return total
+
+
+def transforms_batches(module: LightningModule) -> bool:
+    """Whether hooks of the module or of its data change a batch before it is trained on."""
+    sources = (module, getattr(module.trainer, "datamodule", None))
+    return any(
+        source is not None and is_overridden(hook, source)
+        for source in sources
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer")
+    )

@@ -1,15 +1,51 @@
-"""What is wrong with a choice of recipe, backend and gathering; see `precision.fp8`."""
+"""FP8 recipes: which elements share a scale, and when it is found.
+
+============  ====================================  ============  =======================
+recipe        elements that share a scale           found         formats
+============  ====================================  ============  =======================
+tensorwise    a whole tensor, over all tp ranks     when used     e4m3, gradients e5m2
+rowwise       a row of each operand                 when used     e4m3, gradients e5m2
+delayed       a whole tensor, over all ranks        steps before  e4m3, gradients e5m2
+blockwise     1 x 128; weights 128 x 128            when used     e4m3
+mxfp8         1 x 32 along the sum                  when used     e4m3
+============  ====================================  ============  =======================
+
+``tensorwise`` reads each tensor twice. ``delayed`` (Transformer Engine's first recipe) reads it
+once, with the largest magnitude of the last ``history`` steps, and takes on trust that the next
+step's is no larger: what is saturates. ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437), with
+scales rounded up to powers of two, ``mxfp8`` NVIDIA's way of microscaling (arXiv 2506.08027).
+
+`torch._scaled_mm` multiplies FP8 operands with tensor and row scales, on CPUs and on GPUs from
+Hopper on. For blocks there are kernels on Hopper (``blockwise``) and Blackwell (``mxfp8``), see
+`precision.fp8_blocks`; elsewhere these are *emulated*: operands are quantised and dequantised,
+exactly, and multiplied in bfloat16. The numbers are those of the recipe; the speed is bfloat16's.
+"""
 
 import difflib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Literal, get_args
 
 import torch
 
-from lightning_megatron.precision.fp8_products import lack_of_units
+from lightning_megatron.precision.fp8_gemm import lack_of_units
 from lightning_megatron.precision.fp8_te import missing as te_missing
 from lightning_megatron.precision.fp8_torchao import missing as torchao_missing
-from lightning_megatron.precision.recipe import BACKEND_RECIPES, BACKENDS, IN_BLOCKS, RECIPES
+
+Recipe = Literal["tensorwise", "rowwise", "delayed", "blockwise", "mxfp8"]
+RECIPES: tuple[str, ...] = get_args(Recipe)
+
+Backend = Literal["auto", "torch", "te", "torchao"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+BACKEND_RECIPES = {
+    "te": ("tensorwise", "blockwise", "mxfp8"),
+    "torchao": ("tensorwise", "rowwise"),
+}
+"""What the backends compute that do not compute all."""
+
+IN_BLOCKS = ("blockwise", "mxfp8")
+"""Recipes whose products are computed on dequantised values where there are no kernels."""
 
 
 def option_problems(recipe: str, backend: str) -> list[str]:
@@ -67,7 +103,7 @@ def offload_problems(gather: str, offload: bool, device: torch.device) -> list[s
         return []
     # FSDP2 brings shards to the device first, and does not find there how to send them.
     return [
-        "gather='fp8', sharding.offload_parameters=True: weights are rounded where their shards "
+        "gather='fp8', zero.offload_parameters=True: weights are rounded where their shards "
         "are, which must be the GPU; nearest valid: gather='bf16', or offload_parameters=False"
     ]
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron._torch import scaled_mm
-from lightning_megatron.precision.recipe import ALIGNMENT
 from lightning_megatron.precision.scaling import (
+    ALIGNMENT,
     E4M3,
     amax_of,
     quantise,
@@ -67,7 +67,7 @@ class Scaled(NamedTuple):
     """Scales of the forward."""
 
 
-class TensorProducts:
+class TensorwiseGemm:
     """One scale per tensor, found when it is used.
 
     Args:
@@ -95,7 +95,7 @@ class TensorProducts:
         x, weight = _rows(self._low(X, x_ni, kept[0])), _rows(self._low(WEIGHT, weight_oi, kept[1]))
         return scaled_mm(x, weight.t(), kept[0], kept[1], x_ni.dtype, fast=True), kept
 
-    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Scaled:
+    def prepare_gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Scaled:
         """See `layers.gemm`."""
         (scale,) = self._scales((GRADIENT, grad_no))
         return Scaled(self._low(GRADIENT, grad_no, scale), scale, grad_no.dtype, kept)
@@ -129,10 +129,10 @@ class TensorProducts:
         return quantise(tensor, scale, self._formats[which])
 
 
-class DelayedProducts(TensorProducts):
+class DelayedGemm(TensorwiseGemm):
     """One scale per tensor, from the largest magnitudes of the steps before.
 
-    The first step, which has none before it, is `TensorProducts`.
+    The first step, which has none before it, is `TensorwiseGemm`.
 
     Args:
         gradient_format: of gradients; values are e4m3.
@@ -180,7 +180,7 @@ class DelayedProducts(TensorProducts):
         return tuple(scale_of(known[which], self._formats[which]) for which, _ in operands)
 
 
-class RowProducts:
+class RowwiseGemm:
     """One scale per row of the left and column of the right operand of each product.
 
     Args:
@@ -194,7 +194,7 @@ class RowProducts:
         """See `layers.gemm`."""
         return self._product(x_ni, E4M3, weight_oi, E4M3, x_ni.dtype, fast=True), ()
 
-    def gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+    def prepare_gradient(self, grad_no: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
         """See `layers.gemm`."""
         del kept
         return grad_no
