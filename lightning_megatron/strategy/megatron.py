@@ -133,8 +133,6 @@ class MegatronStrategy(LaunchingStrategy):
     strategy_name = "megatron"
     is_distributed = True
     num_nodes = 1
-    counts_tokens = True
-    """Whether steps may return sums over tokens (`strategy.step_engine`)."""
 
     def __init__(
         self,
