@@ -41,7 +41,7 @@ from benchmarks.recomputation import CONFIGS, LiveBytes, step_of, stepper
 from lightning_megatron import ActivationConfig, MegatronStrategy
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.parallel.activations.checkpointing import recompute_each
-from lightning_megatron.parallel.activations.knapsack import BlockCosts, Way, needed
+from lightning_megatron.parallel.activations.knapsack import BlockCosts, RecomputeMode, needed
 from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.testing import WorkerPool
 
@@ -56,9 +56,9 @@ _DECIDED = 4
 """Batches until the plan is made and in force."""
 
 
-def by_hand(layers: int) -> dict[str, tuple[ActivationConfig, list[Way]]]:
+def by_hand(layers: int) -> dict[str, tuple[ActivationConfig, list[RecomputeMode]]]:
     """Settings that a user would try, and what they mean for each block."""
-    found: dict[str, tuple[ActivationConfig, list[Way]]] = {
+    found: dict[str, tuple[ActivationConfig, list[RecomputeMode]]] = {
         "none": (ActivationConfig(), ["none"] * layers),
         "selective": (ActivationConfig(recompute="selective"), ["selective"] * layers),
         "full": (ActivationConfig(recompute="full"), ["full"] * layers),
@@ -66,14 +66,14 @@ def by_hand(layers: int) -> dict[str, tuple[ActivationConfig, list[Way]]]:
     for every in range(2, layers):
         for mode in ("selective", "full"):
             config = ActivationConfig(recompute=mode, every=every)
-            ways: list[Way] = [mode if i % every == 0 else "none" for i in range(layers)]
+            ways: list[RecomputeMode] = [mode if i % every == 0 else "none" for i in range(layers)]
             found[f"{mode}, every {every}"] = config, ways
     return found
 
 
 def planned(
     config: TransformerConfig, length: int, **limit: float
-) -> tuple[Model, list[BlockCosts], list[Way]]:
+) -> tuple[Model, list[BlockCosts], list[RecomputeMode]]:
     """A model under the plan for a limit, what was measured of its blocks, and the plan."""
     module = Model(config)
     strategy = MegatronStrategy(activations=ActivationConfig(recompute="adaptive", **limit))  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def compare(
     sizes = {name: needed(costs, ways) for name, (_, ways) in hand.items()}
     outside = peak(free, length) - sizes["none"]
     steps = {name: stepper(config, memory, length) for name, (memory, _) in hand.items()}
-    plans: dict[str, tuple[float, int, list[Way]]] = {}
+    plans: dict[str, tuple[float, int, list[RecomputeMode]]] = {}
     for part in limits:
         limit = sizes["full"] + part * (sizes["none"] - sizes["full"])
         module, _, ways = planned(config, length, limit_gib=limit / 2**30)

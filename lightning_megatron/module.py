@@ -40,6 +40,7 @@ from lightning_megatron.optim.build import (
     make_optimizer,
     name_problems,
 )
+from lightning_megatron.services import services_if_any
 
 
 class LanguageModel(pl.LightningModule):
@@ -165,7 +166,8 @@ class LanguageModel(pl.LightningModule):
         """
         total, tokens = self._batch_loss(batch)
         self._log_mean("train_loss", total, tokens)
-        if trainer_of(self) is None or not getattr(self.trainer.strategy, "counts_tokens", False):
+        trainer = trainer_of(self)
+        if trainer is None or services_if_any(trainer) is None:
             return _mean(total, tokens)
         return {"loss": total, "num_tokens": tokens}
 

@@ -23,7 +23,7 @@ from lightning_megatron import (
     SlowRankDetector,
 )
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.rank_stats import labelled_of
+from lightning_megatron.monitoring.rank_stats import rank_metrics_of
 from lightning_megatron.services import events_of, services_if_any, services_of
 
 ROOT = Path(lightning_megatron.__file__).parent
@@ -181,5 +181,5 @@ def test_events_and_numbers_by_rank_belong_to_a_strategy_of_any_kind() -> None:
     first, second = quiet("auto"), quiet("auto")
     assert isinstance(first.strategy, SingleDeviceStrategy)
     assert events_of(first) is events_of(first) is not events_of(second)
-    assert labelled_of(first) is labelled_of(first) is not labelled_of(second)
+    assert rank_metrics_of(first) is rank_metrics_of(first) is not rank_metrics_of(second)
     assert not hasattr(first.strategy, "events")

@@ -2,23 +2,25 @@
 
 Options of training:
 
-- `CheckpointConfig`: how checkpoints are saved and what of them is loaded
-  (``MegatronStrategy(checkpoint=...)``), and `LocalCheckpointConfig`: checkpoints on the machines'
-  own disks between the shared ones.
-- `gather`: the whole weights of a module, during training or after it.
+- `CheckpointConfig`: options of saving and loading (``MegatronStrategy(checkpoint=...)``).
+- `LocalCheckpointConfig`: options of checkpoints on the machines' own disks.
+
+During training or after it:
+
+- `gather`: the whole weights of a module.
 
 Checkpoint directories in one process, without training:
 
-- `load_from_checkpoint`, `load_full_state_dict`, `load_transformer`, `stored_config`: a
-  LightningModule, the weights, a `Transformer`, the sizes of a `Transformer`.
+- `load_from_checkpoint`: a LightningModule; `load_full_state_dict`: its weights.
+- `load_transformer`: a `Transformer`; `stored_config`: its sizes.
 - `convert_to_lightning`, `export_safetensors`, `export_hugging_face`: files for other libraries.
-- `import_lightning`, `import_hugging_face`: a checkpoint directory made of other libraries' files.
-- `is_checkpoint`, `read_manifest` (a `Manifest`), `CheckpointReader`: what a directory holds, and
-  its verified content.
+- `import_lightning`, `import_hugging_face`: checkpoint directories from other libraries' files.
+- `is_checkpoint`, `read_manifest`, `Manifest`: the contents of a directory, unverified.
+- `CheckpointReader`: an open, verified checkpoint.
 
-The files stand in folders by what happens: ``directory`` (what lies on disk, and how it gets
-there), ``save``, ``load``, ``trainer_state`` (all that is not tensors), ``local`` and ``offline``.
-Names are imported when they are first used.
+The folders are ``directory`` (files on disk and their commit), ``save``, ``load``,
+``trainer_state`` (all state but tensors), ``local`` and ``offline``. Names are imported when they
+are first used.
 """
 
 from typing import TYPE_CHECKING

@@ -124,7 +124,7 @@ class WholeState:
     def attach(self) -> None:
         """Have ``state_dict`` return whole values from now on."""
         for module in self._parallel.module.modules():
-            # In front of the hooks of others, which are to see what this one put there.
+            # In front of other hooks, which see the entries of this one.
             self._handles.append(first_state_hook(module, self._put))
             if self.is_cut and _saves_itself(module) and tensors_of(module):
                 handle = module.register_state_dict_pre_hook(self._make_whole)  # type: ignore[no-untyped-call]

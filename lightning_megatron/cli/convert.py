@@ -135,7 +135,7 @@ def _refuse_idle_options(options: argparse.Namespace) -> None:
     ]
     if idle:
         way = {None: "a single file", "hf": "--to hf"}.get(options.to, f"--{options.to}")
-        raise ConfigError(f"{', '.join(idle)}: not used by {way}; nearest valid: leave it out")
+        raise ConfigError(f"{', '.join(idle)}: not used for {way}; nearest valid: leave it out")
 
 
 def _to_file(options: argparse.Namespace) -> Path:

@@ -133,8 +133,6 @@ class MegatronStrategy(LaunchingStrategy):
     strategy_name = "megatron"
     is_distributed = True
     num_nodes = 1
-    counts_tokens = True
-    """Whether steps may return sums over tokens (`strategy.step_engine`)."""
 
     def __init__(
         self,
@@ -481,18 +479,19 @@ class MegatronStrategy(LaunchingStrategy):
 
     def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
         """Whatever is to be tuned on a new layout."""
-        activations, config = self.options.activations, self.options.pp
-        if activations.recompute == "adaptive":
+        options, config = self.options, self.options.pp
+        if options.activations.recompute == "adaptive":
             yield AdaptiveMemory(
                 parallel,
-                activations,
-                self.options.make_schedule,
+                options.activations,
+                options.make_schedule,
                 rank_zero_info,
-                compiled=self.options.compile.scope != "none",
+                compiled=options.compile.scope != "none",
             )
         if config.schedule == AUTO and self.pipeline is not None:
             stages, limit = config.stages_per_rank or 2, config.activation_gib
-            yield AutoSchedule(self.pipeline, parallel.topology.pp, stages, limit, rank_zero_info)
+            pp = parallel.topology.pp
+            yield AutoSchedule(self.pipeline, pp, stages, limit, rank_zero_info)
 
     def let_go(self) -> None:
         """Forget the layout and what was made for it, to have the memory for another."""

@@ -320,7 +320,7 @@ def test_what_cannot_be_done_is_refused_by_name(pool, tmp_path):
     for in_place, part, optimizers, late in pool.run(2, refusals_job, str(tmp_path)):
         name = r"checkpoint\['state_dict'\]\['net.layers.0.0.weight'\]"
         assert re.search(f"on_save_checkpoint changes {name} in place.*nearest valid", in_place)
-        assert re.search(f"sets {name} to the part .*nearest valid", part)
+        assert re.search(f"sets {name} to this rank's shard .*nearest valid", part)
         assert re.search(r"\['optimizer_states'\].*nearest valid: .* = \[\]", optimizers)
         assert re.search(r"net.layers.0.0.weight: .* in on_save_checkpoint only", late)
 

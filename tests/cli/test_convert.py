@@ -73,6 +73,6 @@ def test_mistakes_end_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert ".safetensors" in shown
     assert "none.ckpt" in shown
     assert main(["convert", "--like", "a", "--overwrite", "a.ckpt", "b.safetensors"]) == 2
-    assert "--overwrite, --like: has no meaning for a single file" in capsys.readouterr().err
+    assert "--overwrite, --like: not used for a single file" in capsys.readouterr().err
     assert main(["convert", "--from-hf", str(tmp_path), str(tmp_path / "b.ckpt")]) == 2
     assert "has no config.json" in capsys.readouterr().err

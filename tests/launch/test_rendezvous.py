@@ -189,7 +189,7 @@ def test_two_processes_that_come_as_the_same_rank_are_named(store: Any, twice: i
     with ThreadPoolExecutor(4) as threads:
         ranks = [0, 1, twice]  # and rank 2 never comes
         futures = [threads.submit(join, store, rank, 3, PATIENCE_S) for rank in ranks]
-        pattern = rf"two processes have come as rank {twice}: process \d+ on .* and process \d+"
+        pattern = rf"two processes have the rank {twice}: process \d+ on .* and process \d+"
         assert len(fail(futures, pattern, ConfigError)) == 1
 
 

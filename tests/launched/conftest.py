@@ -32,6 +32,11 @@ def shared_folder(config: pytest.Config) -> Path:
     return (base.parent if hasattr(config, "workerinput") else base) / "launched_jobs"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Look at what jobs returned at the end, when they are long done."""
+    items.sort(key=lambda item: job_of(item) is not None)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     needed = [job_of(item) for item in session.items]
     wanted = [name for name in JOBS if name in needed]

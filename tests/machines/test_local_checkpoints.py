@@ -108,7 +108,7 @@ def test_a_directory_that_all_machines_see_is_on_none(tmp_path: Path) -> None:
     assert by_default == "(0, 1) /dev/shm/lightning_megatron-0"
     assert asked == (
         f"checkpoint.local.directory={str(shared)!r}: several machines see the same {shared}, "
-        "which is lost with none of them; nearest valid: directory='/local/disk', a disk of each "
+        "and each machine needs its own; nearest valid: directory='/local/disk', a disk of each "
         "machine"
     )
     assert fine == f"(0, 1) {own}"

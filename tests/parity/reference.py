@@ -31,7 +31,8 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
 class Data:
     """The global batches of a run, made from a seed alone."""
 
-    steps: int = 4
+    steps: int = 3
+    """The first has no moments, the second no bias correction in common with it."""
     batch: int = 8
     lengths: tuple[int, ...] = (8,)
     """Sequence lengths, taken in turn."""

@@ -193,7 +193,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[int], int]] = {
     "pp=3 gpipe": (3, {"pp": measured(3, "gpipe")}, [1, 6, 1], 1),
     "zero 0, accumulated": (4, {"zero": 0}, [7, 1], 2),
     "zero 1": (4, {"zero": ShardingConfig(stage=1, min_numel=1)}, [6, 2], 1),
-    "zero 2, accumulated": (4, {"zero": 2}, [1, 7], 2),
+    "zero 2": (4, {"zero": 2}, [1, 7], 1),
     "tp=2": (4, {"tp": 2}, [2, 6], 1),
     "interleaved": (2, {"pp": measured(schedule="interleaved")}, [1, 4, 2, 1], 1),
     "zbv zero 3": (4, {"pp": measured(schedule="zbv"), "zero": 3}, [3, 3, 1, 1], 1),

@@ -7,6 +7,7 @@ way to spread a model belongs in `LAYOUTS`, a new habit in `tests.parity.strange
 
 import re
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -46,10 +47,10 @@ _PP = {
     ),
 }
 # Of the habits, those in which values or layers of several ranks meet: only there tp, pp and ZeRO
-# at once could do what neither does alone.
-_TOGETHER = (
-    *("LogitsByHand", "ClipsByHand", "ClipsInHook", "NormOfEach", "Lars", "NormalisesWeights"),
-    *("Unfreezes", "SavesWeights", "HeadOnly", "RateOfLoss", "Gathers"),
+# at once could do what neither does alone. One of each kind, and in `make test-all` the others.
+_TOGETHER = ("LogitsByHand", "ClipsByHand", "Lars", "Unfreezes", "SavesWeights")
+_TOGETHER_TOO = (
+    *("ClipsInHook", "NormOfEach", "NormalisesWeights", "HeadOnly", "RateOfLoss", "Gathers"),
 )
 # Habits that change at the end of an epoch what the next one does.
 _SECOND_EPOCH = ("Unfreezes", "RateByHand", "RateOfLoss", "SavesWeights")
@@ -89,14 +90,22 @@ def alone(pool: WorkerPool) -> dict[str, Found]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        *((layout, tuple(STRANGERS)) for layout in LAYOUTS if layout != "all"),
+        ("all", _TOGETHER),
+        pytest.param("all", _TOGETHER_TOO, marks=pytest.mark.thorough),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_strangers_train_as_in_one_process(
-    pool: WorkerPool, alone: dict[str, Found], layout: str
+    pool: WorkerPool, alone: dict[str, Found], layout: str, names: Sequence[str]
 ) -> None:
     ranks, options = LAYOUTS[layout]
     names = [
         name
-        for name in (_TOGETHER if layout == "all" else STRANGERS)
+        for name in names
         if name not in REFUSED.get(layout, ()) and not (name == COUNTS and "pp" in options)
     ]
     for found in pool.run(ranks, job, options, names):

@@ -1,6 +1,7 @@
 """`Fp8Precision`: which layers it takes, and the same training in every layout."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,8 +80,10 @@ def train_job(recipe: str, options: dict[str, Any], backend: str = "torch") -> O
     return Outcome(losses, recorder.norms)
 
 
-def train_all(options: dict[str, Any]) -> dict[str, Outcome]:
-    return {r: train_job(r, options) for r in RECIPES}
+def train_all(
+    options: dict[str, Any], recipes: Sequence[str] = tuple(RECIPES)
+) -> dict[str, Outcome]:
+    return {recipe: train_job(recipe, options) for recipe in recipes}
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +111,29 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 
+COVERED: dict[str, tuple[str, ...]] = {
+    "tp=2": ("tensorwise", "delayed"),
+    "tp=2 sequence parallel": ("rowwise", "blockwise"),
+    "pp=2 zb-h1": ("rowwise", "delayed"),
+    "dp=2 zero 3": ("tensorwise", "delayed"),
+    "tp=2 pp=2": ("tensorwise", "blockwise", "mxfp8"),
+}
+"""Recipes of each layout."""
+
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_is_close_to_one_process(pool: WorkerPool, alone: dict[str, Outcome], name: str) -> None:
     """To the rounding of the bfloat16 around the FP8 products."""
     world, options = LAYOUTS[name]
-    recipes = RECIPES if name == "tp=2 pp=2" else ("tensorwise", "delayed")
-    for recipe in recipes:
-        for outcome in pool.run(world, train_job, recipe, options):
+    for by_recipe in pool.run(world, train_all, options, COVERED[name]):
+        for recipe, outcome in by_recipe.items():
             close(outcome, alone[recipe], (3e-3, 3e-2))
+
+
+def test_every_recipe_meets_tensor_and_pipeline_parallelism() -> None:
+    for axis in ("tp=2", "pp=2"):
+        met = {recipe for name, recipes in COVERED.items() if axis in name for recipe in recipes}
+        assert met == set(RECIPES), axis
 
 
 def test_training_is_close_to_bfloat16_and_not_equal(

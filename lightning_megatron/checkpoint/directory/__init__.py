@@ -1,1 +1,1 @@
-"""The checkpoint directory on disk: manifests, hashes, publishing, discovery and retention."""
+"""The checkpoint directory: manifests, hashes, commit, discovery and retention."""

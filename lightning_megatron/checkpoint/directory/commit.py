@@ -117,7 +117,7 @@ class Staging:
             if replaces:
                 try:
                     _dismantle(self._aside)
-                except OSError as error:  # the new one stands: what is left costs space only
+                except OSError as error:  # the new one is published; the old one only costs space
                     logger.warning("could not delete the replaced checkpoint: %s", error)
 
     def discard(self) -> None:

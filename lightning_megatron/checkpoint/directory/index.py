@@ -53,7 +53,7 @@ class StoredTensor:
     dtype: torch.dtype
     """Dtype of the values."""
     runs: tuple[Run, ...]
-    """Its rectangles, with their parts."""
+    """Rectangles of the tensor, with their parts."""
 
     def rectangles(self) -> tuple[Numbers, Numbers, Numbers]:
         """Return parts (n), offsets and sizes (n x dimensions) of the n rectangles."""

@@ -89,7 +89,7 @@ class TensorEntry:
     """Name of the dtype, like ``bfloat16``."""
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
-    """Its rectangles with their parts; they tile the tensor."""
+    """Rectangles that tile the tensor, with their parts."""
 
     @property
     def count(self) -> int:
@@ -136,7 +136,7 @@ class Manifest:
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     """Every tensor in the shards."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """For further names of shared parameters, the name under which each is stored."""
+    """Stored names of shared parameters, by alias."""
     optimizers: int = 0
     """Number of optimizers whose state is stored."""
     embedded: Mapping[int, RankManifest] = field(default_factory=dict, repr=False)

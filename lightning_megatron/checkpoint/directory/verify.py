@@ -107,7 +107,7 @@ def _share(manifest: Manifest, peers: Peers) -> list[str]:
 def _content_fault(directory: AnyPath, manifest: Manifest, name: str) -> str | None:
     expected, path = manifest.files[name], directory / name
     try:
-        # A part must be text to the end: what it claims to hold is believed by its size.
+        # A part must be text to the end, as its size limits the chunks that it may claim.
         is_part = name in manifest.parts
         found = entry_of(read_text(path).encode()) if is_part else read_entry(path)
     except DamagedCheckpointError as error:

@@ -1,1 +1,1 @@
-"""Loading: tensors out of files into the chunks that a rank holds, without unpickling."""
+"""Loading: from verified files into the chunks of a rank, without unpickling."""

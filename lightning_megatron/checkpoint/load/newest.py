@@ -64,7 +64,7 @@ def open_newest(
             assert stock is not None
             try:
                 return stock.open(one)
-            except CheckpointError as error:  # what it should have spared is lost, and no more
+            except CheckpointError as error:  # the shared one before it is used
                 if peers.is_first:
                     logger.warning("Skipping a local checkpoint: %s", error)
             continue

@@ -189,7 +189,7 @@ def _load(file: Path, trust_pickle: bool) -> Any:
     try:
         try:
             return torch.load(file, mmap=True, **options)
-        except RuntimeError:  # the format of before torch 1.6 cannot be mapped
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
             return torch.load(file, **options)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error

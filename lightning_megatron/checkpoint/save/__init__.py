@@ -1,1 +1,1 @@
-"""Saving: copies on the host, the plan of who writes what, writers in the background."""
+"""Saving: the copy in host memory, the assignment of chunks to ranks, the writers."""

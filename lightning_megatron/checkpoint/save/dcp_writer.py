@@ -277,7 +277,7 @@ class _Writer(FileSystemWriter):
         directory: AnyPath,
         copy_ahead: int = 0,
     ) -> None:
-        # In a store, closing a file is what makes it durable.
+        # In a store a file is durable once it is closed.
         super().__init__(
             directory,
             sync_files=isinstance(directory, Path),

@@ -85,7 +85,7 @@ class HostCopy:
     def _provide(self, chunks: Mapping[str, Chunk]) -> dict[str, Tensor]:
         """Return a buffer for each chunk; those of the last call are used where they fit."""
         fitting = {n: b for n, b in self._buffers.items() if n in chunks and _fits(b, chunks[n])}
-        self._buffers = fitting  # what does not fit is freed first
+        self._buffers = fitting  # other buffers are freed first
         for name, chunk in chunks.items():
             if name not in fitting:
                 source = chunk.tensor

@@ -1,1 +1,1 @@
-"""The part of a checkpoint that is not a shard: ``state.json`` and its tensors."""
+"""All state of a checkpoint that is not in shards: ``state.json`` and its tensors."""

@@ -135,5 +135,5 @@ def test_the_callback_makes_such_names():
 
 def test_at_least_two_are_kept():
     (problem,) = CheckpointConfig(keep=1).problems()
-    assert "keep=1: must be at least 2" in problem
+    assert "keep=1: must be an integer of at least 2" in problem
     assert CheckpointConfig(keep=2).problems() == []

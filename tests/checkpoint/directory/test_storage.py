@@ -219,7 +219,7 @@ def test_export(store, tmp_path):
     assert load_full_state_dict(store / "a.ckpt")["0.weight"][0, 0] == 3.0
     export_safetensors(str(store / "a.ckpt"), tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").stat().st_size
-    with pytest.raises(ConfigError, match="a file of this machine"):
+    with pytest.raises(ConfigError, match="a path of this machine"):
         export_safetensors(str(store / "a.ckpt"), str(store / "a.safetensors"))
 
 

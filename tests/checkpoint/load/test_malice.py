@@ -242,11 +242,11 @@ MALICE = {
         lambda p: forge(p, "state.safetensors", safetensors_file([1], 4, begin=LARGE)),
         "state cannot be read",
     ),
-    "millions of chunks": (many_chunks, "manifest.0.json is not a text"),
+    "millions of chunks": (many_chunks, "manifest.0.json is not text"),
     "bomb for a shard": (zip_bomb, "is compressed"),
     "a name twice": (
         lambda p: reseal(p, lambda text: text.replace('"files": {', '"files": {},\n "files": {')),
-        "stands there twice",
+        "has the name 'files' twice",
     ),
     "deep nesting": (lambda p: forge(p, "state.json", b"[" * 10**6), "state cannot be read"),
 }
@@ -281,7 +281,7 @@ def test_nothing_is_executed_allocated_or_loaded(path, kind):
 
 SPARSE = {
     "state": (lambda p: os.truncate(p / "state.json", LARGE), "are not read"),
-    "text": (lambda p: os.truncate(p / "state.json", 1 << 29), "is not a text"),
+    "text": (lambda p: os.truncate(p / "state.json", 1 << 29), "is not text"),
     "tensors of the state": (sparse_tensors, "far more than its content"),
 }
 

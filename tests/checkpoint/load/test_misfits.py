@@ -101,7 +101,9 @@ def test_misfits_are_told_in_one_sentence_each(pool, tmp_path):
     assert text["fewer layers"].startswith("net.layers: the checkpoint has 4 layers, the module 3;")
     assert text["wider"].startswith("12 parameters have other shapes; ")
     assert text["wider"].endswith("saved module: hidden=4 instead of 8")
-    assert "has the state of AdamW, the module's optimizer is SGD" in text["optimizer"]
+    assert (
+        "has the state of AdamW, which the module's optimizer, SGD, cannot use" in text["optimizer"]
+    )
     assert "CheckpointConfig(exclude=['optimizer', 'lr_schedulers'])" in text["optimizer"]
     assert said["adam"] is None
     assert text["nowhere"] == f"loading {tmp_path}/b.ckpt: there is no such checkpoint"

@@ -111,7 +111,7 @@ def test_what_is_none_is_refused(tmp_path: Path) -> None:
         "missing.ckpt": "cannot be read",
         "empty": "no sharded checkpoint",
         "list.pt": "holds a list",
-        "nothing.pt": "no weights",
+        "nothing.pt": "holds none",
     }.items():
         with pytest.raises(ConfigError, match=message):
             import_lightning(tmp_path / name, tmp_path / "new.ckpt")

@@ -95,9 +95,15 @@ def global_batches(by_rank: list[Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout"), [(2, {"tp": 2}), (2, {"pp": 2}), (2, {}), (4, {"pp": 2})]
+    ("devices", "layout", "order"),
+    [
+        (2, {"tp": 2}, "given"),
+        (2, {"pp": 2}, "backwards"),
+        (2, {}, "given"),
+        (2, {}, "backwards"),
+        (4, {"pp": 2}, "given"),
+    ],
 )
-@pytest.mark.parametrize("order", ["given", "backwards"])
 def test_trap_03_a_loader_that_does_not_shuffle_keeps_its_order(
     pool: WorkerPool, devices: int, layout: dict[str, Any], order: str
 ) -> None:
@@ -141,9 +147,15 @@ def test_a_random_sampler_of_the_user_draws_alike_on_all_ranks(pool: WorkerPool)
 
 
 @pytest.mark.parametrize(
-    ("seeding", "workers"), [("none", 0), ("none", 2), ("seed", 0), ("seed and workers", 2)]
+    ("axis", "seeding", "workers"),
+    [
+        ("tp", "none", 0),
+        ("pp", "none", 2),
+        ("tp", "seed", 0),
+        ("pp", "seed", 0),
+        ("tp", "seed and workers", 2),
+    ],
 )
-@pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_trap_05_ranks_that_read_the_same_samples_augment_them_alike(
     pool: WorkerPool, axis: str, seeding: str, workers: int
 ) -> None:
@@ -191,18 +203,23 @@ def limited(
     return module.seen, trainer.global_step, float(trainer.callback_metrics["val"])
 
 
+FRACTIONS = {"limit_train_batches": 0.5, "limit_val_batches": 0.4, "num_sanity_val_steps": 0}
+COUNTED = {"max_steps": 5, "max_epochs": -1, "val_check_interval": 2, "num_sanity_val_steps": -1}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("layout", "options"),
     [
-        {"limit_train_batches": 3, "limit_val_batches": 1},
-        {"limit_train_batches": 0.5, "limit_val_batches": 0.4, "num_sanity_val_steps": 0},
-        {"overfit_batches": 2},
-        {"fast_dev_run": 2},
-        {"max_steps": 5, "max_epochs": -1, "val_check_interval": 2, "num_sanity_val_steps": -1},
+        ("pp=2", {"limit_train_batches": 3, "limit_val_batches": 1}),
+        ("pp=2", FRACTIONS),
+        ("dp=2", FRACTIONS),
+        ("dp=2", {"overfit_batches": 2}),
+        ("pp=2", {"fast_dev_run": 2}),
+        ("pp=2", COUNTED),
+        ("dp=2", COUNTED),
     ],
-    ids=lambda options: next(iter(options)),
+    ids=str,
 )
-@pytest.mark.parametrize("layout", ["pp=2", "dp=2"])
 def test_limits_count_batches_as_in_one_process(
     pool: WorkerPool, layout: str, options: dict[str, Any]
 ) -> None:

@@ -144,7 +144,7 @@ class _Writing:
         for name, shape in shapes.items():
             stored = self._reader.stored_name(self._prefix + name)
             if stored is None:
-                problems.append(f"{name}: a weight of the model that the checkpoint has not")
+                problems.append(f"{name}: a weight of the model that the checkpoint does not have")
                 continue
             self._stored[name] = stored
             used.add(stored)

@@ -91,12 +91,12 @@ def import_hugging_face(
     matched, problems = match_names(weights, source.tensors, tied_embeddings=config.tied_embeddings)
     problems += _tensor_problems(source, weights, matched)
     origin = _origin(source, pad_vocab_to_multiple, dtype)
-    stands = _is_import(target, origin)
-    raise_if_any([*([] if stands else target_problems(target, overwrite)), *problems])
-    if not stands:
+    exists = _is_import(target, origin)
+    raise_if_any([*([] if exists else target_problems(target, overwrite)), *problems])
+    if not exists:
         target.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.nullcontext() if stands else _turn(target.parent):
-        if stands or _is_import(target, origin):
+    with contextlib.nullcontext() if exists else _turn(target.parent):
+        if exists or _is_import(target, origin):
             logger.info("%s is an import of %s already", target, source.path)
             return config
         raise_if_any(target_problems(target, overwrite))

@@ -313,7 +313,7 @@ def test_another_checkpoint_than_the_sizes_say(saved, tmp_path):
     )
     with pytest.raises(ConfigError) as error:
         export_hugging_face(tmp_path / "a.ckpt", tmp_path / "back", config=other)
-    assert any("the checkpoint has not" in p for p in error.value.problems)
+    assert any("the checkpoint does not have" in p for p in error.value.problems)
     assert any("shape (37, 32) in the checkpoint" in p for p in error.value.problems)
     assert not (tmp_path / "back").exists()
 
