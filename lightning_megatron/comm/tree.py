@@ -33,12 +33,12 @@ Fold: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Branch:
-    """A group of the tree.
+    """Group of the tree.
 
     Attributes:
-        level: of the tree, 0 for groups of ranks of one machine.
+        level: level in the tree, 0 for groups of ranks of one machine.
         ranks: global ranks; the first leads.
-        spans: how many ranks each of them stands for: those below it, and itself.
+        spans: number of ranks that each member stands for: those below it, and itself.
     """
 
     level: int
