@@ -1,4 +1,4 @@
-"""What the command says when training is done: where things are, and how to go on elsewhere."""
+"""Summary at the end of training: where the files are, and the command to resume."""
 
 import shlex
 from collections.abc import Mapping, Sequence

@@ -44,7 +44,7 @@ _RECIPES = Path(__file__).parents[1] / "recipes"
 """Files that `--config` finds by their names."""
 
 _WRAPPED = "Does not validate against any of the Union subtypes"
-"""How jsonargparse begins its message about an error of a constructor."""
+"""Beginning of jsonargparse's message about an error of a constructor."""
 
 _LIMITS = ("max_steps", "max_epochs")
 """Options of the Trainer that end a run."""
