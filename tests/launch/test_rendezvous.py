@@ -211,7 +211,7 @@ def test_a_process_too_many_learns_that_another_has_its_place(
         ours.set("accepted/0/b", "1")
         ours.set(f"invitation/{token}", "0 " + _digest({}))  # it had come first
         assert host.result().peers[1].host == "node2"
-        fail([first], rf"come as rank 1: .*process {here.pid} on node2", ConfigError)
+        fail([first], rf"have the rank 1: .*process {here.pid} on node2", ConfigError)
 
 
 def test_the_attempt_is_recalled_from_the_store_of_the_group(store: Any) -> None:
