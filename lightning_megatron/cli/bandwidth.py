@@ -1,4 +1,4 @@
-"""How fast processes of this machine reduce over each other: one of them, as a program.
+"""Program of one process that measures all-reduces on this machine.
 
 ``python -m lightning_megatron.cli.bandwidth BACKEND RANK PROCESSES FOLDER`` meets its peers by a
 file in the folder and prints, on rank 0, seconds per all-reduce of few and of many bytes. It reads

@@ -293,7 +293,7 @@ def _write_rate(directory: Path) -> float:
 
 
 def limits() -> Iterator[Finding]:
-    """What the system grants a process."""
+    """Limits of the system for a process."""
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm")
         small = shared.free < GIB

@@ -1,4 +1,4 @@
-"""What the command says when training is done: where things are, and how to go on elsewhere."""
+"""Summary at the end of training: where the files are, and the command to resume."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def with_options(args: Sequence[str], options: Mapping[str, str]) -> list[str]:
         name, _, value = arg.partition("=")
         if skip:
             skip = False
-        elif name in options:
+        elif name in options or name.removesuffix(".degree") in options:
             skip = not value
         else:
             kept.append(arg)

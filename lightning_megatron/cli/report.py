@@ -58,7 +58,7 @@ def _states(history: RunHistory, verify: bool) -> dict[str, str]:
 
 
 def _state(path: str, run_dir: str, verify: bool) -> str:
-    """What became of a checkpoint: a word of `monitoring.report.tables.STATES`."""
+    """State of a checkpoint: a key of `monitoring.report.tables.STATES`."""
     try:
         place = _place(path, run_dir)
         if place is None:
@@ -79,7 +79,7 @@ def _state(path: str, run_dir: str, verify: bool) -> str:
 
 
 def _place(path: str, run_dir: str) -> AnyPath | None:
-    """Where it is; the directory of the run may have moved."""
+    """Path of a checkpoint, also if the directory of the run has moved."""
     given = storage_path(path) if "://" in path else Path(path)
     places: list[AnyPath] = [given]
     if isinstance(given, Path):

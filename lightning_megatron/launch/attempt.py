@@ -1,4 +1,4 @@
-"""Which start of the processes of a run this is, and who takes part in it; `meeting` finds out."""
+"""Attempt: one start of the processes of a run, with its number and processes (`rendezvous`)."""
 
 import json
 import os
@@ -20,11 +20,11 @@ class Peer:
     host: str
     pid: int
     machine: str = ""
-    """The same for processes that know each other by the same process ids."""
+    """Key of the machine and pid namespace; equal for processes that see each other's pids."""
 
     @property
     def node(self) -> str:
-        """The same for processes that need no network to reach each other."""
+        """Key of the node; equal for processes that reach each other without a network."""
         kernel = self.machine.partition(" ")[0]
         return f"{self.host} {kernel}"
 
@@ -45,13 +45,13 @@ class Attempt:
     number: int
     """0 for the first, and larger for each further one (by more than one where a start failed)."""
     run_id: str
-    """The same for all attempts that one launcher makes, and for those that resume from their
+    """Id of the run: equal for all attempts of one launcher, and for those that resume from their
     checkpoints."""
     peers: tuple[Peer, ...]
     """The processes, by rank."""
 
     def to_json(self) -> str:
-        """As text, for a store; every rank reads it, so places are written once."""
+        """Text for a store; each machine is written once, as every rank reads it."""
         places: dict[tuple[str, str], int] = {}
         peers = [(places.setdefault((p.host, p.machine), len(places)), p.pid) for p in self.peers]
         fields = {"number": self.number, "run_id": self.run_id}
@@ -59,7 +59,7 @@ class Attempt:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Attempt":
-        """What `to_json` gave."""
+        """Attempt from the text of `to_json`."""
         fields = json.loads(text)
         places = fields.pop("places")
         found = []
@@ -69,7 +69,7 @@ class Attempt:
         return cls(**fields, peers=tuple(found))
 
     def prefix(self) -> str:
-        """Of all keys of this attempt."""
+        """Prefix of all keys of this attempt."""
         return f"{KEY} {self.number}"
 
 
@@ -80,7 +80,7 @@ def remember(store: Any, attempt: Attempt) -> Attempt:
 
 
 def recall(store: Any) -> Attempt:
-    """What was left there, or a new one if the group was made by somebody else."""
+    """Attempt that `remember` kept; a new one if other code made the process group."""
     if not store.check([KEY]):
         fresh = Attempt(number=0, run_id=secrets.token_hex(8), peers=())
         store.compare_set(KEY, "", fresh.to_json())

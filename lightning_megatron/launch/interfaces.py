@@ -1,4 +1,4 @@
-"""On which network interface the processes of a run listen.
+"""Choice of the network interface on which the processes of a run listen.
 
 By default gloo listens on the address that the host's name resolves to, and a `TCPStore` on all
 interfaces: whoever reaches the machine reaches them, and neither asks who is there. Processes that
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 EVERY = "0.0.0.0"
-"""In place of an interface: listen on all."""
+"""Value in the place of an interface: listen on all."""
 
 # Linux: requests for the IPv4 addresses of all interfaces, and for the state of one.
 _SIOCGIFCONF = 0x8912
@@ -50,7 +50,7 @@ def loopback() -> str:
 
 
 def interface_names() -> list[str]:
-    """What this machine has."""
+    """Names of this machine's interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
@@ -165,7 +165,7 @@ def is_reached_by_name() -> bool:
 
 
 def leading_to(host: str, otherwise: str | None = None) -> Place | None:
-    """Where this machine listens for others that meet at ``host``.
+    """Interface and address at which others that meet at ``host`` reach this machine.
 
     Args:
         host: MASTER_ADDR, which may be this machine.

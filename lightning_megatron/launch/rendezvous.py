@@ -1,4 +1,4 @@
-"""How the processes of a run agree that they are all there, and on what.
+"""Rendezvous: the processes of a run agree on an attempt, its ranks and its options.
 
 torchrun keeps one store for the whole run and starts new workers around it after a failure. In that
 store the keys of earlier attempts are still there: the addresses of dead processes, to which
@@ -57,21 +57,21 @@ from lightning_megatron.launch.attempt import KEY, Attempt, Peer
 
 _POLL_S = 0.01
 _POLLS_PER_S = 20000
-"""How many polls of all ranks together the store is asked to bear, at first."""
+"""Polls per second of all ranks together, at first."""
 _LONGEST_PAUSE_S, _LATER_POLLS_PER_S = 0.1, 4000
-"""The same when ranks have waited for a while."""
+"""Longest pause between two polls, and polls per second after ranks have waited for a while."""
 _SWEEP_S, _SWEPT_PER_S = 0.5, 500
-"""How often rank 0 looks at all ranks: at least every so many seconds per rank."""
+"""Seconds between two checks of all ranks by rank 0: the least, and ranks per second."""
 _VERDICT_S = 1.0
-"""How much longer than rank 0 the others wait, for it to say who is missing."""
+"""Seconds that the others wait longer than rank 0, which reports the missing ranks."""
 _RENEWAL_S = 1.0
-"""How often a process looks whether another has come as the same rank."""
+"""Seconds between two checks for another process with the same rank."""
 _COLLECT_S = 1.0
-"""How long rank 0 waits for further reports after the first."""
+"""Seconds that rank 0 waits for further reports after the first."""
 _FAREWELL_S = 3.0
-"""How long rank 0, which may hold the store, waits for the others to read its verdict."""
+"""Seconds that rank 0, which may hold the store, waits until the others have read its report."""
 _SHOWN = 16
-"""Ranks, or hosts, that a message lists."""
+"""Most ranks or hosts that a message lists."""
 
 
 def join(
@@ -87,13 +87,13 @@ def join(
     """Agree with the other ranks on the attempt; all ranks of the new attempt call this.
 
     Args:
-        store: where they meet; it may hold whatever earlier attempts have left there.
-        rank: of this process.
-        world_size: how many ranks take part.
-        timeout_s: how long to wait for all of them.
-        run_id: of the launcher, if it has one.
-        options: what has to be the same on all ranks, by name.
-        fresh: whether the store is of this attempt alone, as one is that rank 0 holds.
+        store: store of the run; it may have keys of earlier attempts.
+        rank: global rank of this process.
+        world_size: number of ranks.
+        timeout_s: seconds to wait for all of them.
+        run_id: id of the launcher, if it has one.
+        options: options that must be equal on all ranks, by name.
+        fresh: whether only this attempt uses the store, as one that rank 0 holds.
 
     Raises:
         ConfigError: options or the number of ranks differ, two processes came as one rank, or one
@@ -107,7 +107,7 @@ def join(
 
 
 def report(store: Store, rank: int, problems: Sequence[str]) -> None:
-    """Tell rank 0, and through it all others, why this process cannot take part."""
+    """Report to all ranks, through rank 0, why this process cannot take part."""
     _report(PrefixStore(KEY, store), rank, problems=list(problems))
 
 
@@ -193,7 +193,7 @@ class _Presence:
 def _duplicate_rank(rank: int, both: Iterable[tuple[str, int]]) -> str:
     named = " and ".join(f"process {pid} on {host}" for host, pid in both)
     return (
-        f"two processes have come as rank {rank}: {named}. Each node needs another NODE_RANK (for "
+        f"two processes have the rank {rank}: {named}. Each node needs another NODE_RANK (for "
         "torchrun --node-rank), from 0 to the number of nodes less 1, and each run a MASTER_PORT "
         "of its own"
     )
@@ -219,7 +219,7 @@ class _Host:
         self._invitation = f"{self._number} {_digest(options)}"
         self._latest: dict[int, str] = {}
         self._present: set[str] = set()
-        """Tokens of those who wait for what rank 0 says."""
+        """Tokens of the processes that wait for rank 0."""
         self._news = int(store.add("news", 0))
         self._unread: set[int] = set()
         """Numbers of news that are being written."""
@@ -330,7 +330,7 @@ class _Host:
             self._present.add(token)
 
     def _left_by_others(self) -> str | None:
-        """What is wrong if the others have gone on with another rank 0."""
+        """Problem if the others continue with another rank 0; None otherwise."""
         latest = int(self._store.add("attempts", 0)) - 1
         if latest <= self._number or not self._store.check([f"go/{latest}"]):
             return None

@@ -17,7 +17,7 @@ from lightning_megatron.errors import ConnectError
 
 _PAUSE_S = 0.1
 _NAME_S = 30.0
-"""How long an unknown name of a host may stay one: clusters make names as machines start."""
+"""Seconds in which the name of a host must become known: clusters make names as machines start."""
 
 
 def host_store(address: str, port: int, listen_on: str | None, timeout_s: float) -> TCPStore:

@@ -1,1 +1,1 @@
-"""What a run tells about itself: events, and what is made of them."""
+"""Metrics and events of a run, and the callbacks that log them."""

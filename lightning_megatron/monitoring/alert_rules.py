@@ -1,4 +1,4 @@
-"""Thresholds on metrics: what they say, and when they have been crossed for long enough."""
+"""Rules: thresholds on metrics, and the number of steps for which they must be crossed."""
 
 import math
 import operator
@@ -26,7 +26,7 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True)
 class Alert:
-    """A rule that came true, or that is no longer."""
+    """Alert: a rule that holds, or that no longer does."""
 
     rule: str
     """The rule as a text."""
@@ -35,7 +35,7 @@ class Alert:
     step: int
     """Optimizer steps done."""
     resolved: bool = False
-    """Whether it has ceased to be true."""
+    """Whether the rule no longer holds."""
 
     def __str__(self) -> str:
         state = "no longer" if self.resolved else "alert"
@@ -51,11 +51,11 @@ class Rule:
     op: str
     """``<``, ``<=``, ``>``, ``>=``, ``==`` or ``!=``; none of them is true of what is no number."""
     threshold: float
-    """What it is compared with."""
+    """Value to compare with."""
     for_steps: int = 1
-    """Optimizer steps for which it must be true without a break."""
+    """Optimizer steps in a row for which it must hold."""
     action: str | Callable[[Alert], Any] = LOG
-    """What follows, beside an event: ``"log"``, a line in the log; a URL, to which the alert is
+    """Action beside the event: ``"log"``, a line in the log; a URL, to which the alert is
     posted as JSON; or a function, which is called with the `Alert` in another thread."""
 
     @classmethod
@@ -78,7 +78,7 @@ class Rule:
         return f"{self.metric} {self.op} {self.threshold:g}{steps}"
 
     def problems(self) -> list[str]:
-        """Faults of the rule."""
+        """Problems of the rule."""
         problems = []
         if self.op not in _COMPARE:
             problems.append(
@@ -108,12 +108,12 @@ class Rule:
         return isinstance(self.action, str) and self.action.startswith(("http://", "https://"))
 
     def holds(self, value: float) -> bool:
-        """Whether it is true of a value."""
+        """Whether it holds for a value."""
         return not math.isnan(value) and _COMPARE[self.op](value, self.threshold)
 
 
 class RuleState:
-    """For how long a rule has been true; it speaks once, and again when it was false meanwhile.
+    """Number of steps for which a rule holds; alerts once, and again after it did not hold.
 
     Args:
         rule: this one.
@@ -129,7 +129,7 @@ class RuleState:
         self._told = False
 
     def look(self, metrics: Mapping[str, float], step: int, passed: int) -> Alert | None:
-        """Take new values into account.
+        """Check new values.
 
         Args:
             metrics: all that is known.

@@ -1,4 +1,4 @@
-"""How saving goes: how long training stands still for it, and what stands on the disk.
+"""Metrics of saving: time that training waits, duration, size, failures.
 
 ==========================  ========================================================================
 ``ckpt/stall_s``            seconds for which the last save kept training waiting
@@ -45,7 +45,7 @@ class CheckpointMonitor(WindowCallback):
 
     @property
     def latest(self) -> dict[str, Any] | None:
-        """What came of the last shared save, as in its event; None until then."""
+        """Event of the last shared save; None before it."""
         return self._shared.latest
 
     @override
@@ -69,7 +69,7 @@ class CheckpointMonitor(WindowCallback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Nothing: Lightning takes no more values here."""
+        """Log nothing: Lightning takes no more values here."""
 
     @override
     def on_window(
@@ -86,7 +86,7 @@ class CheckpointMonitor(WindowCallback):
 
 
 class _Saves:
-    """What came of saves of one kind."""
+    """Results of the saves of one kind."""
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""What the ranks send each other in a step, and how long they wait for it, by kind of axis.
+"""Bytes that ranks send in a step, and the time that they wait for them, by axis.
 
 Every `every` batches, for each of ``tp``, ``pp``, ``cp`` and ``dp`` over which anything is sent,
 per batch and as the mean of the ranks:

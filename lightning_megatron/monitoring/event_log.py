@@ -1,4 +1,4 @@
-"""What happens to a run, written down as it happens, and what it makes of the run's time.
+"""Event log of a run, and goodput by its events.
 
 `EventLogWriter` opens the log of `monitoring.events` and writes the ordinary events: start,
 resumed, step, window, validation and end. Faults are written by those who find them, and saves by
@@ -248,7 +248,7 @@ def _peaks_gib(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def _formula(trainer: pl.Trainer) -> str | None:
-    """By which FLOPs are counted, as `ThroughputMonitor` says, alone or in a group."""
+    """Formula of the FLOPs of the `ThroughputMonitor`, alone or in a group."""
     for member in members_of(trainer):
         if isinstance(formula := getattr(member, "formula", None), str):
             return formula

@@ -1,4 +1,4 @@
-"""What happened to a run, one line an event, in files that outlive the process.
+"""Events of a run: one JSON line each, in files that outlive the process.
 
 Every rank appends to a file of its own, ``RUN_DIR/events/rank_00000.jsonl``, one JSON object a
 line: each is handed to the operating system by one ``write`` call as soon as it happens, so that a

@@ -1,4 +1,4 @@
-"""How many operations a training step takes: what the model needs, and what the devices do.
+"""FLOPs of a training step: those of the model, and those that the devices do.
 
 *Model* FLOPs are those of forward and backward as the network is written, whatever the machine does
 to save memory: the numerator of MFU (PaLM, arXiv 2204.02311, appendix B). For a network described
@@ -91,7 +91,7 @@ def token_tensor(batch: Any) -> Tensor | None:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    """Those of at least one dim, in their order."""
+    """Tensors with at least one dim, in order."""
     kind = type(batch)
     leaves = list(batch) if kind in (tuple, list) else [batch]
     leaves = list(batch.values()) if kind is dict else leaves

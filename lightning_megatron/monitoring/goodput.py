@@ -1,4 +1,4 @@
-"""What of a run's time was well spent: goodput over all its attempts, from the events.
+"""Goodput: the share of a run's time that went into steps that count, by its events.
 
 ``goodput = time of the steps that were kept / time since the first start`` (the "effective training
 time ratio" of arXiv 2410.21680). Below the line stands everything: starting, saving, validating,
@@ -32,7 +32,7 @@ ALARMS = frozenset({"fault", "hang", "preempted", "rollback"})
 
 @dataclass
 class Attempt:
-    """From one start of the processes to the next."""
+    """Time from one start of the processes to the next."""
 
     number: int
     """Position in the run, from 0."""
@@ -41,7 +41,7 @@ class Attempt:
     last: float
     """Wall time of the last event."""
     status: str = ""
-    """How it ended; empty while it runs, or where nothing could be written."""
+    """Status of its end; empty while it runs, or if nothing could be written."""
     first_step_at: float | None = None
     """Wall time at which its first step began."""
     from_step: int | None = None
@@ -115,7 +115,7 @@ class Ledger:
 
     @property
     def restarts(self) -> int:
-        """How often the processes were started again for a run that had not ended as it should."""
+        """Number of restarts of a run that had not ended as it should."""
         return sum(a.detect_s is not None for a in self.attempts)
 
     @property

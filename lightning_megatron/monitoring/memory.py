@@ -1,4 +1,4 @@
-"""How much memory the ranks take, and what was in it when it ran out.
+"""Memory of the ranks, and its contents when it runs out.
 
 Every `every` batches, of the rank that has most of it (one small collective):
 
@@ -120,7 +120,7 @@ def ran_out_of_memory(exception: BaseException) -> bool:
 
 
 def evidence(exception: BaseException, device: torch.device) -> str:
-    """What is known about the memory of this process, for a person to read."""
+    """Text about the memory of this process, for people."""
     lines = [f"{type(exception).__name__}: {exception}", ""]
     host = _host()
     lines += [f"host: {name} {value:.3f}" for name, value in host.items()]

@@ -1,4 +1,4 @@
-"""A small HTTP server inside a training process, which nobody can use against it.
+"""HTTP server for metrics inside a training process, with limits that protect training.
 
 It answers ``GET /metrics`` and ``GET /healthz``, and nothing else, under limits: so many
 connections at a time, so many a second, so many seconds for each from its first byte to its last
@@ -31,9 +31,9 @@ MAX_CONNECTIONS = 8
 DEADLINE_S = 5.0
 """Seconds that a connection may last."""
 PER_SECOND = 2.0
-"""Connections that are accepted in the long run, of which a scraper makes one in some seconds."""
+"""Connections per second that are accepted in the long run; a scraper makes one in some seconds."""
 BURST = 10
-"""Those that are accepted at once after a pause."""
+"""Connections that are accepted at once after a pause."""
 _DRAINED = 4 * 2**20
 """Bytes of a refused body that are thrown away, so that the client gets to read the answer."""
 
@@ -49,15 +49,16 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Lets requests through to the pages that are legitimate.
+    """WSGI middleware that checks method, body size, host and token.
 
     Args:
         pages: applications by path.
-        token: what ``Authorization: Bearer`` must give; None if whoever reaches it may read.
+        token: secret of the header ``Authorization: Bearer``; None: any client may read.
     """
 
     def __init__(self, pages: dict[str, Application], token: str | None = None) -> None:
-        self._pages, self._token = pages, token
+        self._pages = pages
+        self._token = token
 
     def __call__(
         self, request: dict[str, Any], start_response: Callable[..., Any]
@@ -94,7 +95,7 @@ def _announces_too_much(request: dict[str, Any]) -> bool:
 
 
 def _host(header: str) -> str:
-    """Of a ``Host`` header, which may end in a port."""
+    """Host of a ``Host`` header, without the port."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
@@ -118,10 +119,10 @@ class _Handler(WSGIRequestHandler):
     timeout = DEADLINE_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not into the output of training."""
+        """Log nothing, as it would go into the output of training."""
 
     def address_string(self) -> str:
-        """The address; for a name the network would be asked."""
+        """Address of the client; its name would need a DNS request."""
         return str(self.client_address[0])
 
 
@@ -139,7 +140,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
-        """As `HTTPServer`, but without asking the network for a name."""
+        """Bind like `HTTPServer`, but without a DNS request for the name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
@@ -155,7 +156,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         return super().get_request()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, if there are not too many."""
+        """Answer in a new thread, unless there are too many."""
         if not self._slots.acquire(blocking=False):
             request.close()
             return
@@ -176,14 +177,14 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._slots.release()
 
     def service_actions(self) -> None:
-        """Cut off those who take too long; `serve_forever` calls this again and again."""
+        """Close connections after their deadline; `serve_forever` calls this regularly."""
         now = time.monotonic()
         for until, connection in tuple(self._open.values()):
             if now > until:
                 _shut(connection, socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close; what the client still sends is thrown away, or it would not see the answer."""
+        """Read the rest of the request, so that the client sees the answer, and close."""
         _shut(request, socket.SHUT_WR)
         with contextlib.suppress(OSError):
             request.settimeout(0.5)
@@ -193,7 +194,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self.close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is none."""
+        """Ignore clients that went away."""
 
 
 def _shut(connection: socket.socket, how: int) -> None:
@@ -205,14 +206,14 @@ class MetricsServer:
     """Serves an application in a thread, from the construction on.
 
     Args:
-        application: what answers.
+        application: WSGI application.
         host: address to listen on.
         port: 0 for any that is free.
         deadline_s: seconds that a connection may last.
         per_second: connections that are accepted in the long run.
 
     Raises:
-        OSError: the port is in use, or must not be used.
+        OSError: the port is in use, or not allowed.
     """
 
     def __init__(

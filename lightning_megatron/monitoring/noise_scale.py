@@ -1,4 +1,4 @@
-"""How noisy the gradients are, and so how large a batch is worth its samples.
+"""Gradient noise scale, an estimate of the critical batch size.
 
 The gradient of a batch of ``b`` samples is the true gradient ``G`` and noise of covariance ``C/b``.
 The *simple noise scale* ``tr(C) / |G|^2`` (McCandlish et al., arXiv 1812.06162, section 2) is a

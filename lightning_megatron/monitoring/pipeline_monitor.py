@@ -1,4 +1,4 @@
-"""How much of a step the ranks of a pipeline stand idle.
+"""Pipeline bubble: the share of a step in which ranks are idle.
 
 Logs, every `every` batches, what the pipeline of the strategy measured in that batch:
 

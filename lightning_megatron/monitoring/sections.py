@@ -1,4 +1,4 @@
-"""What a rank is doing: one section at a time, and how long each has taken.
+"""Sections of a step: the present section of a rank, and the time in each.
 
 A training loop has few kinds of work, and whoever watches a run from the outside asks the same of
 all of them: which is it at, since when, does it move on? `SectionClock` answers from plain
@@ -117,12 +117,12 @@ class SectionClock:
         return seconds
 
     def seconds_in(self, name: str) -> float:
-        """The same for one section."""
+        """Seconds in one section."""
         now = self._now() - self.since if name == self.current else 0.0
         return self._seconds[name] + now
 
     def waited_seconds(self) -> dict[str, float]:
-        """Those of `seconds` that went by in waiting for other ranks, as far as that is seen."""
+        """Part of `seconds` in which the rank waited for others, as far as waits are seen."""
         return self._waited.copy()
 
 

@@ -1,4 +1,4 @@
-"""How fast the whole job trains, as a user's clock sees it.
+"""Throughput of the whole job by wall time: tokens/s, MFU, step time.
 
 ===============================  ===================================================================
 ``perf/tokens_per_s``            tokens of the global batches over wall time
@@ -65,7 +65,7 @@ class _Mark(NamedTuple):
 
     time: float
     tokens: int
-    """Of all batches until now."""
+    """Tokens of all batches until now."""
     samples: int
     waited: float
     """Seconds for data, until now."""
@@ -128,7 +128,7 @@ class ThroughputMonitor(pl.Callback):
 
     @property
     def formula(self) -> str | None:
-        """How model FLOPs are known."""
+        """Formula of the model FLOPs."""
         return None if self._model is None else self._model.formula
 
     @property
@@ -187,7 +187,7 @@ class ThroughputMonitor(pl.Callback):
             self._log(trainer, pl_module)
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What is due after this batch."""
+        """Log the values of the window."""
         if self._every is None:
             due = self._logging.now(trainer)
         else:
@@ -283,7 +283,7 @@ def _seconds_saving(trainer: pl.Trainer) -> float:
 
 
 def _data_parallel_size(trainer: pl.Trainer) -> int:
-    """How many ranks work on different batches."""
+    """Number of ranks with different batches."""
     strategy = trainer.strategy
     if not isinstance(strategy, ParallelStrategy):
         return trainer.world_size

@@ -107,7 +107,7 @@ class _Update:
         self, p: Tensor, spec: ShardSpec, state: dict[str, Any], group: Mapping[str, Any]
     ) -> None:
         assert p.grad is not None
-        self._p, self._gradient, self._spec = p, p.grad, spec
+        self._p, self._gradient, self._shard_spec = p, p.grad, spec
         self._state, self._group = state, group
         self._factored = p.ndim > 1
         if not state:
@@ -124,7 +124,7 @@ class _Update:
 
     def first_sums(self) -> list[PartialSum]:
         """Squares of the parameter; of the gradient by row and column."""
-        spec = self._spec
+        spec = self._shard_spec
         self._size = PartialSum(value=self._p.square().sum(), spec=spec)
         if not self._factored:
             return [self._size]
@@ -139,28 +139,28 @@ class _Update:
         if not self._factored:
             self._state["variance"].lerp_(self._gradient.square(), weight)
             return []
-        *_, rows, columns = self._spec.full_shape
+        *_, rows, columns = self._shard_spec.full_shape
         self._state["row_var"].lerp_(self._rows.value / columns, weight)
         self._state["col_var"].lerp_(self._columns.value / rows, weight)
         total = self._state["row_var"].sum(-2, keepdim=True)
-        self._total = PartialSum(value=total, spec=self._spec, dims=(self._p.ndim - 2,))
+        self._total = PartialSum(value=total, spec=self._shard_spec, dims=(self._p.ndim - 2,))
         return [self._total]
 
     def update_sum(self) -> PartialSum:
         """Squares of the update."""
         if self._factored:
             moment = self._state["row_var"] * self._state["col_var"]
-            mean = self._total.value / self._spec.full_shape[-2]
+            mean = self._total.value / self._shard_spec.full_shape[-2]
             moment.div_(mean.clamp_(min=self._eps))
         else:
             moment = self._state["variance"].clone()
         self._update = moment.clamp_(min=self._eps**2).rsqrt_().mul_(self._gradient)
-        self._change = PartialSum(value=self._update.square().sum(), spec=self._spec)
+        self._change = PartialSum(value=self._update.square().sum(), spec=self._shard_spec)
         return self._change
 
     def apply(self) -> None:
         """Move the parameter."""
-        group, numel = self._group, max(self._spec.numel, 1)
+        group, numel = self._group, max(self._shard_spec.numel, 1)
         lr = float(group["lr"])
         if group["weight_decay"]:
             self._p.mul_(1 - lr * group["weight_decay"])

@@ -206,7 +206,7 @@ class Muon(QuantizedStateOptimizer):
         results = {i: orthogonalize(m, group["ns_steps"]) for i, m in whole.items()}
         for p, update in zip(members, exchange.scatter_from_owners(results), strict=True):
             p.mul_(1 - lr * group["weight_decay"])
-            shape = self._spec(p).full_shape
+            shape = self._shard_spec(p).full_shape
             p.add_(update.to(p.dtype), alpha=-lr * update_scale(shape, group["scale"]))
 
     def _averaged(self, p: Tensor, group: Mapping[str, Any]) -> Tensor:
@@ -230,12 +230,12 @@ class Muon(QuantizedStateOptimizer):
         """Return the exchange of the last step if it had the same matrices, else a new one."""
         known = self._exchanges.get((index, dtype))
         if known is None or [id(p) for p in known[0]] != [id(p) for p in members]:
-            specs = [self._spec(p) for p in members]
+            specs = [self._shard_spec(p) for p in members]
             costs = [float(orthogonalize_flops(spec.full_shape, steps)) for spec in specs]
             known = self._exchanges[index, dtype] = (members, OwnerAllToAll(specs, costs))
         return known[1]
 
-    def _spec(self, p: Tensor) -> ShardSpec:
+    def _shard_spec(self, p: Tensor) -> ShardSpec:
         return self._specs.get(p) or unsharded(p)
 
     def _step_others(self, params: list[Tensor], group: Mapping[str, Any]) -> None:

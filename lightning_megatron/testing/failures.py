@@ -1,4 +1,4 @@
-"""What a failed run of workers leaves behind."""
+"""Errors of failed workers."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What one rank left behind when it failed."""
+    """Failure of one rank."""
 
     rank: int
     """The rank in the run."""
@@ -19,7 +19,7 @@ class Failure:
     exception: BaseException | None = None
     """The exception itself, where it could be pickled."""
     time: float = math.inf
-    """When it was raised, on the clock of the machine; the cause comes before its echoes."""
+    """Time of the failure on the machine's clock, by which the cause comes before its echoes."""
 
     def __str__(self) -> str:
         """Return the failure as a block of text."""
@@ -30,7 +30,7 @@ class Failure:
 
 
 class WorkerError(RuntimeError):
-    """At least one rank of a run failed.
+    """Failure of at least one rank of a run.
 
     Args:
         failures: of all ranks; the first in time is the likely cause, the others are mostly peers

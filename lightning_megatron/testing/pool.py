@@ -43,13 +43,13 @@ _PRELOAD = (
 )
 
 _GRACE_SECONDS = 3.0
-"""How long the peers of a failed rank may take to fail by themselves."""
+"""Seconds in which the peers of a failed rank may fail by themselves."""
 
 _START_SECONDS = 60.0
-"""How long a worker may take from the order to the call of the function, at least."""
+"""Least seconds that a worker has from the order to the call of the function."""
 
 _STACK_SECONDS = 5.0
-"""How long a stuck worker may take to write its Python stacks, once its time is up."""
+"""Seconds in which a stuck worker may write its Python stacks after its timeout."""
 
 
 @dataclass

@@ -29,10 +29,10 @@ from lightning_megatron.testing.failures import Failure
 from lightning_megatron.topology.mesh import close_outlived
 
 STARTED = b"started"
-"""What a worker sends when it calls the function; the pickled answer follows."""
+"""Message of a worker before it calls the function; the pickled answer follows."""
 
 _OUTPUT_TAIL = 16_000
-"""How many characters of a worker's output go into an error: the hundred calls of a stack do."""
+"""Last characters of a worker's output in an error: enough for a stack of a hundred calls."""
 
 
 @dataclass(frozen=True, kw_only=True)

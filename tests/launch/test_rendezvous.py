@@ -189,7 +189,7 @@ def test_two_processes_that_come_as_the_same_rank_are_named(store: Any, twice: i
     with ThreadPoolExecutor(4) as threads:
         ranks = [0, 1, twice]  # and rank 2 never comes
         futures = [threads.submit(join, store, rank, 3, PATIENCE_S) for rank in ranks]
-        pattern = rf"two processes have come as rank {twice}: process \d+ on .* and process \d+"
+        pattern = rf"two processes have the rank {twice}: process \d+ on .* and process \d+"
         assert len(fail(futures, pattern, ConfigError)) == 1
 
 
@@ -211,7 +211,7 @@ def test_a_process_too_many_learns_that_another_has_its_place(
         ours.set("accepted/0/b", "1")
         ours.set(f"invitation/{token}", "0 " + _digest({}))  # it had come first
         assert host.result().peers[1].host == "node2"
-        fail([first], rf"come as rank 1: .*process {here.pid} on node2", ConfigError)
+        fail([first], rf"have the rank 1: .*process {here.pid} on node2", ConfigError)
 
 
 def test_the_attempt_is_recalled_from_the_store_of_the_group(store: Any) -> None:

@@ -194,7 +194,7 @@ def test_a_node_rank_twice(tmp_path: Path, node_ranks: tuple[int, ...]) -> None:
     with Machines(3, tmp_path) as machines:
         env = meet(*node_ranks)
         [ended] = start(machines, twice={"env": env, "trainer": {"num_nodes": 3}}).values()
-    sentence = "two processes have come as rank 1" if node_ranks[1] else "another NODE_RANK than 0"
+    sentence = "two processes have the rank 1" if node_ranks[1] else "another NODE_RANK than 0"
     ended.said(sentence)
 
 

@@ -155,7 +155,7 @@ class Preemption(pl.Callback):
         return self._target(trainer)[0].parent
 
     def _target(self, trainer: pl.Trainer) -> tuple[AnyPath, str]:
-        """Where to save, and the pattern of such names."""
+        """Path to save to, and the pattern of such names."""
         if self._dirpath is None and _requeues(trainer):
             # Whence Lightning starts in a job that was queued again, without a ckpt_path.
             return storage_path(requeue_path(trainer)), "hpc_ckpt_*.ckpt"
@@ -175,7 +175,7 @@ class Preemption(pl.Callback):
             trainer.strategy.remove_checkpoint(str(other))
 
     def _queue_again(self, trainer: pl.Trainer, stop: Stop) -> list[str]:
-        """What became of it, on global rank 0."""
+        """Result of the requeue, on global rank 0."""
         wanted, job = self._requeue, env.slurm_job()
         if wanted == "auto":  # not for SIGTERM, which is how a job is cancelled
             wanted = stop.number == _requeues(trainer)
@@ -202,7 +202,7 @@ def _requeues(trainer: pl.Trainer) -> int:
 
 
 def _number(name: str | int) -> int | str:
-    """Of a signal; what is wrong with it where there is none."""
+    """Number of a signal; a text with the problem if there is no such signal."""
     try:
         return int(signal.Signals[name] if isinstance(name, str) else signal.Signals(name))
     except (KeyError, ValueError):

@@ -38,7 +38,7 @@ SHIELDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 """Signals that schedulers and terminals send to all processes of a job."""
 
 _JOIN_S = 1.0
-"""How long a thread may take to see that its pipe is closed."""
+"""Seconds in which a thread must notice that its pipe is closed."""
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -56,7 +56,7 @@ class StopFlag:
     """
 
     _watching: ClassVar["StopFlag | None"] = None
-    """Whose thread keeps watch in this process."""
+    """Flag whose thread watches for signals in this process."""
 
     def __init__(self, exit_code: int = 143) -> None:
         self.number = 0
@@ -128,7 +128,7 @@ class StopFlag:
 
     @staticmethod
     def leave_to_parent() -> None:
-        """In a process that was just forked: let go of the pipe, else its signals go there too."""
+        """Close the pipe in a forked process, whose signals would be written to it."""
         flag, StopFlag._watching = StopFlag._watching, None
         if flag is None or flag._pipe is None:
             return
@@ -198,7 +198,7 @@ def name_of(number: float) -> str:
 
 @dataclass(frozen=True)
 class Stop:
-    """What the ranks have agreed on."""
+    """Decision of all ranks to stop."""
 
     number: int
     """Number of the signal."""
@@ -219,7 +219,7 @@ class WorkerStart:
     """
 
     first: Callable[[int], Any] | None = None
-    """What the loader had before, which is called first."""
+    """The loader's own ``worker_init_fn``, which is called first."""
     signals: tuple[int, ...] = SHIELDED
 
     def __call__(self, worker: int) -> None:
@@ -235,7 +235,7 @@ class WorkerStart:
 
 
 def shield(first: Callable[[int], Any] | None) -> WorkerStart:
-    """What a loader's ``worker_init_fn`` becomes."""
+    """Function that takes the place of a loader's ``worker_init_fn``."""
     return first if isinstance(first, WorkerStart) else WorkerStart(first)
 
 

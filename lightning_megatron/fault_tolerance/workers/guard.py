@@ -1,7 +1,7 @@
-"""Watches DataLoader workers, and replaces them where that loses nothing.
+"""Replacement of DataLoader workers that die or hang: `WorkerGuard`.
 
-The mechanism is in `fault_tolerance.workers.loader_workers`; here it is put into every loader with
-workers that a strategy prepares, under any strategy.
+`fault_tolerance.workers.loader_workers` has the mechanism; the callback adds it to every loader
+with workers that a strategy prepares, under any strategy.
 """
 
 import threading
@@ -18,25 +18,24 @@ from lightning_megatron.services import events_of
 
 
 class WorkerGuard(pl.Callback):
-    """Names DataLoader workers that die, hang or raise, and goes on with new ones.
+    """Reports DataLoader workers that die, hang or raise, and replaces them.
 
     A worker that was killed, crashed or hangs is reported on stderr and as an event ``fault`` with
     its number, process, the signal that ended it and the samples of the batch that is due. The
-    loader's workers are then replaced and read the same batches (under `MegatronStrategy` with the
-    same random numbers) as those before would have. An error that the dataset raises is reported
-    and goes on: it would come again.
+    workers of the loader are then replaced and read the same batches (under `MegatronStrategy` with
+    the same random numbers). An error of the dataset is reported and raised, as it would repeat.
 
     Args:
-        respawn: how often a rank replaces the workers of a loader in a run; then, and where they
-            cannot be replaced (iterable datasets, ``in_order=False``), training ends with a
+        respawn: replacements of workers by a rank in a run. Further faults, and those of workers
+            that cannot be replaced (iterable datasets, ``in_order=False``), end training with a
             `WorkerLostError`.
-        hang_s: seconds that a batch may take before its worker is taken for hung.
+        hang_s: seconds that a batch may take before its worker counts as hung.
 
     Attributes:
-        respawned: how often that has happened.
+        respawned: replacements so far.
 
     Raises:
-        ConfigError: a number makes no sense.
+        ConfigError: a number is out of range.
     """
 
     def __init__(self, respawn: int = 3, hang_s: float = 300.0) -> None:
@@ -46,7 +45,8 @@ class WorkerGuard(pl.Callback):
         if not hang_s > 0:
             problems.append(f"hang_s={hang_s}: must be positive; nearest valid: 300")
         raise_if_any(problems)
-        self._respawn, self._hang_s = respawn, hang_s
+        self._respawn = respawn
+        self._hang_s = hang_s
         self._lock = threading.Lock()
         self.respawned = 0
 
@@ -56,7 +56,7 @@ class WorkerGuard(pl.Callback):
         if "process_dataloader" in vars(strategy):
             if not isinstance(strategy.process_dataloader, _GuardedProcessing):
                 raise ConfigError(
-                    "WorkerGuard: something else has replaced strategy.process_dataloader; "
+                    "WorkerGuard: strategy.process_dataloader is already replaced; "
                     "nearest valid: a strategy that overrides it in its class"
                 )
             return
@@ -83,10 +83,11 @@ class WorkerGuard(pl.Callback):
 
 
 class _GuardedProcessing:
-    """What stands in for ``strategy.process_dataloader``."""
+    """Replacement of ``strategy.process_dataloader``."""
 
     def __init__(self, original: Callable[[object], object], rules: GuardRules) -> None:
-        self._original, self._rules = original, rules
+        self._original = original
+        self._rules = rules
 
     def __call__(self, dataloader: object) -> object:
         loader = self._original(dataloader)
@@ -96,7 +97,10 @@ class _GuardedProcessing:
 
 
 def _report(trainer: pl.Trainer, fault: WorkerFault, action: str | None) -> None:
-    lines = [str(fault), action or "found now; dealt with when the next batch is asked for"]
+    lines = [
+        str(fault),
+        action or "found now; the workers are replaced when the next batch is read",
+    ]
     announce("DataLoader", lines, rank=trainer.global_rank)
     if action is not None:
         events_of(trainer).write(

@@ -43,9 +43,9 @@ from lightning_megatron._torch import (
 )
 
 _LOOK_S = 0.25
-"""How often workers are looked at."""
+"""Seconds between two checks of the workers."""
 _PATIENCE_S = 2.0
-"""How long to wait, after reading failed, for the system to say that a worker is dead."""
+"""Seconds in which a worker must be seen dead after reading from it failed."""
 
 
 class WorkerLostError(RuntimeError):
@@ -54,13 +54,13 @@ class WorkerLostError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFault:
-    """What became of a worker."""
+    """Fault of a worker."""
 
     worker: int | None
-    """Its number in the loader; None where it cannot be told."""
+    """Number of the worker in the loader; None if unknown."""
     pid: int | None
     what: str
-    """In words: how it ended."""
+    """Description of its end."""
     samples: tuple[Any, ...]
     """Indices of the batch that is waited for."""
 
@@ -72,25 +72,25 @@ class WorkerFault:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardRules:
-    """What to do about workers; shared by the loaders of a rank."""
+    """Responses to faults of workers, shared by the loaders of a rank."""
 
     may_replace: Callable[[], bool]
-    """Asked for each fault, once; whether it may be made good."""
+    """Whether the workers may be replaced; called once for each fault."""
     report: Callable[[WorkerFault, str | None], None]
-    """Told of each fault, and what is done about it; None when a thread has just found it."""
+    """Called with each fault and the response; None while the response is not decided."""
     hang_s: float
-    """After so many seconds without a batch that was asked for, its worker is taken for hung."""
+    """Seconds without a requested batch after which its worker counts as hung."""
 
 
 def guard(loader: DataLoader[Any], rules: GuardRules) -> None:
-    """Have a loader's workers be watched, from its next iterator on; changes it in place."""
+    """Guard a loader's workers from its next iterator on; changes the loader in place."""
     if loader.num_workers:
         itself = weakref.ref(loader)  # no circle, so that it goes with its last user
         replace_iterator(loader, lambda: GuardedIterator(itself(), rules))  # type: ignore[arg-type]
 
 
 class _Indices:
-    """Hands out what a sampler yields, and remembers what has not come back as a batch."""
+    """Indices of a sampler, with a record of those whose batches have not come back."""
 
     def __init__(self, source: Any, generator: torch.Generator) -> None:
         self._source, self._generator = source, generator
@@ -98,7 +98,7 @@ class _Indices:
         self._state = generator.get_state()
         self.out: deque[Any] = deque()
         self.again = False
-        """Whether the next iteration repeats what is out and goes on, instead of beginning."""
+        """Whether the next iteration repeats the indices in `out` and continues, or begins anew."""
 
     def __iter__(self) -> Iterator[Any]:
         # Called right before the seed of the workers is drawn; and twice, as torch does.
@@ -120,7 +120,7 @@ class _Indices:
         return len(self._source)
 
     def next_samples(self) -> tuple[Any, ...]:
-        """Of the batch that is due; called from another thread, too."""
+        """Indices of the batch that is due; also called from another thread."""
         try:
             first = self.out[0]
         except IndexError:
@@ -357,7 +357,7 @@ def _of_dataset(error: Exception) -> bool:
 
 
 def _state(pid: int | None) -> str:
-    """What the system says that a process is doing, in brackets."""
+    """State of a process by the system, in brackets."""
     with suppress(OSError, IndexError):
         with open(f"/proc/{pid}/stat") as file:
             letter = file.read().rpartition(")")[2].split()[0]

@@ -1,4 +1,4 @@
-"""Where the time of a run went: a bar for all of it, and one for each attempt on a common axis."""
+"""Time of a run by what it was spent on: a bar for the run, and one for each attempt."""
 
 from dataclasses import dataclass
 

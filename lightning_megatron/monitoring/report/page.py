@@ -1,4 +1,4 @@
-"""The page: a verdict, where the time went, what went wrong, and the figures behind it."""
+"""The page: summary, use of time, incidents, curves and tables."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""What the events of a run tell, gathered for a reader.
+"""History of a run, read from its events.
 
 Files are read twice: once for everything but the steps of most ranks, which gives the ledger, the
 faults and the saves, and once as streams, rank by rank, for the figures of each rank; so memory
@@ -40,13 +40,13 @@ class RankFigures:
     host: str = ""
     steps: int = 0
     seconds: "array[float]" = field(default_factory=lambda: array("d"))
-    """Of each step."""
+    """Seconds of each step."""
     sections: dict[str, float] = field(default_factory=dict)
     """Seconds in each section, over all steps."""
     memory_gib: dict[str, float] = field(default_factory=dict)
-    """Peaks."""
+    """Peaks of memory by name."""
     last: dict[str, Any] = field(default_factory=dict)
-    """Its last event."""
+    """Last event of the rank."""
 
     def add(self, event: dict[str, Any]) -> None:
         """Take an event into account."""
@@ -64,7 +64,7 @@ class RankFigures:
 
     @property
     def median_s(self) -> float | None:
-        """Of its steps."""
+        """Median seconds of its steps."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
@@ -74,14 +74,14 @@ class RankFigures:
         return ordered[int(0.95 * (len(ordered) - 1))] if ordered else None
 
     def share(self, section: str) -> float | None:
-        """Of the time of all its steps."""
+        """Share of a section in the time of all its steps."""
         total = sum(self.sections.values())
         return self.sections.get(section, 0.0) / total if total > 0 else None
 
 
 @dataclass
 class Incident:
-    """Something that went wrong, or was about to."""
+    """Fault, hang, failed save or end of an attempt."""
 
     t: float
     step: int
@@ -92,7 +92,7 @@ class Incident:
     action: str = ""
     attempt: int = 0
     number: int = 0
-    """Its position among all, from 1, by which plots refer to it."""
+    """Position among all incidents, from 1, which the curves show."""
     ends: bool = False
     """Whether it is the end of the attempt."""
 
@@ -103,7 +103,7 @@ class Point:
 
     step: int
     seconds: float
-    """Of one step."""
+    """Seconds of one step."""
     loss: float | None
     attempt: int
     redone: bool
@@ -124,12 +124,12 @@ class Reading:
 
 @dataclass
 class RunHistory:
-    """Everything that the page shows."""
+    """Everything that the page shows about a run."""
 
     run_dir: str
     run: str
     now: float
-    """When the history was gathered."""
+    """Time of reading."""
     ledger: Ledger
     other_runs: list[str] = field(default_factory=list)
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -137,22 +137,22 @@ class RunHistory:
     incidents: list[Incident] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     readings: dict[str, list[Reading]] = field(default_factory=dict)
-    """By name of the metric: those of validations, and learning rates."""
+    """Readings of validation metrics and learning rates, by name."""
     saves: list[dict[str, Any]] = field(default_factory=list)
     verified: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By attempt, the event of the checkpoint that it went on from."""
+    """Event of the checkpoint that an attempt resumed from, by attempt."""
     validation_s: dict[int, float] = field(default_factory=dict)
-    """By attempt."""
+    """Seconds of validation by attempt."""
     stall_s: dict[int, float] = field(default_factory=dict)
-    """By attempt, of saves."""
+    """Seconds that training waited for saves, by attempt."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last window."""
+    """Metrics of the last window."""
     formula: str = ""
     alerts: list[dict[str, Any]] = field(default_factory=list)
     dumps: list[tuple[str, str]] = field(default_factory=list)
     """Title and text of reports of hangs."""
     states: dict[str, str] = field(default_factory=dict)
-    """What stands on the disk, by path of a checkpoint."""
+    """State on the disk, by path of a checkpoint."""
 
     @property
     def tells_saves(self) -> bool:
@@ -189,7 +189,7 @@ class RunHistory:
 
     @property
     def status(self) -> str:
-        """How the last attempt ended; ``running`` or ``silent`` where it did not say."""
+        """Status of the last attempt; ``running`` or ``silent`` without an end."""
         last = self.ledger.attempts[-1]
         if last.status:
             return last.status
@@ -388,7 +388,7 @@ def _drawn(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failed(save: dict[str, Any]) -> bool:
-    """Whether it was not merely given up for a newer one."""
+    """Whether a save failed, and was not merely replaced by a newer one."""
     return not save.get("ok") and bool(save.get("error"))
 
 
@@ -396,7 +396,7 @@ _FAULTS = frozenset({"fault", "hang", "rollback", "slow_rank", "preempted", "inj
 
 
 def _add_silent_ends(history: RunHistory) -> None:
-    """Attempts that neither ended nor go on were killed, or hang."""
+    """Add incidents for attempts without an end: they were killed, or hang."""
     attempts = history.ledger.attempts
     for attempt in attempts:
         last = attempt.number == len(attempts) - 1

@@ -99,7 +99,7 @@ def test_of_two_that_differ_nobody_can_tell(
 
 def test_nothing_to_compare_and_wrong_options() -> None:
     check = ReplicaCheck(every=1)
-    with pytest.warns(UserWarning, match="no two ranks hold the same parameters"):
+    with pytest.warns(UserWarning, match="no two ranks have the same parameters"):
         fit({}, 1, batches(2), check)
     assert check.checks == 2
     assert check.found == []

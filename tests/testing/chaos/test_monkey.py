@@ -80,7 +80,7 @@ STEP = ["forward", "optimizer", "end"]
     ("section", "seen", "function"),
     [
         ("start", [], "setup"),
-        ("data", STEP * 2, "_before_fetch"),
+        ("data", STEP * 2, "_both"),
         ("forward", STEP * 2, "_step"),
         ("backward", [*STEP * 2, "forward"], "_in_backward"),
         ("optimizer", [*STEP * 2, "forward"], "on_before_optimizer_step"),
