@@ -16,7 +16,7 @@ def seed_workers() -> bool:
 
 
 def rank() -> int:
-    """Rank of this process as its launcher says it, also before the processes are connected."""
+    """Rank of this process that its launcher set, also before the processes are connected."""
     for variable in ("RANK", "SLURM_PROCID"):
         if os.environ.get(variable):
             return int(os.environ[variable])
@@ -25,33 +25,33 @@ def rank() -> int:
 
 
 def has_own_output() -> bool:
-    """Whether a user started this process, by hand on each node, and reads what it says."""
+    """Whether a user started this process by hand on its node, and reads its output."""
     launched = any(os.environ.get(name) for name in ("RANK", "SLURM_PROCID"))
     return not launched and not int(os.environ.get("LOCAL_RANK") or 0)
 
 
 def shows_tracebacks() -> bool:
-    """Whether errors of this package that end a process are to show where they come from."""
+    """Whether errors of this package that end a process show a traceback."""
     return os.environ.get("LIGHTNING_MEGATRON_TRACEBACK", "0") not in ("", "0")
 
 
 def chaos_faults() -> str | None:
-    """Faults that `ChaosMonkey` is to inject, as text, if a rehearsal was asked for."""
+    """Faults that `ChaosMonkey` injects, as text; None outside a chaos run."""
     return os.environ.get("LIGHTNING_MEGATRON_CHAOS") or None
 
 
 def chaos_directory() -> str | None:
-    """Where a rehearsal keeps what it did, if whoever started it said so."""
+    """Directory of a chaos run's records; None if it has none."""
     return os.environ.get("LIGHTNING_MEGATRON_CHAOS_DIR") or None
 
 
 def with_chaos(faults: str, directory: str, python_path: str) -> dict[str, str]:
-    """The environment of a command that is to be made to fail.
+    """Environment of a command into which faults are injected.
 
     Args:
-        faults: as text.
-        directory: where the rehearsal is kept.
-        python_path: found by its Python before everything else.
+        faults: faults as text.
+        directory: directory of the chaos run's records.
+        python_path: first entry of the command's ``PYTHONPATH``.
     """
     before = os.environ.get("PYTHONPATH")
     return {
@@ -63,18 +63,18 @@ def with_chaos(faults: str, directory: str, python_path: str) -> dict[str, str]:
 
 
 def restart_count() -> int:
-    """How often torchrun has restarted this node's processes; 0 under other launchers."""
+    """Number of times that torchrun restarted this node's processes; 0 under other launchers."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchElastic:
-    """What torchrun tells its workers."""
+    """Settings that torchrun passes to its workers."""
 
     run_id: str | None
-    """None where torchrun was given none."""
+    """Id of the run; None if torchrun got none."""
     restarts: int
-    """Failures after which this node's workers were started again."""
+    """Number of restarts of this node's workers."""
     max_restarts: int
     agent_store: bool
     """Whether torchrun's own store, which outlives the workers, is at MASTER_ADDR."""
@@ -83,7 +83,7 @@ class TorchElastic:
 
 
 def torch_elastic() -> TorchElastic | None:
-    """What torchrun says, if this process is a worker of it."""
+    """Settings from torchrun; None if this process is no worker of it."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
@@ -98,14 +98,15 @@ def torch_elastic() -> TorchElastic | None:
 
 
 def use_interface(name: str, *, explicit: bool) -> dict[str, str | None]:
-    """Have gloo and NCCL listen on a network interface.
+    """Make gloo and NCCL listen on a network interface.
 
     Args:
-        name: of the interface.
-        explicit: whether the user chose it for this run; else variables that are set count more.
+        name: name of the interface.
+        explicit: whether the user chose it for this run; else variables that are set keep their
+            values.
 
     Returns:
-        The variables that were changed, with what they were before, for `restore`.
+        The variables that were changed, with their earlier values, for `restore`.
     """
     before = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -116,7 +117,7 @@ def use_interface(name: str, *, explicit: bool) -> dict[str, str | None]:
 
 
 def restore(variables: dict[str, str | None]) -> None:
-    """Give variables the values that they had; None: they had none."""
+    """Restore earlier values of variables; None: they were not set."""
     for variable, value in variables.items():
         if value is None:
             os.environ.pop(variable, None)
@@ -125,28 +126,28 @@ def restore(variables: dict[str, str | None]) -> None:
 
 
 def set_meeting_place(address: str, port: int) -> None:
-    """Tell whoever asks the environment where the processes of the run meet."""
+    """Set MASTER_ADDR and MASTER_PORT, the address where the processes of the run meet."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
 
 
 def missing_meeting_place() -> list[str]:
-    """Which of the variables that tell where the processes meet have no value."""
+    """Names of those of MASTER_ADDR and MASTER_PORT that are not set."""
     return [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
 
 
 def chosen_interface() -> str | None:
-    """Network interface that the user wants gloo to listen on, if he says so."""
+    """Network interface that the user chose for gloo; None if he chose none."""
     return os.environ.get("GLOO_SOCKET_IFNAME") or None
 
 
 def slurm_sizes() -> dict[str, int]:
-    """How many nodes and tasks Slurm has started, of those numbers that it tells."""
+    """Numbers of nodes and tasks that Slurm started, as far as it sets them."""
     names = ("SLURM_NNODES", "SLURM_NTASKS")
     return {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()}
 
 
 def slurm_job() -> str | None:
-    """The Slurm job, as ``scontrol`` names it, that this process belongs to."""
+    """Id of this process' Slurm job, as ``scontrol`` names it; None outside Slurm."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array:
         return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '0')}"
@@ -157,23 +158,23 @@ _PARENT = "LIGHTNING_MEGATRON_PARENT"
 
 
 def started_by() -> int | None:
-    """Process of rank 0 that started this one, if it did."""
+    """Id of the rank 0 process that started this one; None if none did."""
     value = os.environ.get(_PARENT)
     return int(value) if value and int(value) != os.getpid() else None
 
 
 def announce_parent() -> None:
-    """Let processes that this one starts know who did."""
+    """Pass the id of this process to the processes that it starts."""
     os.environ[_PARENT] = str(os.getpid())
 
 
 def become_rank(local_rank: int) -> None:
-    """Let whoever asks the environment of this process know which rank of the machine it is."""
+    """Set LOCAL_RANK of this process."""
     os.environ["LOCAL_RANK"] = str(local_rank)
 
 
 def error_file() -> str | None:
-    """Where torchrun reads how a worker of it failed."""
+    """File from which torchrun reads the error of a worker; None without torchrun."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE") or None
 
 

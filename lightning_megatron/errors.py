@@ -1,4 +1,4 @@
-"""Exceptions of the package, and what is printed of one that nobody catches.
+"""Exceptions of the package, their printed text, and checks of options.
 
 A mistake in a configuration is reported once, as one `ConfigError` that lists everything that is
 wrong, on every rank and before any process group forms, so that fixing a layout takes one try.
@@ -27,10 +27,10 @@ EXIT_CODE = 2
 """Exit code of a process that ends with an error of this package."""
 
 _PATIENCE_S = 10.0
-"""How long the other ranks leave the word to rank 0, with whose end the launcher ends them. Python
-takes seconds to end on a busy machine."""
+"""Seconds that other ranks wait before they print an error, as rank 0 may print it and the launcher
+then ends them. Python takes seconds to end on a busy machine."""
 _LONG_PATIENCE_S = 30.0
-"""How long they wait for that where rank 0 is known to say the same."""
+"""Seconds that other ranks wait where rank 0 is known to print the same error."""
 
 
 class MegatronError(Exception):
@@ -88,8 +88,8 @@ class MissingRanksError(ConnectError):
     """Some processes of a run have not come within the time that the others wait.
 
     Args:
-        text: what to tell the user.
-        ranks: who is missing, where that is known.
+        text: message to the user.
+        ranks: missing ranks, as far as they are known.
     """
 
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
@@ -114,7 +114,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class NoSuchCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at a path."""
+    """A path holds no checkpoint."""
 
 
 # Sentences about values that are not valid, for one ConfigError -----------------------------------
@@ -227,7 +227,7 @@ def numbers_or_instances(**values: tuple[Any, type]) -> list[str]:
 
 
 def _nearest(low: Any, value: Any, kind: type[int] | type[float]) -> Any:
-    """What was meant by a number that is too small, of another kind, or a text."""
+    """Nearest valid number to one that is too small, of another type, or a text."""
     try:
         return max(low, kind(float(value)))
     except (TypeError, ValueError, OverflowError):
@@ -235,7 +235,7 @@ def _nearest(low: Any, value: Any, kind: type[int] | type[float]) -> Any:
 
 
 def holds(rule: Callable[[Any], bool], value: Any) -> bool:
-    """Whether a rule about numbers holds of what may be none."""
+    """Whether a rule about numbers holds for a value that may be no number."""
     try:
         return bool(rule(value))
     except TypeError:

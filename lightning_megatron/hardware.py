@@ -1,6 +1,6 @@
-"""What devices can do at most, from their makers' data sheets.
+"""Peak performance of devices, from their makers' data sheets.
 
-Only dense figures: those "with sparsity", twice as high, need weights of which half are zero.
+Figures are dense: those "with sparsity", twice as high, need weights of which half are zero.
 """
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -21,10 +21,10 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations per second of a device; None where they are not known.
+    """Dense bfloat16 operations per second of a device; None for an unknown device.
 
     Args:
-        device_name: as ``torch.cuda.get_device_name`` returns it.
+        device_name: name that ``torch.cuda.get_device_name`` returns.
 
     Example:
         >>> peak_flops("NVIDIA H100 80GB HBM3")

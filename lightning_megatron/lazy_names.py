@@ -1,8 +1,8 @@
 """Names of a package that are imported when they are first used.
 
-A package's ``__init__`` runs before any of its files. If it imported what it offers, its cheapest
-file would load torch and Lightning, so it says where its names are, and Python asks it for those
-that it lacks (PEP 562).
+A package's ``__init__`` runs before any of its files. If it imported its names, its cheapest file
+would load torch and Lightning. So it has a table of the names' modules, and Python calls its
+``__getattr__`` for each name that it lacks (PEP 562).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +11,11 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package.
+    """Return the ``__getattr__`` of a package.
 
     Args:
-        package: its ``__name__``.
-        homes: for each name that it offers, the module that has it, relative to the package:
+        package: ``__name__`` of the package.
+        homes: module that has each name, relative to the package:
             ``"linear"`` is below it, ``".monitoring.alerts"`` beside it.
     """
 

@@ -1,6 +1,6 @@
-"""The LightningModule of the recipes: a decoder-only transformer that predicts the next token.
+"""LightningModule of the recipes: a decoder-only transformer that predicts the next token.
 
-It is an ordinary LightningModule and uses nothing that a user's own could not: a
+It is an ordinary LightningModule and uses nothing that a user's own could not use: a
 `PipelineSequential` of parallel layers built in `configure_model`, one call of it per step, a loss
 that takes vocabulary-parallel logits. Copy it as the start of your own.
 """
@@ -40,10 +40,11 @@ from lightning_megatron.optim.build import (
     make_optimizer,
     name_problems,
 )
+from lightning_megatron.services import services_if_any
 
 
 class LanguageModel(pl.LightningModule):
-    """A transformer trained to predict the next token.
+    """LightningModule that trains a transformer to predict the next token.
 
     A batch is `(tokens, labels)` or a dict with these keys: int64 `[b, s]`, where `labels[:, t]` is
     the token that follows `tokens[:, : t + 1]`, or -100 where no loss is wanted. Logs `train_loss`
@@ -51,22 +52,22 @@ class LanguageModel(pl.LightningModule):
     per token.
 
     Args:
-        config: the sizes of the model, the name of a preset of `TransformerConfig`, a mapping of
-            its fields, or the path of a checkpoint directory whose model is to be continued (as
+        config: sizes of the model, name of a preset of `TransformerConfig`, mapping of its fields,
+            or path of a checkpoint directory whose model is to be trained further (as
             `import_hugging_face` makes one; the weights come with `ckpt_path`).
         lr: peak learning rate.
-        warmup_steps: steps of linear warmup.
-        min_lr_ratio: the schedule ends at this part of the peak, at the Trainer's last step.
-        weight_decay: decay of matrices; vectors (norms, biases) are not decayed.
-        betas: of AdamW and Lion.
+        warmup_steps: number of steps of linear warmup.
+        min_lr_ratio: learning rate at the Trainer's last step, as a share of the peak.
+        weight_decay: weight decay of matrices; vectors (norms, biases) do not decay.
+        betas: betas of AdamW and Lion.
         label_smoothing: probability mass spread over the vocabulary.
         z_loss: weight of the squared log-partition that keeps logits from drifting.
-        chunked_loss: compute head and loss together, 1024 tokens at a time, so that the logits of a
-            batch are never in memory (`layers.linear_loss`).
-        optimizer: ``adamw``, ``muon`` or ``lion``, also with state in few bits (``adamw-bfloat16``,
+        chunked_loss: whether to compute head and loss together, 1024 tokens at a time, so that the
+            logits of a batch are never in memory (`layers.linear_loss`).
+        optimizer: ``adamw``, ``muon`` or ``lion``, also with quantized state (``adamw-bfloat16``,
             ``adamw-int8``, ...), or ``adafactor`` (`optim.build`).
-        schedule: what follows the warmup: ``cosine``, ``stable-decay`` (a plateau, and a fall in
-            the last fifth), ``inverse-sqrt`` or ``constant``.
+        schedule: learning rate after the warmup: ``cosine``, ``stable-decay`` (a plateau, and a
+            fall in the last fifth), ``inverse-sqrt`` or ``constant``.
 
     Raises:
         ConfigError: an option is out of range.
@@ -107,7 +108,8 @@ class LanguageModel(pl.LightningModule):
         self.weight_decay = weight_decay
         self.betas = (betas[0], betas[1])
         self.chunked_loss = chunked_loss
-        self.optimizer, self.schedule = optimizer, schedule
+        self.optimizer = optimizer
+        self.schedule = schedule
         # Plain values only: they are stored in the checkpoint and read by `load_from_checkpoint`.
         self.save_hyperparameters(
             {
@@ -164,7 +166,8 @@ class LanguageModel(pl.LightningModule):
         """
         total, tokens = self._batch_loss(batch)
         self._log_mean("train_loss", total, tokens)
-        if trainer_of(self) is None or not getattr(self.trainer.strategy, "counts_tokens", False):
+        trainer = trainer_of(self)
+        if trainer is None or services_if_any(trainer) is None:
             return _mean(total, tokens)
         return {"loss": total, "num_tokens": tokens}
 
@@ -225,7 +228,7 @@ class LanguageModel(pl.LightningModule):
         return super().load_from_checkpoint(checkpoint_path, map_location, *args, **kwargs)
 
     def _batch_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of the tokens that count, and their number."""
+        """Sum of the losses of the tokens that count, and their number."""
         tokens, labels = _tokens_and_labels(batch)
         if self.chunked_loss:
             total = self.trunk(tokens, targets=labels)
@@ -234,7 +237,7 @@ class LanguageModel(pl.LightningModule):
         return total, (labels != self.loss.ignore_index).sum()
 
     def _log_mean(self, name: str, total: Tensor, tokens: Tensor, **options: Any) -> None:
-        """Log the mean loss of the tokens, which weighs what their number is."""
+        """Log the mean loss of the tokens, weighted by their number."""
         # A number would have to wait for the device.
         weight: Any = tokens
         self.log(name, _mean(total, tokens), prog_bar=True, batch_size=weight, **options)

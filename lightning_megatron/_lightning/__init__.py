@@ -15,13 +15,17 @@ Trainer of a run:
 * ``_broadcast_sigterm_tensor`` of the ``epoch_loop``, by nothing;
 * ``log`` of the module, while a step runs on microbatches;
 * ``_summary`` and ``summarize`` of ModelSummary callbacks, where a rank holds a part of the module;
-* ``_on_before_fetch`` of the ``epoch_loop``, with the callback ChaosMonkey only.
+* ``_on_before_fetch`` of the ``epoch_loop``, with the callback ChaosMonkey only;
+* the methods of loggers, with the callback LoggerGuard only.
 
-Values are set that have no public setter: ``_device_mesh`` of the module; ``inference_mode`` of
-the loops that evaluate;
-``use_distributed_sampler``, which the strategy takes upon itself; the path of the checkpoint that
-is shown; ``_restarting`` and the progress of the loops in a run that is resumed; the sums of
-``self.log`` where a batch is left out. The launcher's ``procs`` are emptied when a run ends early.
+Values are set that have no public setter, or none that holds:
+
+* ``_device_mesh`` of the module, and ``inference_mode`` of the loops that evaluate;
+* ``use_distributed_sampler``, as the strategy divides the data;
+* the path of the checkpoint that is shown;
+* in a run that is resumed, ``_restarting`` and the progress of the loops;
+* the sums of ``self.log``, where a batch is left out;
+* the launcher's ``procs``, which are emptied when a run ends early.
 """
 
 from lightning_megatron._lightning.connectors import cluster_environment as cluster_environment

@@ -45,7 +45,7 @@ def with_options(args: Sequence[str], options: Mapping[str, str]) -> list[str]:
         name, _, value = arg.partition("=")
         if skip:
             skip = False
-        elif name in options:
+        elif name in options or name.removesuffix(".degree") in options:
             skip = not value
         else:
             kept.append(arg)

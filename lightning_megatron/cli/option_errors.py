@@ -9,11 +9,11 @@ passed on without its boilerplate.
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
@@ -32,6 +32,7 @@ _GIVEN = re.compile(r"(?:Given value|Got value): (.*)$", re.MULTILINE)
 _EXPECTED = re.compile(r"Expected a (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _SUBTYPES = re.compile(r"^\s*(?:- )?Subtypes: \[(.*)\]$", re.MULTILINE)
 _LITERAL = re.compile(r"Literal\[([^\]]*)\]")
+_NUMBER = re.compile(r"<class 'int'>|Literal\[\d")
 _CLASS = re.compile(r"<class '([\w.]+)'>")
 _CAUSE = re.compile(
     r"^ *- (?!Expected a|Does not validate|Not a valid|Problem with|a (?:class|dict))(.+)$",
@@ -99,6 +100,8 @@ def explain(message: str, parser: Any, defaults: dict[str, str], args: Sequence[
         return (
             f"{place.key}={no_group[1]}: is a group of options, of which each is given by its name"
         )
+    if no_class and _NUMBER.search(place.types):
+        return _wrong_value(place, no_class[1])
     if no_class or _OTHER_CLASS.search(place.text):
         return _wrong_class(place, no_class[1] if no_class else value, found=no_class is None)
     cause = _CAUSE.search(place.text)
@@ -121,11 +124,14 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     'trainer.max_steps'
     >>> nearest("lr", ["trainer.max_steps", "model.lr"])
     'model.lr'
+    >>> nearest("recompute", ["compile", "activations.recompute"])
+    'activations.recompute'
     """
     names = list(known)
     parent, _, leaf = name.rpartition(".")
     beside = {n.rpartition(".")[2]: n for n in names if n.rpartition(".")[0] == parent}
-    close = get_close_matches(leaf, beside, n=1, cutoff=0.6)
+    below = [n for n in names if n.startswith(parent) and n.rpartition(".")[2] == leaf]
+    close = get_close_matches(leaf, beside, n=1, cutoff=0.8 if below else 0.6)
     if close:
         return beside[close[0]]
     elsewhere = [n for n in names if n.rpartition(".")[2] == leaf]
@@ -151,9 +157,26 @@ def unknown_strategy(given: Any) -> str | None:
 
 def options_of(class_path: str) -> list[str]:
     """Return the options of a class, those of nested configurations with dots."""
+    kind = _class_of(class_path)
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(_class_of(class_path), fail_untyped=False)
-    return _options(parser)
+    parser.add_class_arguments(kind, fail_untyped=False)
+    found = []
+    for option in _options(parser):
+        found.append(option)
+        if option in (numbers := _numbers_or_configs(kind)):
+            found += [f"{option}.{field.name}" for field in fields(numbers[option])]
+    return found
+
+
+def _numbers_or_configs(kind: Any) -> dict[str, Any]:
+    """Configs by the option that takes one in place of a number, which a parser does not list."""
+    hints = get_type_hints(kind.__init__)
+    return {
+        option: member
+        for option, hint in hints.items()
+        for member in get_args(hint)
+        if isinstance(member, type) and is_dataclass(member)
+    }
 
 
 def _options(parser: Any) -> list[str]:
@@ -184,7 +207,7 @@ def _below(text: str, indent: int) -> str:
     """The lines at the beginning that are further in than ``indent``."""
     lines = []
     for line in text.strip("\n").splitlines():
-        if len(line) - len(line.lstrip()) <= indent:
+        if line.strip() and len(line) - len(line.lstrip()) <= indent:
             break
         lines.append(line)
     return textwrap.dedent("\n".join(lines))

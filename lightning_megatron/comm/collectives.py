@@ -6,8 +6,8 @@ layers that overlap them with arithmetic. A sum or gather that has been started 
 (`comm.operators`).
 
 On CPU the group is gloo's, whose reduce-scatter is an all-reduce of which most is thrown away and
-whose all-gather is a ring of ``p - 1`` steps. Exchanging the pieces directly (all-to-all) and
-adding them up here takes one step: measured on two cores, a reduce-scatter takes 0.4 to 0.7 of the
+whose all-gather is a ring of ``p - 1`` steps. An all-to-all whose result is added up here takes one
+step: measured on two cores, a reduce-scatter takes 0.4 to 0.7 of the
 time, an all-gather 0.5 to 1.0, and among four ranks an all-reduce of up to 64 kB 0.45. Sums are
 taken in the order of the ranks (for bfloat16 with a float32 accumulator).
 """
@@ -33,13 +33,13 @@ _SMALL_GATHER = 1 << 22
 
 
 class Pending:
-    """A collective under way.
+    """Collective under way.
 
     Args:
-        work: the collective.
-        source: what it reads, kept alive until the end.
-        finish: makes the result, once the collective is over.
-        meter: of the axis, on which it is counted.
+        work: handle of the collective.
+        source: tensor that it reads, kept alive until the end.
+        finish: function that returns the result, once the collective is over.
+        meter: meter of the axis, which counts it.
     """
 
     __slots__ = ("_finish", "_meter", "_source", "_work")
@@ -51,7 +51,8 @@ class Pending:
         finish: Callable[[], Tensor],
         meter: Meter,
     ) -> None:
-        self._work, self._meter = work, meter
+        self._work = work
+        self._meter = meter
         meter.started(work)
         self._source = source
         self._finish = finish
@@ -65,7 +66,7 @@ class Pending:
 
 
 def start_sum(x: Tensor, axis: Axis) -> Waited:
-    """Begin to sum ``x`` over the axis in place; ``x`` must be contiguous."""
+    """Start the sum of ``x`` over the axis in place; ``x`` must be contiguous."""
     if torch.compiler.is_compiling():
         return Traced("sum", x, axis)
     share = 2 * _bytes(x) * (axis.size - 1) / axis.size
@@ -79,13 +80,13 @@ def start_sum(x: Tensor, axis: Axis) -> Waited:
 
 
 def start_gather(x: Tensor, axis: Axis, dim: int, after: Tensor | None = None) -> Waited:
-    """Begin to join the axis' slices ``x`` along ``dim``; all have the same shape.
+    """Start to gather the axis' slices ``x`` along ``dim``; all have the same shape.
 
     Args:
         x: this rank's slice.
-        axis: the ranks.
-        dim: along which they are joined.
-        after: a compiler is not to gather before it has this.
+        axis: axis to gather over.
+        dim: dim along which the slices are concatenated.
+        after: tensor that compiled code computes before it gathers.
     """
     assert axis.group is not None
     dim %= x.dim()
@@ -105,10 +106,10 @@ def start_gather(x: Tensor, axis: Axis, dim: int, after: Tensor | None = None) -
 
 
 def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Waited:
-    """Begin to sum ``x`` over the axis, keeping this rank's slice along ``dim``.
+    """Start the sum of ``x`` over the axis, keeping this rank's slice along ``dim``.
 
     Raises:
-        ConfigError: ``dim`` cannot be divided by the axis' size.
+        ConfigError: the size of ``dim`` is not divisible by the axis' size.
     """
     assert axis.group is not None
     dim %= x.dim()
@@ -130,10 +131,10 @@ def start_sum_scatter(x: Tensor, axis: Axis, dim: int) -> Waited:
 
 
 def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's equal slice of a replicated tensor along ``dim`` (a view).
+    """Return this rank's equal slice of a replicated tensor along ``dim`` (a view).
 
     Raises:
-        ConfigError: ``dim`` cannot be divided by the axis' size.
+        ConfigError: the size of ``dim`` is not divisible by the axis' size.
     """
     dim %= x.dim()
     length = _slice_length(x, axis, dim)
@@ -141,12 +142,12 @@ def own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def exchanges(x: Tensor) -> bool:
-    """Whether to exchange pieces directly rather than call the backend's collective."""
+    """Whether all-to-all replaces the backend's collective."""
     return x.device.type == "cpu"
 
 
 def _exchange(parts: Tensor, axis: Axis) -> tuple[Tensor, dist.Work, Tensor]:
-    """Begin to send ``parts[r]`` to rank ``r``; returns what will arrive, by rank of its sender."""
+    """Start to send ``parts[r]`` to rank ``r``; returns the buffer of what arrives, by sender."""
     sent = parts.contiguous()
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
@@ -155,7 +156,7 @@ def _exchange(parts: Tensor, axis: Axis) -> tuple[Tensor, dist.Work, Tensor]:
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
-    """``[p, *shape]`` joined along ``dim`` of the shape; a view where memory allows."""
+    """Concatenate ``[p, *shape]`` along ``dim`` of the shape; a view where memory allows."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 

@@ -24,9 +24,9 @@ from lightning_megatron.topology.mesh import Axis
 
 _SAME = -1
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes, dict, list, tuple, set))
-"""Types of most objects in a pickle, which are asked for one by one."""
+"""Types of most objects in a pickle, which need no check."""
 Take: TypeAlias = Callable[[torch.dtype, torch.Size, bool], Tensor]
-"""From format, shape, and whether it is in host memory, the tensor that takes its place."""
+"""Function that returns a new tensor for a dtype, a shape and whether it is in host memory."""
 
 
 def dump(
@@ -41,7 +41,7 @@ def dump(
         refused: classes whose objects may not occur.
 
     Raises:
-        pickle.PicklingError: one of them does.
+        pickle.PicklingError: ``value`` holds an object of a refused class.
     """
     file, leaves = io.BytesIO(), list[Tensor]()
     _Pickler(file, leaves, device_type, refused).dump(value)
@@ -49,7 +49,7 @@ def dump(
 
 
 def load(skeleton: bytes, take: Take) -> Any:
-    """Inverse of `dump`; ``take`` is asked for the tensors in their order."""
+    """Reverse `dump`; ``take`` returns the tensors in their order."""
     return _Unpickler(skeleton, take).load()
 
 
@@ -62,7 +62,9 @@ class _Pickler(pickle.Pickler):
         refused: tuple[type, ...],
     ) -> None:
         super().__init__(file)
-        self._leaves, self._types, self._refused = leaves, ("cpu", device_type), refused
+        self._leaves = leaves
+        self._types = "cpu", device_type
+        self._refused = refused
         self._places: dict[int, int] = {}
 
     @override
@@ -85,7 +87,8 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, skeleton: bytes, take: Take) -> None:
         super().__init__(io.BytesIO(skeleton))
-        self._take, self._taken = take, dict[int, Tensor]()
+        self._take = take
+        self._taken = dict[int, Tensor]()
 
     @override
     def persistent_load(self, pid: Any) -> Any:
@@ -101,12 +104,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 class ObjectBroadcast:
-    """Broadcasts objects over an axis from one of its ranks.
+    """Broadcast of objects over an axis from one of its ranks.
 
     Args:
-        axis: whose ranks take part.
+        axis: axis whose ranks take part.
         source: global rank that has the objects.
-        device: of this process, where tensors that are on a device at the source land here.
+        device: device of this process, for tensors that are on a device at the source.
         host_group: gloo group over the axis, where the axis' own group is not gloo.
     """
 
@@ -117,7 +120,9 @@ class ObjectBroadcast:
         device: torch.device,
         host_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._axis, self._source, self._device = axis, source, device
+        self._axis = axis
+        self._source = source
+        self._device = device
         self._host_group = axis.group if host_group is None else host_group
         self._is_source = axis.ranks[axis.rank] == source
         self._skeleton = b""

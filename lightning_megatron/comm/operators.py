@@ -41,42 +41,44 @@ from lightning_megatron.topology.mesh import Axis, axis_of
 
 NAMESPACE = "lightning_megatron"
 _under_way: dict[int, "Waited"] = {}
-"""Collectives by ticket. Here, as graphs can hold nothing but tensors and numbers."""
+"""Collectives by ticket, kept here as graphs hold only tensors and numbers."""
 _numbers = itertools.count()
 
 
 class Waited(Protocol):
-    """A collective that has been started."""
+    """Collective that has been started."""
 
     def wait(self, *after: Tensor) -> Tensor:
-        """Finish it and return its result.
+        """Finish the collective and return its result.
 
         Args:
-            after: what a compiler is to have computed before it waits.
+            after: tensors that compiled code computes before it waits.
         """
         ...
 
 
 class Traced:
-    """A collective of a graph.
+    """Collective of a compiled graph.
 
     Args:
-        name: as it was given to `define`.
-        x: this rank's input.
-        axis: the ranks that take part.
-        dim: along which dim.
-        after: something that is computed before. A collective of a backward that depends on no
-            gradient would otherwise be one with its twin in the forward.
+        name: name that was passed to `define`.
+        x: input of this rank.
+        axis: axis of the ranks that take part.
+        dim: dim that the collective works along.
+        after: tensor that is computed before. A collective of a backward that depends on no
+            gradient would otherwise be merged with its twin in the forward.
     """
 
     def __init__(
         self, name: str, x: Tensor, axis: Axis, dim: int = 0, after: Tensor | None = None
     ) -> None:
-        self._name, self._x, self._where = name, x, (axis.key, dim)
+        self._name = name
+        self._x = x
+        self._where = axis.key, dim
         self._ticket = _operator("start_" + name)(x, *self._where, after)
 
     def wait(self, *after: Tensor) -> Tensor:
-        """Finish it and return its result."""
+        """Finish the collective and return its result."""
         finish = _operator("finish_" + self._name)
         # The input is named again so that its memory is not used anew before.
         y: Tensor = finish(self._ticket, self._x, *self._where, after)
@@ -88,12 +90,13 @@ def define(
     start: Callable[[Tensor, Axis, int], Waited],
     shape: Callable[[Sequence[int], int, int], Sequence[int]],
 ) -> None:
-    """Make the two operators of a collective.
+    """Define the two operators of a collective.
 
     Args:
-        name: of the collective.
-        start: begins it; may write into the tensor that it is given.
-        shape: of the result, from that of the input, the size of the axis and the dim.
+        name: name of the collective.
+        start: function that starts it; may write into its input.
+        shape: function that returns the result's shape, from the input's shape, the size of the
+            axis and the dim.
     """
     known = {"tags": torch.Tag.pt2_compliant_tag}
     where, kind = "Tensor x, str axis, int dim", "CompositeExplicitAutograd"
@@ -122,7 +125,7 @@ def define(
 
 
 def result_of(name: str) -> Any:
-    """The operator that returns the result of a collective."""
+    """Return the operator that finishes a collective."""
     return _operator("finish_" + name).default
 
 

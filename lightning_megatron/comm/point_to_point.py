@@ -145,7 +145,7 @@ class Buffers:
         self._free.append(buffer)
 
     def lend(self, buffer: Tensor) -> Tensor:
-        """The same bytes as a tensor whose end, with that of all its views, returns the buffer."""
+        """Return the bytes as a tensor; the buffer is free once it and all its views are gone."""
         lent = buffer.numpy().view(_Lent)
         weakref.finalize(lent, self._free.append, buffer).atexit = False
         return torch.from_numpy(lent)
@@ -305,7 +305,7 @@ class DeviceChannel:
         peer: global rank at the other end.
         group: the group of the device's backend.
         host: channel between the same two ranks on a gloo group.
-        device: where received tensors are allocated.
+        device: device of received tensors.
         meter: counts what is sent, and how long the device waits for it.
     """
 

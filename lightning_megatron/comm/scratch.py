@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 _SLACK = 1.25
-"""How much larger than needed a buffer may be."""
+"""Largest ratio of a buffer's size to the size that is needed."""
 
 
 class Scratch:
-    """Buffers that are lent and given back."""
+    """Pool of buffers that are taken and given back."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -33,7 +33,7 @@ class Scratch:
         return buffer[: numel * dtype.itemsize].view(dtype)
 
     def give(self, tensor: Tensor | None) -> None:
-        """Take back what `take` has lent; nobody may look at it any more."""
+        """Return a buffer of `take` to the pool; its user may not read it any more."""
         if tensor is not None and tensor.device.type == "cpu":
             storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self._free.append(storage)

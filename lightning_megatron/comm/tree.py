@@ -28,17 +28,17 @@ from lightning_megatron._torch import BroadcastOptions, GatherOptions, ScatterOp
 FAN = 32
 """Ranks of a group at most."""
 Fold: TypeAlias = Callable[[Tensor], Tensor]
-"""From ``[ranks, *shape]`` to ``[*shape]``, such as a maximum; the order of ranks is theirs."""
+"""Reduction of ``[ranks, *shape]`` to ``[*shape]``, such as a maximum, in rank order."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A group of the tree.
+    """Group of the tree.
 
     Attributes:
-        level: of the tree, 0 for groups of ranks of one machine.
+        level: level in the tree, 0 for groups of ranks of one machine.
         ranks: global ranks; the first leads.
-        spans: how many ranks each of them stands for: those below it, and itself.
+        spans: number of ranks that each member stands for: those below it, and itself.
     """
 
     level: int
@@ -52,7 +52,7 @@ def branches(machines: Sequence[Hashable], fan: int = FAN) -> list[Branch]:
     Groups of one rank are left out. The ranks that a rank stands for follow one another.
 
     Args:
-        machines: where each rank runs; ranks in a row on one machine make groups of the lowest
+        machines: machine of each rank; ranks in a row on one machine make groups of the lowest
             level.
         fan: ranks of a group at most.
 
@@ -96,8 +96,8 @@ class Tree:
     and contiguous.
 
     Args:
-        rank: of this process.
-        machines: as for `branches`; the same on all ranks.
+        rank: rank of this process.
+        machines: machine of each rank, the same list on all ranks (see `branches`).
         connect: makes the group of a branch, for its members: a gloo backend or process group.
         fan: ranks of a group at most.
     """
@@ -112,7 +112,7 @@ class Tree:
         self.rank, self.size = rank, len(machines)
         self.branches = branches(machines, fan)
         self.groups = [(b, connect(b)) for b in self.branches if rank in b.ranks]
-        """Those that this rank is in, the lowest first; it leads all but perhaps the last."""
+        """Branches that this rank is in, the lowest first; it leads all but perhaps the last."""
 
     def all_gather(self, local: Tensor) -> Tensor:
         """``[ranks, *shape]`` of every rank's tensor of that shape."""
@@ -134,7 +134,7 @@ class Tree:
         self.reduce(torch.zeros(1, dtype=torch.uint8), lambda rows: rows[0])
 
     def gather(self, local: Tensor, to: int = 0) -> Tensor | None:
-        """On one rank, what `all_gather` returns on all; None elsewhere."""
+        """Gather on one rank what `all_gather` returns on all; None elsewhere."""
         everything = self._up(local.unsqueeze(0))
         if to != 0:
             if everything is None and self._passes(to):
@@ -154,7 +154,7 @@ class Tree:
 
         Args:
             rows: ``[ranks, *shape]`` on that rank.
-            mine: of that shape.
+            mine: tensor of that shape.
             source: the rank that has them.
         """
         if source != 0:

@@ -26,8 +26,8 @@ def new_tree_group(
     """Make a tree over all processes; collective.
 
     Args:
-        machines: where each rank runs, the same on all ranks.
-        timeout: of a collective; torch's default when None.
+        machines: machine of each rank, the same list on all ranks.
+        timeout: timeout of a collective; torch's default when None.
     """
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
@@ -50,7 +50,7 @@ def _make(options: Any, machines: Any) -> "TreeGroup":
 
 
 class _Done(dist.Work):
-    """What a collective returns that is over."""
+    """Handle of a collective that is over."""
 
     @override
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -65,11 +65,11 @@ class TreeGroup(dist.ProcessGroup):
     """All processes, by way of a tree; for tensors in host memory.
 
     Args:
-        store: of this group alone.
-        rank: of this process.
-        timeout: of a collective.
-        name: of this group.
-        machines: where each rank runs.
+        store: store of this group alone.
+        rank: rank of this process.
+        timeout: timeout of a collective.
+        name: name of this group.
+        machines: machine of each rank.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TreeGroup(dist.ProcessGroup):
         return connect_gloo(store, self.rank(), ranks, self._timeout, full)
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What torch asks, in a process that is bound to a device, whether it can be split."""
+        """Backend that torch asks whether the group can be split, where a device is bound."""
         return self
 
     @property

@@ -26,7 +26,7 @@ from lightning_megatron.topology.meter import Meter
 
 @dataclass(frozen=True)
 class Wires:
-    """What transfers need besides their contents."""
+    """Groups, meter and memory that transfers need."""
 
     levels: Levels
     meter: Meter
@@ -39,10 +39,10 @@ class TwoLevelSum:
     Sums of a group run in the order in which they were begun; call `advance` in that order, too.
 
     Args:
-        wires: who takes part, where it is counted, memory.
+        wires: groups, meter and memory of the transfers.
         sizes: elements of the part of each rank, in the order of the group.
         fill: writes what this rank adds to the part of a rank into a tensor.
-        dtype: of the sum.
+        dtype: number format of the sum.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class TwoLevelGather:
     Gathers of a group are begun, and advance, in the same order on all ranks.
 
     Args:
-        wires: who takes part, where it is counted, memory.
+        wires: groups, meter and memory of the transfers.
         sizes: elements of the part of each rank, in the order of the group.
-        dtype: of the parts.
+        dtype: number format of the parts.
 
     Attributes:
-        parts: of every rank, in the order of the group; write this rank's before `start`.
+        parts: part of every rank, in group order; this rank's is written before `start`.
     """
 
     def __init__(self, wires: Wires, sizes: Sequence[int], dtype: torch.dtype) -> None:
@@ -179,7 +179,7 @@ class TwoLevelGather:
             self._wires.scratch.give(run)
 
     def _broadcast(self, runs: Sequence[Tensor], mine: int, group: dist.ProcessGroup) -> None:
-        """From each rank of a group its run to the others."""
+        """Send each rank's part to the other ranks of a group."""
         meter = self._wires.meter
         for rank, run in enumerate(runs):
             if run.numel():

@@ -1,13 +1,13 @@
-"""What all ranks know of each other in every batch, by one small collective.
+"""Votes of all ranks in every batch, settled by one small collective.
 
-Some decisions must be the same everywhere, or ranks wait for ever for a peer that has gone another
-way: to stop because one of them got a signal, to leave out a step because one of them found a loss
-that is not finite. Each such question registers a `Vote`. During a batch every rank puts a number
-into it; once per batch, after the backward and before the update, all votes are settled together.
-Each rank then sees the largest number of every vote, and of votes by rank what every rank has put.
+Some decisions must be the same on all ranks, or ranks wait for ever for a peer that decided
+otherwise: to stop because one rank got a signal, to skip a step because one rank found a loss that
+is not finite. Each such question registers a `Vote`. During a batch every rank puts a number into
+it; once per batch, after the backward and before the update, all votes are settled together. Each
+rank then sees the largest number of every vote and, of votes by rank, the number of every rank.
 
 The votes take the place of the broadcast by which Lightning tells the ranks of a SIGTERM before
-every batch. That broadcast only knows of a signal that reached rank 0, and goes through the device,
+every batch. That broadcast sends only signals that reached rank 0, and goes through the device,
 whose queue it empties. Votes stay on the host, and go up and down a tree (`comm.tree`): 8 bytes a
 vote, and 8 bytes a rank of each vote that is kept by rank.
 """
@@ -26,15 +26,15 @@ from lightning_megatron.errors import ConfigError
 
 
 class Vote:
-    """One number a batch of every rank.
+    """Number that every rank votes in each batch.
 
     Args:
-        name: says what it is, the same on every rank.
-        default: what a rank has put that has put nothing in this batch.
-        by_rank: whether the number of every rank is wanted, or the largest alone.
+        name: name of the vote, the same on every rank.
+        default: number of a rank that has put none in this batch.
+        by_rank: whether to keep the number of every rank, or only the largest.
 
     Attributes:
-        max: the largest number that was settled last; NaN if any is, and until then.
+        max: largest number of the last settled batch; NaN if any is, and before the first.
     """
 
     def __init__(self, name: str, default: float = 0.0, *, by_rank: bool = True) -> None:
@@ -71,7 +71,7 @@ class Vote:
         self._mine = self._default
 
     def take(self) -> float:
-        """What this rank has put, which is thereby used."""
+        """Return this rank's number and reset it to the default."""
         mine, self._mine = self._mine, self._default
         return mine
 
@@ -157,14 +157,14 @@ class PerBatchVotes:
         return [*columns, *((value,) for value in numbers[size * kept :])]
 
     def exchange(self, mine: Sequence[float]) -> list[tuple[float, ...]]:
-        """For each of some numbers, that of every rank; collective."""
+        """Gather each number from every rank; collective."""
         if self._tree is None or not mine:
             return [(value,) for value in mine]
         rows = self._tree.all_gather(_tensor(mine)).tolist()
         return list(zip(*rows, strict=True))
 
     def largest(self, mine: Sequence[float]) -> list[float]:
-        """For each of some numbers, the largest of all ranks, or NaN if one is; collective."""
+        """Reduce each number to the largest of all ranks, or NaN if one is; collective."""
         if self._tree is None or not mine:
             return list(mine)
         found: list[float] = self._tree.reduce(_tensor(mine), lambda rows: rows.amax(0)).tolist()

@@ -1,13 +1,13 @@
-"""Random numbers of a dataset: a function of (seed, epoch, sample), not of who reads it when.
+"""Random numbers of a dataset as a function of (seed, epoch, sample), on any worker and rank.
 
-A DataLoader worker is seeded once and draws on, so what a sample gets depends on how many samples
-that worker had read before: on the number of workers, of ranks, and on where a run was interrupted.
-Here Python's, numpy's and torch's generators are seeded before each sample is read, from its index,
-and a run that goes on in the midst of an epoch augments every sample as the uninterrupted run does.
+A DataLoader worker is seeded once, so the random numbers of a sample depend on how many samples the
+worker has read before: on the number of workers, of ranks, and on where a run was interrupted. Here
+Python's, numpy's and torch's generators are seeded before each sample is read, from its index, and
+a run that resumes in the middle of an epoch augments every sample as the uninterrupted run does.
 
-How it gets there: a loader fetches a batch by going through a list of indices, in its own process
-or in a worker, and reads each sample before it asks for the next index. `SampleIndices` is that
-list, and seeds as it is gone through. No dataset and no ``collate_fn`` is wrapped or replaced.
+A loader fetches a batch by iterating over a list of indices, in its own process or in a worker, and
+reads each sample before it asks for the next index. `SampleIndices` is that list, and seeds during
+the iteration. No dataset and no ``collate_fn`` is wrapped or replaced.
 
 Cost: 10 to 20 microseconds per sample, and 0.15 ms per batch to keep the main process' own
 generators out of it where there are no workers. A dataset that draws nothing can say so by an
@@ -38,19 +38,20 @@ def draws_random_numbers(dataset: Any) -> bool:
 
 
 class SampleIndices(list[Any]):
-    """Indices of one batch; whoever goes through them has each sample's random numbers.
+    """Indices of one batch, whose iteration seeds the generators for each sample.
 
     Args:
-        indices: of a map-style dataset, or anything for an iterable one.
-        seeds: of the samples, as many.
-        aside: the process' own generators, if the batch is read in it.
+        indices: indices of a map-style dataset, or anything for an iterable one.
+        seeds: seed of each sample.
+        aside: the process' own generators, if it reads the batch itself.
     """
 
     def __init__(
         self, indices: Sequence[Any], seeds: Sequence[int], aside: "Aside | None" = None
     ) -> None:
         super().__init__(indices)
-        self.seeds, self.aside = seeds, aside
+        self.seeds = seeds
+        self.aside = aside
 
     def __iter__(self) -> Iterator[Any]:
         if self.aside is not None:
@@ -85,11 +86,11 @@ class SampleSeeds:
 
     @staticmethod
     def of_epoch(seed: int, epoch: int, *stream: object) -> "SampleSeeds":
-        """Those of ``epoch``; ``stream`` tells apart what has equal indices."""
+        """Seeds of ``epoch``; ``stream`` distinguishes datasets with equal indices."""
         return SampleSeeds(derive_seed(seed, "samples", epoch, *stream))
 
     def __call__(self, index: Any) -> int:
-        """The seed of the sample ``index``."""
+        """Return the seed of the sample ``index``."""
         if not isinstance(index, int):
             return derive_seed(self.base, index)
         # splitmix64's finalizer: a hash of 64 bits at a tenth of the price of a cryptographic one.
@@ -100,18 +101,18 @@ class SampleSeeds:
 
 
 class Aside:
-    """Keeps the process' own generators while samples are read in it."""
+    """Store of the process' own generators while it reads samples."""
 
     def __init__(self) -> None:
         self._kept: HostRandomness | None = None
 
     def enter(self) -> None:
-        """From now on the generators may be seeded at will."""
+        """Store the generators, which may be seeded from now on."""
         if self._kept is None:
             self._kept = HostRandomness.capture()
 
     def leave(self) -> None:
-        """Bring back what they were."""
+        """Restore the generators."""
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.restore()
@@ -122,13 +123,13 @@ class Aside:
 
 @dataclass(frozen=True)
 class Collate:
-    """A ``collate_fn`` that ends the reading of a batch."""
+    """Function for ``collate_fn`` that ends the reading of a batch."""
 
     function: Any
     aside: Aside
 
     def __call__(self, samples: Any) -> Any:
-        """Collate, then return to the process' own random numbers."""
+        """Collate, then restore the process' own generators."""
         try:
             return self.function(samples)
         finally:

@@ -1,10 +1,10 @@
-"""Which samples are read, in what order, by whom: a pure function of three numbers.
+"""Sampler whose samples, order and division over ranks follow from three numbers.
 
-The order of an epoch is a function of (seed, epoch); where reading stands in it is the number of
-samples that the whole job has *consumed*. Neither knows how many ranks there are. Global batch
+The order of an epoch is a function of (seed, epoch); the position in it is the number of samples
+that the whole job has *consumed*. Neither depends on the number of ranks. Global batch
 ``j`` is ``order[consumed + j * B :][:B]``, whatever ``B`` is made of, and rank ``r`` of ``n`` reads
 every ``n``-th sample of it, ``batch[r::n]``: the ranks' batches together are the batch that one
-process would read, so a run may stop under one layout and go on under another.
+process would read, so a run may stop under one layout and resume under another.
 
 Cost. An epoch of ``N`` samples is one ``torch.randperm(N)``; to skip is to slice it. Nothing is
 iterated and no data is read: a million samples take 0.1 to 0.3 s (``benchmarks/resume.py``).
@@ -27,26 +27,26 @@ import torch
 from torch.utils.data import BatchSampler, Sampler
 
 _BLOCK = 65536
-"""Indices that are turned into Python integers at a time."""
+"""Number of indices that are converted to Python integers at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """What part of a global batch one rank reads."""
+    """Part of a global batch that one rank reads."""
 
     rank: int = 0
-    """Among those that read different samples."""
+    """Rank of this process among those that read different samples."""
     ranks: int = 1
-    """How many these are."""
+    """Number of ranks that read different samples."""
     batch_size: int = 1
-    """Samples of each rank's batch."""
+    """Number of samples of each rank's batch."""
     drop_last: bool = False
     """Whether an incomplete global batch is left out."""
     repeats: bool = True
     """Whether samples are read twice where fewer than ranks remain."""
 
     def share(self, order: Any, start: int = 0) -> Any:
-        """This rank's part of what follows ``start``; ``order`` is a tensor or a list."""
+        """Return this rank's part of ``order`` (a tensor or list) after ``start``."""
         rest = order[start:]
         left = len(rest) % (self.batch_size * self.ranks)
         if self.drop_last:
@@ -62,7 +62,7 @@ class Division:
         return rest[self.rank :: self.ranks]
 
     def length(self, samples: int) -> int:
-        """Of this rank's part of an epoch of ``samples``."""
+        """Length of this rank's part of an epoch of ``samples``."""
         full, left = divmod(samples, self.batch_size * self.ranks)
         share = 0
         if left and not self.drop_last:
@@ -70,22 +70,22 @@ class Division:
         return full * self.batch_size + share
 
     def batches(self, samples: int) -> int:
-        """In an epoch of ``samples``, on every rank."""
+        """Number of batches in an epoch of ``samples``, equal on every rank."""
         full, left = divmod(samples, self.batch_size * self.ranks)
         return full + int(left > 0 and not self.drop_last)
 
 
 class ResumableSampler(Sampler[int]):
-    """Every sample once per epoch, from any position, in an order that no layout changes.
+    """Sampler of every sample once per epoch, from any position, in the same order on any layout.
 
     The strategy puts one into every training loader with a map-style dataset that has no sampler of
     its own. Made by hand it goes into ``DataLoader(sampler=...)``; the strategy divides it among
     the data-parallel ranks, and takes it back to where a checkpoint was saved.
 
     Args:
-        source: the dataset, or the number of its samples.
+        source: dataset, or number of its samples.
         shuffle: whether each epoch has an order of its own.
-        seed: of these orders.
+        seed: seed of the orders.
 
     Example:
         >>> sampler = ResumableSampler(6, shuffle=False)
@@ -96,24 +96,25 @@ class ResumableSampler(Sampler[int]):
 
     def __init__(self, source: Sized | int, *, shuffle: bool = True, seed: int = 0) -> None:
         self._samples = source if isinstance(source, int) else len(source)
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle = shuffle
+        self._seed = seed
         self._division = Division()
         self._epoch = self._start = self._position = 0
 
     @property
     def epoch(self) -> int:
-        """Whose order is read."""
+        """Epoch whose order is read."""
         return self._epoch
 
     def divided(self, division: Division) -> "ResumableSampler":
-        """The same order, of which only one rank's share is read."""
+        """Return a sampler of one rank's share of the same order."""
         part = ResumableSampler(self._samples, shuffle=self._shuffle, seed=self._seed)
         part.seek(self._epoch, self._start)
         part._division = division
         return part
 
     def order(self) -> torch.Tensor:
-        """All indices of the current epoch, of all ranks."""
+        """Return all indices of the current epoch, of all ranks."""
         if not self._shuffle:
             return torch.arange(self._samples)
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
@@ -121,7 +122,8 @@ class ResumableSampler(Sampler[int]):
 
     def seek(self, epoch: int, consumed: int) -> None:
         """Begin the next pass in ``epoch``, after ``consumed`` samples of all ranks."""
-        self._epoch, self._start = epoch, consumed
+        self._epoch = epoch
+        self._start = consumed
         self._position = consumed
 
     def set_epoch(self, epoch: int) -> None:
@@ -142,14 +144,14 @@ class ResumableSampler(Sampler[int]):
                 yield index
 
     def __len__(self) -> int:
-        """Of a whole pass, on this rank."""
+        """Length of a whole pass on this rank."""
         return self._division.length(self._samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, epoch, and the samples handed out so far by all ranks together.
 
-        DataLoader workers ask ahead of what is trained on: who keeps this state by himself passes
-        the samples that were used to `seek`, as the strategy does.
+        DataLoader workers read ahead of training, so the strategy passes the number of samples that
+        were trained on to `seek`; code that keeps this state itself must do the same.
         """
         return {
             "samples": self._samples,
@@ -167,22 +169,23 @@ class ResumableSampler(Sampler[int]):
         """
         if state["samples"] != self._samples:
             raise ValueError(
-                f"the sampler stood in {state['samples']} samples, the dataset has {self._samples}"
+                f"the state is of {state['samples']} samples, the dataset has {self._samples}"
             )
-        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        self._seed = state["seed"]
+        self._shuffle = state["shuffle"]
         self.seek(state["epoch"], state["consumed"])
 
 
 class EvenBatches(BatchSampler):
-    """As many batches on every rank, of all of a rank's samples, each of them once.
+    """Batch sampler with equally many batches on every rank, of all its samples, each once.
 
     A rank whose samples do not suffice for a last batch makes one with the last sample of the batch
     before. Means over samples do not depend on how these are put into batches.
 
     Args:
         sampler: this rank's samples.
-        batch_size: of full batches; at least 2.
-        batches: how many are to be made: those that fit, or one more.
+        batch_size: size of full batches; at least 2.
+        batches: number of batches: those that fit, or one more.
 
     Example:
         >>> list(EvenBatches([5, 6, 7, 8], 2, 3)), list(EvenBatches([5, 6, 7], 2, 2))
@@ -204,5 +207,5 @@ class EvenBatches(BatchSampler):
                 yield batch
 
     def __len__(self) -> int:
-        """The same on every rank."""
+        """Number of batches, the same on every rank."""
         return self._batches

@@ -1,14 +1,14 @@
 """Byte-level text from plain files, with the Python standard library as the text everybody has.
 
 A byte-level model needs no tokenizer: its vocabulary is the 256 bytes. The files of a split are
-joined (a zero byte ends each one) into one `uint8` tensor in memory, which is cut into windows of
-`seq_len + 1` bytes; a window gives `seq_len` tokens and, shifted by one, `seq_len` labels. Windows
-share their border byte, so that every byte but the first is a label exactly once per epoch.
+joined (a zero byte ends each one) into one `uint8` tensor in memory, which is divided into windows
+of `seq_len + 1` bytes; a window gives `seq_len` tokens and, shifted by one, `seq_len` labels.
+Windows share their border byte, so that every byte but the first is a label exactly once per epoch.
 
 The split is by file and depends only on the sorted file names and the seed: no text of a
 validation file is seen in training, and every rank computes the same split without communication.
-Which windows a rank gets is the sampler's business: Lightning inserts a distributed sampler for
-the data-parallel ranks.
+The sampler decides which windows a rank gets: Lightning inserts a distributed sampler for the
+data-parallel ranks.
 """
 
 import glob
@@ -42,8 +42,8 @@ class ByteWindows(Dataset[dict[str, Tensor]]):
     """Consecutive windows over one tensor of bytes.
 
     Args:
-        text: `[n]`, uint8.
-        seq_len: tokens in a window.
+        text: bytes `[n]`, uint8.
+        seq_len: number of tokens in a window.
     """
 
     draws_random_numbers = False
@@ -73,12 +73,12 @@ class TextDataModule(pl.LightningDataModule):
     Args:
         files: paths and glob patterns (`**` descends into folders); the sources of the installed
             Python standard library by default. All machines of a job must hold the same files.
-        seq_len: tokens in a sequence.
-        batch_size: sequences in a batch of one data-parallel rank.
-        num_workers: loader processes of each rank.
-        val_fraction: part of the bytes, in whole files, that is kept for validation.
-        max_bytes: stop reading files at this size; the files are taken in a random order.
-        seed: decides the order of files, hence the split, and shuffles the training windows.
+        seq_len: number of tokens in a sequence.
+        batch_size: number of sequences in a batch of one data-parallel rank.
+        num_workers: number of loader processes of each rank.
+        val_fraction: share of the bytes, in whole files, that is kept for validation.
+        max_bytes: largest number of bytes to read; the files are taken in a random order.
+        seed: seed of the order of files, hence of the split, and of the training windows' order.
 
     Raises:
         ConfigError: an option is out of range, no file matches, or a split holds too little text.
@@ -127,7 +127,8 @@ class TextDataModule(pl.LightningDataModule):
                 if len(data) < least
             ]
         )
-        self._train, self._val = train, val
+        self._train = train
+        self._val = val
 
     @override
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
@@ -171,9 +172,9 @@ class TextDataModule(pl.LightningDataModule):
         )
 
     def _problems(self) -> list[str]:
-        """Return what is wrong with the options by themselves."""
+        """Return problems of the options by themselves."""
         problems = [
-            f"{name}={value}: must be at least {least}; nearest valid: {least}"
+            f"{name}={value}: must be at least {least}; nearest valid: {name}={least}"
             for name, value, least in (
                 ("seq_len", self.seq_len, 1),
                 ("batch_size", self.batch_size, 1),
@@ -184,7 +185,8 @@ class TextDataModule(pl.LightningDataModule):
         ]
         if not 0 < self.val_fraction < 1:
             problems.append(
-                f"val_fraction={self.val_fraction}: must lie between 0 and 1; nearest valid: 0.05"
+                f"val_fraction={self.val_fraction}: must lie between 0 and 1; "
+                "nearest valid: val_fraction=0.05"
             )
         return problems
 

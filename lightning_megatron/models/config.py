@@ -1,6 +1,6 @@
-"""The sizes that make a decoder-only transformer, and those of some known models.
+"""Sizes of a decoder-only transformer, and those of some known models.
 
-Arithmetic only: imports no torch, so that planning and ``--help`` are quick.
+The file imports no torch, so that planning and ``--help`` are quick.
 """
 
 import difflib
@@ -33,22 +33,22 @@ class TransformerConfig:
     """Architecture of a decoder-only transformer; the defaults are Llama's choices.
 
     Raises:
-        ConfigError: sizes that do not fit each other, all of them at once.
+        ConfigError: sizes do not fit each other; lists all problems.
     """
 
     vocab_size: int = 256
-    """Rows of the table of embeddings, and of the head."""
+    """Number of rows of the table of embeddings, and of the head."""
     vocab_padding: int = 0
-    """How many rows at the end of the vocabulary stand for no token: they make its size divisible
-    by tp. They are never predicted, and left out of exports to Hugging Face."""
+    """Number of rows at the end of the vocabulary that stand for no token: they make its size
+    divisible by tp. They are never predicted, and left out of exports to Hugging Face."""
     hidden_size: int = 256
     """Size of the residual stream."""
     num_layers: int = 4
     """Number of blocks."""
     num_heads: int = 8
-    """Query heads of every block."""
+    """Number of query heads of every block."""
     num_kv_heads: int | None = None
-    """Key-value heads; as many as query heads when None."""
+    """Number of key-value heads; that of query heads when None."""
     head_dim: int | None = None
     """Size of each head; ``hidden_size / num_heads`` when None."""
     mlp_size: int | None = None
@@ -61,23 +61,23 @@ class TransformerConfig:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Kind of normalisation, before attention, before the MLP and after the last block."""
     norm_eps: float = 1e-5
-    """Added to the variance (layernorm) or mean square (rmsnorm)."""
+    """Number added to the variance (layernorm) or mean square (rmsnorm)."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """How the model knows the order of tokens."""
+    """Kind of position embedding."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"
-    """How rotary frequencies are slowed down for long sequences (`layers.rotary.RopeScaling`)."""
+    """Scaling of rotary frequencies for long sequences (`layers.rotary.RopeScaling`)."""
     rope_factor: float = 1.0
-    """By how much they are slowed down."""
+    """Divisor of rotary frequencies."""
     rope_low_freq_factor: float = 1.0
-    """llama3: what turns less often than this in ``rope_original_length`` is slowed down fully."""
+    """llama3: frequencies with fewer turns in ``rope_original_length`` are divided in full."""
     rope_high_freq_factor: float = 4.0
-    """llama3: what turns more often than this keeps its frequency."""
+    """llama3: frequencies with more turns in ``rope_original_length`` are kept."""
     rope_original_length: int = 8192
-    """llama3: longest sequence before the frequencies were scaled."""
+    """llama3: length of the longest sequence before the frequencies were scaled."""
     sliding_window: int | None = None
-    """How many positions attention sees, itself included; all before it when None."""
+    """Number of positions that each one sees, itself included; all before it when None."""
     qk_norm: bool = False
     """Whether each head's queries and keys go through an RMS norm of their own (Qwen3)."""
     qkv_bias: bool = False
@@ -91,11 +91,11 @@ class TransformerConfig:
     tied_embeddings: bool = False
     """Whether the head uses the table of token embeddings."""
     dropout: float = 0.0
-    """Dropout on the embeddings and on what each half of a block adds to the residual stream."""
+    """Dropout on the embeddings and on the output of each half of a block."""
     attention_dropout: float = 0.0
     """Dropout on the attention weights."""
     attention_backend: AttentionBackend = "sdpa"
-    """What computes attention (`layers.attention_backends`); results differ by rounding only."""
+    """Kernel of attention (`layers.attention_backends`); results differ by rounding only."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; those that write to the residual stream get
     ``init_std / sqrt(2 * num_layers)`` (GPT-2)."""
@@ -147,14 +147,14 @@ class TransformerConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> "TransformerConfig":
-        """The sizes of a known model, with some of them changed.
+        """Return the sizes of a known model, with some of them changed.
 
         Args:
-            name: one of `preset_names`.
+            name: name of a preset (`preset_names`).
             **overrides: fields of this class.
 
         Raises:
-            ConfigError: there is no such preset or field.
+            ConfigError: the preset or a field is unknown.
 
         Example:
             >>> TransformerConfig.preset("llama3-8b", num_layers=2).hidden_size
@@ -171,7 +171,7 @@ class TransformerConfig:
 
     @classmethod
     def field_problems(cls, names: Iterable[str], prefix: str = "") -> list[str]:
-        """Sentences about ``names`` that are no fields; ``prefix`` is where the user wrote them."""
+        """Problems of ``names`` that are no fields; ``prefix`` is the option that holds them."""
         fields = list(cls.__dataclass_fields__)
         problems = []
         for name in (name for name in names if name not in fields):
@@ -184,7 +184,7 @@ class TransformerConfig:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The models that `TransformerConfig.preset` knows."""
+    """Return the names that `TransformerConfig.preset` knows."""
     return tuple(_PRESETS)
 
 
@@ -206,7 +206,9 @@ def _own_problems(config: TransformerConfig) -> list[str]:
         if not 0.0 <= (value := getattr(config, name)) < 1.0
     ]
     if config.rope_factor <= 0:
-        problems.append(f"rope_factor={config.rope_factor}: must be positive; nearest valid: 1.0")
+        problems.append(
+            f"rope_factor={config.rope_factor}: must be positive; nearest valid: rope_factor=1.0"
+        )
     if config.rope_low_freq_factor >= config.rope_high_freq_factor:
         problems.append(
             f"rope_low_freq_factor={config.rope_low_freq_factor}, rope_high_freq_factor="

@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations of a transformer, as arithmetic.
+"""Numbers of parameters and floating-point operations of a transformer.
 
 A product of ``[m, k]`` and ``[k, n]`` is ``2 m k n`` operations; its two gradients cost as much
 each, so a training step is three forward passes (recomputed activations are not counted: this is
@@ -9,8 +9,8 @@ Attention over ``s`` tokens makes ``s`` scores per token and head. Under a causa
 are never used, and good kernels do not compute them. Tables in the literature differ:
 ``causal="full"`` counts all of them (PaLM, Megatron-LM, nanoGPT), ``causal="half"`` counts
 ``s^2 / 2`` (FlashAttention). A sliding window makes no difference to either: its
-mask is applied to all scores. At ``s = 2048`` and 7 billion parameters the choice moves MFU by some
-3 %, at 32k tokens by a third, so say which.
+mask is applied to all scores. At ``s = 2048`` and 7 billion parameters the choice changes MFU by
+some 3 %, at 32k tokens by a third, so reports must name it.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ParameterCount:
     embedding: int
     """Tables of tokens and, where learned, positions."""
     attention: int
-    """The four projections of one block, and where they exist the norms of queries and keys."""
+    """The four projections of one block, and its norms of queries and keys."""
     mlp: int
     """The MLP of one block."""
     block_norms: int

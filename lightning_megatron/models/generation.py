@@ -1,12 +1,12 @@
-"""Writing text: one token after the other, each chosen from the logits of those before it.
+"""Text generation: one token after the other, chosen from the logits of the tokens before it.
 
-The prompt goes through the network once; then every new token alone, with the keys and values of
-all before it from a cache (`layers.kv_cache`). Prompts of different lengths are padded on the left,
-so that all of them end, and go on, at the same place; padding is not seen by anything.
+The prompt goes through the network once, then every new token alone, with the keys and values of
+all tokens before it from a cache (`layers.kv_cache`). Prompts of different lengths are padded on
+the left, so that all of them end at the same position; no position attends to padding.
 
 Under tp every rank runs its part of the network on the same tokens, the logits of the last position
-are gathered, and the first rank's choice is everybody's. This is for looking at a model while it
-trains and for checking an export; to serve one, export it
+are gathered, and all ranks use the first rank's choice. Generation is for looking at a model while
+it trains and for checking an export; to serve a model, export it
 (`checkpoint.offline.huggingface.export_model`).
 
 Legend: b batch, s length of the prompt, v vocabulary.
@@ -50,19 +50,19 @@ def generate(
     ZeRO 1 to 3 the call belongs in a step (``validation_step``), where the parameters are there.
 
     Args:
-        model: a `Transformer` or `LanguageModel`, or a module with their ``trunk`` and ``config``.
-        tokens: the prompts, ``[b, s]``.
-        max_new_tokens: how many tokens to add, at most.
-        temperature: divides the logits before one is drawn; 0 takes the likeliest.
-        top_k: draw from the so many likeliest tokens only.
-        top_p: draw from the fewest likeliest tokens that have this probability together (Holtzman
-            et al., arXiv 1904.09751).
-        stop_token: a prompt that has reached it is finished, and filled up with it.
-        is_token: ``[b, s]``, False where a prompt is padded on the left; all True when None.
-        generator: source of the draws.
+        model: `Transformer` or `LanguageModel`, or a module with their ``trunk`` and ``config``.
+        tokens: prompts ``[b, s]``.
+        max_new_tokens: largest number of tokens to add.
+        temperature: divisor of the logits before a token is drawn; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to draw from.
+        top_p: probability of the smallest set of likeliest tokens to draw from (Holtzman et al.,
+            arXiv 1904.09751).
+        stop_token: token that ends a prompt, which is then filled up with it.
+        is_token: mask ``[b, s]``, False where a prompt is padded on the left; all True when None.
+        generator: generator of the random numbers.
 
     Returns:
-        The prompts with what was added, ``[b, s + n]``, where ``n`` is ``max_new_tokens`` or less
+        The prompts with the new tokens, ``[b, s + n]``, where ``n`` is ``max_new_tokens`` or less
         if all are finished.
 
     Raises:
@@ -97,7 +97,7 @@ def generate(
 
 
 class _Network:
-    """The model, as this rank holds it."""
+    """Model as this rank holds it."""
 
     def __init__(self, model: nn.Module) -> None:
         trunk, config = getattr(model, "trunk", None), getattr(model, "config", None)
@@ -112,11 +112,12 @@ class _Network:
         self._topology: Topology | None = next((m.topology for m in layers), None)
 
     def problems(self, tokens: Tensor, max_new_tokens: int, is_token: Tensor | None) -> list[str]:
-        """Reasons why it cannot continue these prompts."""
+        """Reasons why the model cannot continue these prompts."""
         problems = []
         if max_new_tokens < 1:
             problems.append(
-                f"max_new_tokens={max_new_tokens}: must be at least 1; nearest valid: 1"
+                f"max_new_tokens={max_new_tokens}: must be at least 1; "
+                "nearest valid: max_new_tokens=1"
             )
         if tokens.dim() != 2 or not tokens.numel():
             problems.append(f"tokens of shape {tuple(tokens.shape)}: must be [batch, length]")
@@ -153,7 +154,7 @@ class _Network:
         return problems
 
     def _is_sharded(self) -> bool:
-        """Whether parameters are in parts that no call of the trunk puts together."""
+        """Whether parameters are sharded and no call of the trunk gathers them."""
         return any(
             isinstance(parameter, DTensor)
             for run in self.trunk.stage_items
@@ -164,11 +165,11 @@ class _Network:
         )
 
     def next_logits(self, fresh: Tensor, seen: Tensor, cache: KeyValueCache) -> Tensor:
-        """Logits ``[b, v]`` after the last token.
+        """Compute the logits ``[b, v]`` after the last token.
 
         Args:
-            fresh: tokens that have not been read, ``[b, n]``.
-            seen: which of all tokens up to them are no padding, ``[b, length]``.
+            fresh: new tokens ``[b, n]``.
+            seen: mask ``[b, length]`` of all tokens so far, False for padding.
             cache: keys and values of the tokens before.
         """
         new, length = fresh.shape[1], seen.shape[1]
@@ -183,7 +184,7 @@ class _Network:
         return found
 
     def agree(self, chosen: Tensor) -> Tensor:
-        """The choice of the first tp rank."""
+        """Return the choice of the first tp rank."""
         topology = self._topology
         if topology is not None and topology.tp.group is not None:
             chosen = chosen.contiguous()
@@ -191,7 +192,7 @@ class _Network:
         return chosen
 
     def all_ranks(self, value: bool) -> bool:
-        """Whether it is true on all data-parallel ranks: under ZeRO they run in step."""
+        """Whether ``value`` is true on all data-parallel ranks, which under ZeRO run in step."""
         topology = self._topology
         if topology is None or topology.batch.group is None:
             return value
@@ -202,7 +203,7 @@ class _Network:
 
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
-    """How a token is chosen."""
+    """Rule by which a token is chosen."""
 
     temperature: float
     top_k: int | None
@@ -210,16 +211,17 @@ class _Choice:
     generator: torch.Generator | None
 
     def problems(self) -> list[str]:
-        """What is out of range."""
+        """Problems of the options."""
         problems = []
         if self.temperature < 0:
             problems.append(
-                f"temperature={self.temperature}: must not be negative; nearest valid: 0.0"
+                f"temperature={self.temperature}: must not be negative; "
+                "nearest valid: temperature=0.0"
             )
         if self.top_k is not None and self.top_k < 1:
-            problems.append(f"top_k={self.top_k}: must be at least 1; nearest valid: 1")
+            problems.append(f"top_k={self.top_k}: must be at least 1; nearest valid: top_k=1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            problems.append(f"top_p={self.top_p}: must lie in (0, 1]; nearest valid: 1.0")
+            problems.append(f"top_p={self.top_p}: must lie in (0, 1]; nearest valid: top_p=1.0")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             problems.append(
                 "top_k, top_p with temperature=0: nothing is drawn; nearest valid: temperature=1.0"
@@ -227,7 +229,7 @@ class _Choice:
         return problems
 
     def of(self, logits_bv: Tensor) -> Tensor:
-        """One token of each row, ``[b]``."""
+        """Choose one token for each row, ``[b]``."""
         if self.temperature == 0:
             return logits_bv.argmax(-1)
         scaled_bv = logits_bv.to(torch.promote_types(logits_bv.dtype, torch.float32))
@@ -249,7 +251,7 @@ class _Choice:
 
 @contextmanager
 def _evaluating(model: nn.Module, trunk: PipelineSequential) -> Iterator[None]:
-    """Without dropout; afterwards every module is in the mode it was in."""
+    """Context without dropout; afterwards every module is back in its mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,8 +1,8 @@
 """``config.json`` of the Hugging Face library, to and from `TransformerConfig`; arithmetic only.
 
-The library has a class of its own for every family of models; ours has one with options. What a
-family cannot express, or ours has not, is refused by name, all of it at once: a weight that is left
-out or a setting that is overlooked makes a model that is wrong by a little, which nobody notices.
+The library has a class for every family of models; this package has one class with options. Options
+that the other side cannot express are refused by name, all at once: a weight that is left out or a
+setting that is overlooked makes a model that is slightly wrong, which nobody notices.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ def family_of(config: TransformerConfig) -> str:
     """Return the ``model_type`` that a model can be written as.
 
     Raises:
-        ConfigError: no family has all of its options; says what stands against each.
+        ConfigError: no family has all of its options; lists the problems of each family.
     """
     found = {name: misfits(config, name) for name in FAMILIES}
     for name, problems in found.items():
@@ -50,7 +50,7 @@ def family_of(config: TransformerConfig) -> str:
 
 
 def misfits(config: TransformerConfig, model_type: str) -> list[str]:
-    """Return what a family cannot express of a model."""
+    """Return the options of a model that a family cannot express."""
     family = FAMILIES[_known(model_type)]
     problems = [
         f"{name}={getattr(config, name)}: {model_type} needs {value}"
@@ -172,11 +172,11 @@ def config_from_hugging_face(
     """Return the sizes of a model from its ``config.json``.
 
     Args:
-        config: the content of the file.
-        pad_vocab_to_multiple: make the vocabulary larger until this divides it, so that tp can.
+        config: content of the file.
+        pad_vocab_to_multiple: divisor to which the vocabulary is padded, so that tp divides it.
 
     Raises:
-        ConfigError: the model has something that ours has not; names everything.
+        ConfigError: the model has settings that `TransformerConfig` has not; lists all.
     """
     kind = str(config.get("model_type"))
     family = FAMILIES[_known(kind)]
@@ -184,7 +184,10 @@ def config_from_hugging_face(
     problems = [f"config.json has no {name}" for name in names if name not in config]
     problems += _common_problems(config)
     if pad_vocab_to_multiple < 1:
-        problems.append(f"pad_vocab_to_multiple={pad_vocab_to_multiple}: must be at least 1")
+        problems.append(
+            f"pad_vocab_to_multiple={pad_vocab_to_multiple}: must be at least 1; "
+            "nearest valid: pad_vocab_to_multiple=1"
+        )
     raise_if_any(problems)
     fields = {ours: config[theirs] for theirs, ours in names.items()}
     read = _read_gpt2 if kind == "gpt2" else _read_rotary
@@ -298,7 +301,7 @@ def _rope(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _window(given: Mapping[str, Any], kind: str) -> tuple[int | None, list[str]]:
-    """The sliding window of all layers."""
+    """Sliding window of all layers, and problems."""
     window = given.get("sliding_window")
     if kind == "llama" or window is None:
         return None, []

@@ -1,7 +1,7 @@
-"""The families of models of the Hugging Face library that `hf_config` reads and writes.
+"""Families of models of the Hugging Face library that `hf_config` reads and writes.
 
-What a family has no choice about, and what its class takes for settings that a file leaves out:
-files on the hub leave out what is a default, so the defaults are part of the format.
+Each has settings without a choice, and defaults of its class: files on the hub leave out settings
+with the default value, so the defaults are part of the format.
 """
 
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ _ROTARY = {"norm": "rmsnorm", "positions": "rotary"}
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One class of models of the library."""
+    """Class of models of the library."""
 
     architecture: str
-    """Its name there."""
+    """Name of the class there."""
     fixed: Mapping[str, Any]
-    """Attributes of `TransformerConfig` that it has no choice about."""
+    """Attributes of `TransformerConfig` with the only value that the family has."""
     activations: Mapping[str, str]
-    """Names of the activations there, and here; the first of several names is written."""
+    """Names of activations there and here; the first of several names is written."""
     defaults: Mapping[str, Any]
-    """Values of its class for what a file leaves out."""
+    """Values of settings that a file leaves out."""
 
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -98,4 +98,4 @@ FAMILIES: Mapping[str, Family] = {
         defaults={**_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
 }
-"""By ``model_type``, in the order in which `family_of` tries them."""
+"""Families by ``model_type``, in the order in which `family_of` tries them."""

@@ -31,7 +31,7 @@ from lightning_megatron.topology.degrees import Degrees
 
 
 class InputEmbedding(nn.Module):
-    """Tokens to the residual stream: ``[b, s]`` to ``[b, s, h]``.
+    """Embedding of tokens ``[b, s]`` into the residual stream ``[b, s, h]``.
 
     Args:
         config: sizes of the model.
@@ -49,12 +49,12 @@ class InputEmbedding(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def problems(self, degrees: Degrees) -> list[str]:
-        """Reasons why it cannot be split over ``degrees``."""
+        """Reasons why the embedding cannot be split over ``degrees``."""
         return vocabulary_problems(self.tokens.num_embeddings, degrees)
 
     @override
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Embed; ``positions`` matter where they are learned."""
+        """Embed tokens; ``positions`` count where they are learned."""
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(tokens, positions)
@@ -116,7 +116,7 @@ class TransformerBlock(nn.Module):
 
 
 class Head(ColumnParallelLinear):
-    """The output projection: ``[b, s, h]`` to logits ``[b, s, vocab_size]``, split over tp.
+    """Output projection: ``[b, s, h]`` to logits ``[b, s, vocab_size]``, split over tp.
 
     Where the last columns stand for no token (``vocab_padding``), their logits are the smallest
     number there is, so that they have no probability and no gradient in any loss that is a function
@@ -147,7 +147,7 @@ class Head(ColumnParallelLinear):
 
 
 class Transformer(nn.Module):
-    """A language model: tokens ``[b, s]`` to logits ``[b, s, vocab_size]``, split over tp.
+    """Language model: tokens ``[b, s]`` to logits ``[b, s, vocab_size]``, split over tp.
 
     Args:
         config: sizes of the model.
@@ -168,12 +168,12 @@ class Transformer(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Logits of the next token at every position.
+        """Compute the logits of the next token at every position.
 
         Args:
             tokens: ``[b, s]``.
             positions: ``[s]`` or ``[b, s]``; ``0 .. s - 1`` when None.
-            mask: in place of the causal mask; see `CausalSelfAttention`.
+            mask: mask in place of the causal one; see `CausalSelfAttention`.
         """
         given = {"positions": positions, "mask": mask}
         kwargs = {name: value for name, value in given.items() if value is not None}
@@ -184,11 +184,11 @@ class Transformer(nn.Module):
 def build_trunk(
     config: TransformerConfig, make_head: Callable[[], ColumnParallelLinear] | None = None
 ) -> PipelineSequential:
-    """The items of `Transformer`, ready to be cut into pipeline stages.
+    """Build the items of `Transformer`, which a pipeline divides into stages.
 
     Args:
         config: sizes of the model.
-        make_head: makes another output projection than the usual one, with the same parameters.
+        make_head: function that makes another output projection, with the same parameters.
     """
     rotary = _rotary(config) if config.positions == "rotary" else None
     embedding = InputEmbedding(config)

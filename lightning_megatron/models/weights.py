@@ -1,12 +1,13 @@
 """Names and shapes of weights here and in models of the Hugging Face library.
 
-Llama, Qwen and Mistral differ from ours in names only: both keep the projections apart, use the
-same rotary pairing and store ``[out, in]`` matrices. GPT-2 stores ``[in, out]`` matrices and has
-queries, keys and values in one. So every tensor there is one or more of ours, joined along the
-output dim and perhaps transposed (`Weight`); the rows of a padded vocabulary are cut off.
+Llama, Qwen and Mistral differ from `Transformer` in names only: both keep the projections apart,
+use the same rotary pairing and store ``[out, in]`` matrices. GPT-2 stores ``[in, out]`` matrices
+and has queries, keys and values in one. So every tensor there is one or more tensors here,
+concatenated along the output dim and perhaps transposed (`Weight`), without the rows of a padded
+vocabulary.
 
-`weights_of` lists all tensors of a model, one by one, so that neither direction ever needs more
-than one of them in memory, and what is missing or superfluous is known before a byte is read.
+`weights_of` lists all tensors of a model, one by one, so that neither direction needs more than one
+of them in memory, and missing or superfluous tensors are known before a byte is read.
 """
 
 import re
@@ -50,27 +51,27 @@ _COMPUTED = re.compile(r".*\.rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One tensor of a Hugging Face model."""
+    """Tensor of a Hugging Face model."""
 
     name: str
-    """Its name there."""
+    """Name there."""
     shape: tuple[int, ...]
-    """Its shape there."""
+    """Shape there."""
     ours: tuple[str, ...]
-    """The tensors here that it consists of, joined along their dim 0."""
+    """Names of the tensors here that it consists of, concatenated along dim 0."""
     sizes: tuple[int, ...]
-    """Rows of each of them."""
+    """Number of rows of each of these tensors."""
     transposed: bool = False
     """Whether it is stored ``[in, out]``."""
 
     def to_theirs(self, parts: Sequence[Tensor]) -> Tensor:
-        """Make it of whole tensors of ours; a view where that is possible."""
+        """Make the tensor from whole tensors of this package; a view where possible."""
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         whole = whole.t() if self.transposed else whole
         return whole[: self.shape[0]]
 
     def to_ours(self, whole: Tensor) -> list[Tensor]:
-        """Take it apart; views, but for a vocabulary that is padded with zeros."""
+        """Split the tensor into those of this package; views, unless a vocabulary is padded."""
         rows = whole.t() if self.transposed else whole
         missing = sum(self.sizes) - rows.shape[0]
         if missing:
@@ -83,7 +84,7 @@ def weights_of(config: TransformerConfig, model_type: str | None = None) -> list
 
     Args:
         config: sizes of the model.
-        model_type: the family; the one that fits when None.
+        model_type: name of the family; the one that fits when None.
 
     Raises:
         ConfigError: the family cannot express an option.
@@ -106,7 +107,7 @@ def shapes_of(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _names(config: TransformerConfig, kind: str) -> Iterator[tuple[str, str]]:
-    """All names there with the names here, of tensors that a model of this kind may have."""
+    """Names there and here of all tensors that a model of this family may have."""
     gpt2 = kind == "gpt2"
     root, blocks = ("transformer", "h") if gpt2 else ("model", "layers")
     yield f"{root}.{'wte' if gpt2 else 'embed_tokens'}.weight", EMBEDDING
@@ -152,12 +153,12 @@ def match_names(
     A checkpoint of the base model has names without the first part (``h.0.ln_1.weight``).
 
     Args:
-        weights: what the model consists of.
-        found: the names of the checkpoint.
+        weights: tensors of the model.
+        found: names in the checkpoint.
         tied_embeddings: whether a head is a copy of the table, and not needed.
 
     Returns:
-        The name in the checkpoint of every weight, by its own; and what is wrong.
+        The name in the checkpoint of every weight, by its own name; and problems.
     """
     names = [n for n in found if not _COMPUTED.fullmatch(n)]
     if tied_embeddings:
@@ -185,7 +186,7 @@ def from_hugging_face(
     Args:
         state: all weights of the model, by their names there.
         config: sizes of the model.
-        model_type: the family; the one that fits when None.
+        model_type: name of the family; the one that fits when None.
 
     Raises:
         ConfigError: a weight is missing, superfluous or of another shape; lists all.
@@ -213,9 +214,9 @@ def to_hugging_face(
     """Weights of a `Transformer` under the names of a Hugging Face model, whole and in memory.
 
     Args:
-        state: all weights of the model, by our names.
+        state: all weights of the model, by the names of `Transformer`.
         config: sizes of the model.
-        model_type: the family; the one that fits when None.
+        model_type: name of the family; the one that fits when None.
 
     Raises:
         ConfigError: the family cannot express the model, or a weight is missing.

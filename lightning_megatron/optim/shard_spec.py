@@ -1,4 +1,4 @@
-"""Which part of a parameter of the whole model a rank holds, and which ranks hold the others.
+"""Specs of sharded parameters: the part that a rank holds, and the ranks that hold the others.
 
 Axes of the layout shard a parameter one after the other: tensor parallelism takes a slice along one
 dimension, ZeRO shards that slice along dimension 0 (unevenly, where it does not divide). A
@@ -37,7 +37,7 @@ def rows_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardAxis:
-    """How the ranks of one axis share a parameter."""
+    """Axis of ranks that share a parameter."""
 
     name: str
     """Name of the axis; axes of several parameters with one name have the same group."""

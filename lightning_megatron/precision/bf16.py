@@ -1,9 +1,9 @@
-"""bfloat16: parameters that are narrow themselves, or narrow copies of float32 parameters.
+"""bfloat16 training: parameters in bfloat16, or bfloat16 copies of float32 parameters.
 
 bfloat16 has the range of float32 and 8 significant bits. ``bf16-true`` keeps parameters and
-optimizer state in it, half the memory, where an update below 1/512 of a weight is lost to rounding
-(unless it is rounded at random, `precision.stochastic`). ``bf16-mixed`` keeps float32 and gathers
-and multiplies narrow copies. Both reduce gradients in float32 unless told otherwise.
+optimizer state in it, half the memory; an update below 1/512 of a weight is then lost to rounding
+(unless it is rounded at random, `precision.stochastic`). ``bf16-mixed`` keeps float32 parameters,
+and gathers and multiplies bfloat16 copies. Both reduce gradients in float32 by default.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from lightning_megatron.topology.rng import derive_seed
 
 
 class HalfShardedPrecision(ShardedPrecision, HalfPrecision):
-    """``bf16-true``."""
+    """Plugin of ``bf16-true``."""
 
     _fitted: Optimizer | None = None
 
@@ -48,16 +48,16 @@ class HalfShardedPrecision(ShardedPrecision, HalfPrecision):
 
 
 def _lent(role: ParameterRole) -> Tensor:
-    """What an optimizer holds of a parameter while it steps."""
+    """Tensor that an optimizer holds in place of a parameter during a step."""
     if role.rows is not None:
         return role.rows.values
     return shard_of(role.parameter) if isinstance(role.parameter, DTensor) else role.parameter
 
 
 def _fit_state(optimizer: Optimizer) -> None:
-    """Give state the format of its parameter, which torch's optimizers ask for.
+    """Convert state to its parameter's dtype, as torch's optimizers require.
 
-    A run that rounded at random has left it in float32.
+    A run with stochastic rounding leaves state in float32.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return
@@ -71,17 +71,18 @@ class Bf16TruePrecision(HalfShardedPrecision):
     """``bf16-true`` with options: ``Trainer(plugins=Bf16TruePrecision(stochastic_rounding=True))``.
 
     Args:
-        stochastic_rounding: whether updates are rounded to weights at random, true on average, so
-            that small ones count (`precision.stochastic`).
+        stochastic_rounding: whether updated weights are rounded at random, right on average, so
+            that small updates count (`precision.stochastic`).
 
     Raises:
-        ConfigError: the option is neither True nor False.
+        ConfigError: ``stochastic_rounding`` is neither True nor False.
     """
 
     def __init__(self, stochastic_rounding: bool = False) -> None:
         raise_if_any(switches(stochastic_rounding=stochastic_rounding))
         super().__init__("bf16-true")
-        self._stochastic, self._steps = stochastic_rounding, 0
+        self._stochastic = stochastic_rounding
+        self._steps = 0
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -121,18 +122,18 @@ class Bf16TruePrecision(HalfShardedPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, from which the random bits follow."""
+        """Number of steps, which seeds the random bits."""
         return {**super().state_dict(), "steps": self._steps}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         super().load_state_dict(state_dict)
         self._steps = int(state_dict["steps"])
 
 
 class MixedShardedPrecision(ShardedPrecision, MixedPrecision):  # type: ignore[misc]
-    """``bf16-mixed``."""
+    """Plugin of ``bf16-mixed``."""
 
     _reduction = torch.float32
 
@@ -146,11 +147,11 @@ class Bf16MixedPrecision(MixedShardedPrecision):
     """``bf16-mixed`` with options: ``Trainer(plugins=Bf16MixedPrecision(reduce_dtype="bf16"))``.
 
     Args:
-        reduce_dtype: format in which gradients are added up over microbatches of a step below
-            ``zero=2``, and reduced: ``"fp32"``, or ``"bf16"`` for half the bytes on the wire.
+        reduce_dtype: number format in which gradients are reduced (and, below ``zero=2``, added up
+            over microbatches): ``"fp32"``, or ``"bf16"`` for half the bytes on the wire.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: ``reduce_dtype`` is another format.
     """
 
     def __init__(self, reduce_dtype: Literal["fp32", "bf16"] = "fp32") -> None:

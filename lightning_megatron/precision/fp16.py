@@ -1,4 +1,4 @@
-"""float16, whose range is so small that gradients need a scale (`precision.loss_scale`)."""
+"""float16 training, whose small range makes a scaled loss necessary (`precision.loss_scale`)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,24 +20,24 @@ from lightning_megatron.precision.sharded import ShardedPrecision
 
 
 class Fp16Precision(ShardedPrecision, MixedPrecision):
-    """``16-mixed``: float16 products with a loss scale on which all ranks agree.
+    """Plugin of ``16-mixed``: float16 products with a loss scale on which all ranks agree.
 
-    ``Trainer(precision="16-mixed")`` makes one with the defaults; on CPUs Lightning turns that into
+    ``Trainer(precision="16-mixed")`` makes one with the defaults; on CPUs Lightning makes it
     ``bf16-mixed``, and only ``Trainer(plugins=Fp16Precision())`` runs float16. A step whose
     gradients overflow on any rank is skipped on all: weights, optimizer state and learning rate
     schedules that count steps stay as they are. ``optim/loss_scale`` and ``optim/skipped_steps``
     are logged, and kept in checkpoints. (Lightning's ``global_step`` counts skipped steps too.)
 
     Args:
-        initial_scale: of the loss at the first step.
-        growth_factor: of the scale after ``growth_interval`` good steps in a row.
-        backoff_factor: of the scale after a skipped step.
-        growth_interval: good steps in a row before the scale grows.
-        min_scale: the scale does not fall below it; gradients that are not finite even there end
-            the run with a FloatingPointError.
+        initial_scale: scale of the loss at the first step.
+        growth_factor: factor of the scale after ``growth_interval`` good steps in a row.
+        backoff_factor: factor of the scale after a skipped step.
+        growth_interval: number of good steps in a row before the scale grows.
+        min_scale: lowest scale; gradients that are not finite even there end the run with a
+            FloatingPointError.
 
     Raises:
-        ConfigError: an argument makes no sense.
+        ConfigError: an argument is out of range.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
             initial_scale, growth_factor, backoff_factor, growth_interval, min_scale
         )
         self._finite: dict[Optimizer, bool] = {}
-        """By optimizers from whose gradients the scale was taken: whether all were finite."""
+        """Whether all gradients were finite, for each optimizer whose gradients are unscaled."""
 
     @property
     @override
@@ -69,7 +69,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
 
     @override
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Scale it, and gradients from which the scale was taken: a backward adds to them."""
+        """Scale the loss, and unscaled gradients to which its backward will add."""
         for optimizer in self._finite:
             for gradient in self._gradients().local_gradients(optimizer):
                 gradient.mul_(self.loss_scale.value)
@@ -77,7 +77,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         return loss * self.loss_scale.value
 
     def _unscale(self, optimizer: Optimizer) -> bool:
-        """Take the scale out of an optimizer's gradients; whether they are finite on all ranks."""
+        """Unscale an optimizer's gradients; returns whether they are finite on all ranks."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if optimizer not in self._finite:
@@ -94,11 +94,11 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, take out the scale, and step unless a gradient overflowed anywhere."""
+        """Run the closure, unscale gradients, and step unless a gradient overflowed on any rank."""
         if isinstance(optimizer, LBFGS):
             raise ConfigError(
                 "precision='16-mixed', optimizer=LBFGS: it runs the closure several times a step, "
-                "between which the loss scale cannot follow; nearest valid: precision='bf16-mixed'"
+                "and the loss scale cannot change in between; nearest valid: precision='bf16-mixed'"
             )
         result = closure()
         if result is None and model.automatic_optimization:
@@ -137,7 +137,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip true gradients: under manual optimization they still have the scale in them.
+        """Clip unscaled gradients: under manual optimization they are still scaled.
 
         (Lightning's own plugin clips the scaled ones.)
         """
@@ -147,11 +147,11 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The scale and the counts."""
+        """Scale and counts of steps."""
         return {**super().state_dict(), **self.loss_scale.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         super().load_state_dict(state_dict)
         self.loss_scale.load_state_dict(state_dict)

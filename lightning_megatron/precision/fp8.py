@@ -1,9 +1,9 @@
-"""FP8 training: `Fp8Precision` has linear layers multiply in FP8 (see `precision.fp8_recipes`).
+"""FP8 training: `Fp8Precision` makes linear layers multiply in FP8 (`precision.fp8_recipes`).
 
 Everything else is ``bf16-mixed``: master weights and optimizer in float32, parameters gathered and
-activations passed on in bfloat16, gradients reduced in float32. The layers at both ends of a
-network suffer most from few bits and are a small part of the work, so by default only the linear
-layers inside the stack of blocks run in FP8, and of these not those of the first and last block.
+activations passed on in bfloat16, gradients reduced in float32. Low precision harms the layers at
+both ends of a network most, and they are a small part of the work. So by default only the linear
+layers inside the stack of blocks run in FP8, except those of the first and last block.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -62,27 +62,27 @@ log = logging.getLogger(__name__)
 class Fp8Precision(MixedShardedPrecision):
     """``bf16-mixed`` with linear layers in FP8: ``Trainer(plugins=Fp8Precision("rowwise"))``.
 
-    Composes with every layout, schedule and ZeRO stage.
+    The plugin works with every layout, schedule and ZeRO stage.
 
     Args:
         recipe: ``"tensorwise"``, ``"rowwise"``, ``"delayed"``, ``"blockwise"`` or ``"mxfp8"``, see
             `precision.fp8_recipes`.
-        backend: what computes: ``"torch"`` every recipe (``"auto"`` means this), ``"te"``
+        backend: library that computes: ``"torch"`` every recipe (``"auto"`` means this), ``"te"``
             (`precision.fp8_te`) and ``"torchao"`` (`precision.fp8_torchao`) some.
-        keep_first: blocks at the start of the stack that stay in bfloat16.
-        keep_last: blocks at its end.
-        include: patterns of names of linear layers to run in FP8 wherever they are (``*.head``).
-        exclude: patterns of names to leave in bfloat16; these have the last word.
-        plain_linear: whether ``nn.Linear`` counts, besides the parallel layers.
-        history: steps that ``"delayed"`` looks back.
-        gather: format in which ZeRO gathers the weights of the layers that run in FP8: ``"bf16"``,
-            or with ``"tensorwise"`` and ``zero`` 1 to 3 ``"fp8"``, which halves the bytes and
-            changes no number (`precision.fp8_gather`).
+        keep_first: number of blocks at the start of the stack that stay in bfloat16.
+        keep_last: number of blocks at the end of the stack that stay in bfloat16.
+        include: patterns of names of linear layers that run in FP8 wherever they are (``*.head``).
+        exclude: patterns of names that stay in bfloat16, even if other options choose them.
+        plain_linear: whether ``nn.Linear`` runs in FP8, besides the parallel layers.
+        history: number of steps that ``"delayed"`` looks back.
+        gather: number format in which ZeRO gathers the weights of FP8 layers: ``"bf16"``, or with
+            ``"tensorwise"`` and ``zero`` 1 to 3 ``"fp8"``, which halves the bytes and changes no
+            number (`precision.fp8_gather`).
 
     Raises:
         ConfigError: an argument is not valid, the backend's package is missing, or (when the run
-            begins) the GPU has no FP8 units, or the shards that are to be gathered in FP8 are not
-            on it (``offload_parameters``).
+            begins) the GPU has no FP8 units, or ``gather="fp8"`` meets shards in host memory
+            (``offload_parameters``).
     """
 
     def __init__(
@@ -106,11 +106,15 @@ class Fp8Precision(MixedShardedPrecision):
         self.recipe = recipe
         self.backend = "torch" if backend == "auto" else backend
         self._alignment = TE_ALIGNMENT[recipe] if backend == "te" else ALIGNMENT
-        self._keep, self._history = (keep_first, keep_last), history
-        self._include, self._exclude, self._plain = tuple(include), tuple(exclude), plain_linear
+        self._keep = keep_first, keep_last
+        self._history = history
+        self._include = tuple(include)
+        self._exclude = tuple(exclude)
+        self._plain = plain_linear
         self._delayed: dict[str, DelayedGemm] = {}
         self._topology: Topology | None = None
-        self._gather, self._scales = gather, cast(WeightScales | None, None)
+        self._gather = gather
+        self._scales: WeightScales | None = None
         self._said = False
 
     @override
@@ -132,7 +136,7 @@ class Fp8Precision(MixedShardedPrecision):
         problems = unmatched(names, include=self._include, exclude=self._exclude)
         if self._gather == "fp8" and transforms.sharding.stage == 0:
             problems.append(
-                "gather='fp8', zero=0: weights are whole, so that none is gathered; nearest valid: "
+                "gather='fp8', zero=0: weights are whole, so none is gathered; nearest valid: "
                 "zero=1, or gather='bf16'"
             )
         raise_if_any(problems)
@@ -151,7 +155,7 @@ class Fp8Precision(MixedShardedPrecision):
         self._report(parallel, chosen, misfits)
 
     def _gather_low(self, parallel: ParallelModule, chosen: Mapping[str, nn.Module]) -> None:
-        """Have ZeRO gather in FP8 the weights that nothing but FP8 products reads."""
+        """Make ZeRO gather in FP8 the weights that only FP8 products read."""
         uses = Counter(p for _, p in parallel.module.named_parameters(remove_duplicate=False))
         data = parallel.data
         layers: list[nn.Module] = []
@@ -186,7 +190,7 @@ class Fp8Precision(MixedShardedPrecision):
                 weight.copy_(codec.begin(weight))
 
     def _choose(self, module: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
-        """Linear layers to run in FP8 by name, and those whose sizes forbid it."""
+        """Linear layers that run in FP8, by name, and names of those whose sizes do not fit."""
         chosen, misfits = {}, []
         for name, layer in module.named_modules():
             if not self._is_linear(layer) or not self._is_wanted(name, module):
@@ -244,7 +248,7 @@ class Fp8Precision(MixedShardedPrecision):
     def _report(
         self, parallel: ParallelModule, chosen: Mapping[str, Any], misfits: Sequence[str]
     ) -> None:
-        """Say once, on one rank of each stage, what does not run as the recipe's name promises."""
+        """Log once, on one rank of each stage, which layers do not run as the recipe says."""
         topology = parallel.topology
         if self._said or topology.tp.rank or topology.batch.rank:
             return
@@ -319,7 +323,7 @@ class Fp8Precision(MixedShardedPrecision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, let delayed scales advance, and step."""
+        """Run the closure, advance delayed scales, and step."""
 
         def advancing() -> Any:
             result = closure()
@@ -336,7 +340,7 @@ class Fp8Precision(MixedShardedPrecision):
             self._scales.forget()
 
     def _advance(self) -> None:
-        """Give the largest magnitudes of this step to the history; collective over the stage."""
+        """Add the largest magnitudes of this step to the history; collective over the stage."""
         gemm = list(self._delayed.values())
         if not gemm or self.will_skip:
             return
@@ -350,7 +354,7 @@ class Fp8Precision(MixedShardedPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The histories of all stages by layer, whatever the layout; collective over pp."""
+        """Histories of all stages by layer, independent of the layout; collective over pp."""
         pp, counts = None if self._topology is None else self._topology.pp, super().state_dict()
         if self.recipe != "delayed" or pp is None:
             return counts
@@ -362,7 +366,7 @@ class Fp8Precision(MixedShardedPrecision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the histories of a checkpoint."""
+        """Continue with the histories of a checkpoint."""
         self.forget_weights()
         super().load_state_dict(state_dict)
         for name, rows in state_dict.get("amax_history", {}).items():
@@ -386,5 +390,5 @@ def _local_sizes(layer: nn.Module) -> tuple[int, int]:
 
 
 def _part_of(weight: nn.Parameter, rows: OwnedRows | None) -> Tensor:
-    """What this rank owns of a weight."""
+    """Part of a weight that this rank owns."""
     return local(weight).detach() if rows is None else rows.values

@@ -1,7 +1,7 @@
-"""FP8 products whose operands have a scale for each block, on kernels where there are some.
+"""FP8 products whose operands have a scale for each block, by kernels where there are any.
 
-Both operands of a product are quantised along its sum, ``[rows, K]``, and what differs between the
-recipes is how kernels want to find the scales (cuBLASLt: "1D block scaling", "128-element 1D and
+Both operands of a product are quantised along its sum, ``[rows, K]``. The recipes differ in the
+layout of the scales that kernels expect (cuBLASLt: "1D block scaling", "128-element 1D and
 128x128 2D block scaling")::
 
     recipe      blocks of left, right    scales                 in memory
@@ -12,8 +12,8 @@ recipes is how kernels want to find the scales (cuBLASLt: "1D block scaling", "1
                                                                 `swizzled`
 
 Hopper multiplies the former (since CUDA 12.9), Blackwell the latter, by the public
-``torch.nn.functional.scaled_mm``. Elsewhere, CPUs among it, products are *emulated*: on dequantised
-values, in bfloat16, which holds them exactly. The two differ by the order of their sums.
+``torch.nn.functional.scaled_mm``. Elsewhere, as on CPUs, products are *emulated*: computed on
+dequantised values in bfloat16, which holds them exactly. The two differ by the order of their sums.
 """
 
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from lightning_megatron.precision.scaling import ALIGNMENT, BLOCK, E4M3, MX_BLOCK, Blocks, in_blocks
 
 _TILE_ROWS, _TILE_BLOCKS = 128, 4
-"""Scales of ``mxfp8`` that lie together."""
+"""Rows and blocks of a tile of ``mxfp8`` scales."""
 
 
 def lack_of_kernels(recipe: str, device: torch.device) -> str | None:
-    """Why the products of ``blockwise`` or ``mxfp8`` have to be emulated; None if they have not."""
+    """Reason why products of ``blockwise`` or ``mxfp8`` must be emulated; None for kernels."""
     if device.type != "cuda":
         return "there are kernels for GPUs only"
     if torch.version.cuda is None:
@@ -52,13 +52,13 @@ def _numbers(version: str) -> tuple[int, int]:
 
 
 class BlockwiseGemm:
-    """Power-of-two scales for blocks.
+    """`GemmBackend` with power-of-two scales for blocks.
 
     Args:
-        gradient_format: of gradients; values are e4m3.
-        length: elements along the sum that share a scale.
+        gradient_format: FP8 format of gradients; values are e4m3.
+        length: number of elements along the sum that share a scale.
         square: whether blocks of the weight are as high as they are long.
-        native: whether to multiply by the kernels for it (`lack_of_kernels`).
+        native: whether kernels multiply (`lack_of_kernels`); else products are emulated.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class BlockwiseGemm:
         right_nk: Tensor,
         right_block: tuple[int, int],
     ) -> Tensor:
-        """``left @ right.t()``, in the format of ``left``."""
+        """Compute ``left @ right.t()``, in the format of ``left``."""
         left = in_blocks(left_mk, self._row, left_format)
         right = in_blocks(right_nk, right_block, E4M3)
         if self._native:
@@ -102,13 +102,13 @@ class BlockwiseGemm:
 
 
 def multiply(left: Blocks, right: Blocks, dtype: torch.dtype) -> Tensor:
-    """``left @ right.t()`` by a kernel, of two matrices that are quantised along the sum."""
+    """Compute ``left @ right.t()`` by a kernel, of matrices that are quantised along the sum."""
     product: Tensor = F.scaled_mm(**call(left, right, dtype)._asdict())
     m, n = left.shape[0], right.shape[0]
     return product if product.shape == (m, n) else product[:m, :n].contiguous()
 
 
-class Call(NamedTuple):
+class ScaledMm(NamedTuple):
     """Arguments of ``torch.nn.functional.scaled_mm`` (2.11-2.13)."""
 
     mat_a: Tensor
@@ -124,14 +124,14 @@ class Call(NamedTuple):
     output_dtype: torch.dtype
 
 
-def call(left: Blocks, right: Blocks, dtype: torch.dtype) -> Call:
-    """What to call the kernel with; sizes are padded with zeros to what it takes."""
+def call(left: Blocks, right: Blocks, dtype: torch.dtype) -> ScaledMm:
+    """Arguments of the kernel; sizes are padded with zeros to multiples that it takes."""
     a, scale_a = _padded(left)
     b, scale_b = _padded(right)
     kinds, swizzles = F.ScalingType, F.SwizzleType
     if left.block[1] == MX_BLOCK:
         kind, how = kinds.BlockWise1x32, swizzles.SWIZZLE_32_4_4
-        return Call(a, b.t(), swizzled(scale_a), kind, swizzled(scale_b), kind, how, how, dtype)
+        return ScaledMm(a, b.t(), swizzled(scale_a), kind, swizzled(scale_b), kind, how, how, dtype)
     kind_b, how = kinds.BlockWise1x128, swizzles.NO_SWIZZLE
     if right.block[0] == 1:
         scale_b = _by_columns(scale_b)
@@ -139,7 +139,7 @@ def call(left: Blocks, right: Blocks, dtype: torch.dtype) -> Call:
         kind_b = kinds.BlockWise128x128
         scale_b = F.pad(scale_b, (0, -scale_b.shape[1] % _TILE_BLOCKS)).t()
     kind_a = kinds.BlockWise1x128
-    return Call(a, b.t(), _by_columns(scale_a), kind_a, scale_b, kind_b, how, how, dtype)
+    return ScaledMm(a, b.t(), _by_columns(scale_a), kind_a, scale_b, kind_b, how, how, dtype)
 
 
 def _by_columns(scales: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _by_columns(scales: Tensor) -> Tensor:
 
 
 def _padded(blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Values and scales for a multiple of `ALIGNMENT` rows and of 128 elements along the sum."""
+    """Values and scales, padded to a multiple of `ALIGNMENT` rows and of 128 columns."""
     values, scales, (height, length) = blocks.values.contiguous(), blocks.scales, blocks.block
     columns, rows = -values.shape[1] % BLOCK, -values.shape[0] % ALIGNMENT
     if columns or rows:  # rows of squares are a multiple already
@@ -159,13 +159,13 @@ def _padded(blocks: Blocks) -> tuple[Tensor, Tensor]:
 
 
 def swizzled(scales: Tensor) -> Tensor:
-    """Power-of-two scales ``[rows, blocks]`` as kernels for ``mxfp8`` find them, in e8m0.
+    """Power-of-two scales ``[rows, blocks]`` in the layout of ``mxfp8`` kernels, in e8m0.
 
     Tiles of 128 rows and 4 blocks lie one after another, row by row; in a tile the scale of row
     ``r`` and block ``b`` is element ``16 (r mod 32) + 4 (r div 32) + b``.
 
     Returns:
-        One dimension; the rest of the last tiles is 1.
+        Scales in one dimension; the rest of the last tiles is 1.
     """
     missing = (0, -scales.shape[1] % _TILE_BLOCKS, 0, -scales.shape[0] % _TILE_ROWS)
     whole = F.pad(scales, missing, value=1.0)

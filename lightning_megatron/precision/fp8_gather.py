@@ -1,18 +1,18 @@
-"""Gathering the weights of FP8 layers in FP8: half the bytes of bfloat16 on the wire.
+"""Gathering of FP8 layers' weights in FP8: half the bytes of bfloat16 on the wire.
 
-ZeRO gathers weights in the format of the computation. Weights with which only FP8 products are made
-need not be wider than those products read them: each rank rounds its part to e4m3 with the scale of
-the whole tensor, sends that, and what arrives is widened to bfloat16::
+ZeRO gathers weights in the format of the computation. Weights that only FP8 products read can be
+gathered in FP8: each rank rounds its part to e4m3 with the scale of the whole tensor and sends it,
+and the receivers widen it to bfloat16::
 
     rest     float32 shards --round(w / s)--> e4m3 --gather--> e4m3 --times s--> bfloat16 --> layer
     scale    s = amax / 448 over all shards, of all weights at once, after an optimizer step
 
-``s`` is the scale that the layer would have found (`TensorwiseGemm` is given it), and an e4m3 value
+``s`` is the scale that the layer would have computed (`TensorwiseGemm` gets it), and an e4m3 value
 survives the way through bfloat16: rounding moves it by at most 2**-8 of itself, and the next e4m3
-value is 2**-4 away. So the products are those without it, to the bit.
+value is 2**-4 away. So the products are equal to those without it, to the bit.
 
-It costs one small all-reduce a step over the ranks that share the weights, and over tp. Only scales
-of whole tensors allow it; rows and blocks have others forward than backward.
+The cost is one small all-reduce a step over the ranks that share the weights, and over tp. Only
+scales of whole tensors allow this; scales of rows and blocks differ between forward and backward.
 
 `Fp8Codec` packs rows of whole parameters (ZeRO 1 and 2, `parallel.row_gather`), `Fp8Extension`
 shards for FSDP2 (ZeRO 3).
@@ -34,23 +34,24 @@ from lightning_megatron.topology.mesh import Topology
 
 
 class WeightScales:
-    """The scales of the weights that are gathered in FP8, found again when weights have changed.
+    """Scales of the weights that are gathered in FP8, computed again when weights change.
 
     Args:
-        parts: gives what this rank owns of each weight.
-        topology: the layout.
+        parts: functions that return this rank's part of each weight.
+        topology: topology of the run.
     """
 
     def __init__(self, parts: Sequence[Callable[[], Tensor]], topology: Topology) -> None:
-        self._parts, self._topology = list(parts), topology
+        self._parts = list(parts)
+        self._topology = topology
         self._scales: list[Tensor] = []
 
     def forget(self) -> None:
-        """Weights may have changed; on all ranks alike."""
+        """Drop the scales, as weights may have changed; called on all ranks alike."""
         self._scales = []
 
     def of(self, index: int) -> Tensor:
-        """The scale of a weight; collective over dp and tp when it has been forgotten."""
+        """Return the scale of a weight; collective over dp and tp after `forget`."""
         if not self._scales:
             self._scales = self._find()
         return self._scales[index]
@@ -66,10 +67,11 @@ class WeightScales:
 
 
 class Fp8Codec:
-    """Packs the rows of a weight.
+    """Codec of the rows of a weight.
 
     Args:
-        find_scale: of the whole weight; called when it is gathered, by all ranks alike.
+        find_scale: function that returns the scale of the whole weight; called when it is gathered,
+            by all ranks alike.
     """
 
     dtype = torch.uint8
@@ -79,26 +81,26 @@ class Fp8Codec:
         self._scale: Tensor | None = None
 
     def scale(self) -> Tensor:
-        """Of the weight as it was gathered last."""
+        """Scale of the weight at its last gathering."""
         assert self._scale is not None, "weights are gathered before a layer runs"
         return self._scale
 
     def begin(self, whole: Tensor) -> Tensor:
-        """What ``whole`` would be if it had been gathered; all ranks call it in the same order."""
+        """Return ``whole`` as if it had been gathered; all ranks call this in the same order."""
         self._scale = self._find_scale()
         return self.round_trip(whole)
 
     def pack(self, values: Tensor) -> Tensor:
-        """Bytes to send, of the shape of ``values``."""
+        """Quantise ``values`` to bytes of the same shape."""
         self._scale = self._find_scale()
         return self._rounded(values)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The weight in bfloat16."""
+        """Widen received bytes to the weight in bfloat16."""
         return packed.view(E4M3).float().mul_(self.scale()).to(torch.bfloat16)
 
     def round_trip(self, values: Tensor) -> Tensor:
-        """What `unpack` makes of packed ``values``, with the scale of the last time."""
+        """Pack and unpack ``values``, with the scale of the last gathering."""
         return self.unpack(self._rounded(values))
 
     def _rounded(self, values: Tensor) -> Tensor:
@@ -106,19 +108,21 @@ class Fp8Codec:
 
 
 class Fp8Extension:
-    """What FSDP2 asks a shard for before and after it gathers it.
+    """Extension of a shard that FSDP2 calls before and after it gathers the shard.
 
     Args:
-        weight: sharded.
-        find_scale: of the whole weight; called when it is gathered, by all ranks alike.
+        weight: sharded weight.
+        find_scale: function that returns the scale of the whole weight; called when it is gathered,
+            by all ranks alike.
     """
 
     def __init__(self, weight: DTensor, find_scale: Callable[[], Tensor]) -> None:
-        self._weight, self._find_scale = weight, find_scale
+        self._weight = weight
+        self._find_scale = find_scale
         self._scale: Tensor | None = None
 
     def scale(self) -> Tensor:
-        """Of the weight as it was gathered last."""
+        """Scale of the weight at its last gathering."""
         assert self._scale is not None, "FSDP2 gathers before a layer runs"
         return self._scale
 
@@ -130,7 +134,7 @@ class Fp8Extension:
         module: nn.Module,
         mp_policy: Any,
     ) -> tuple[tuple[Tensor], tuple[Tensor]]:
-        """What to send, and what to remember; the signature is FSDP2's."""
+        """Return the tensors to send, and metadata for later; the signature is FSDP2's."""
         del outer_stride, module, mp_policy
         self._scale = scale = self._find_scale()
         shard = shard_of(self._weight).detach().to(torch.bfloat16)
@@ -146,7 +150,7 @@ class Fp8Extension:
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight from what was sent; written to ``out`` if there is one."""
+        """Return the whole weight from the sent tensors, or write it to ``out``."""
         (low,), (scale,) = all_gather_outputs, metadata
         with torch.no_grad():
             wide = low.view(E4M3).float().mul_(scale).to(param_dtype)

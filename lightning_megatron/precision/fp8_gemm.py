@@ -1,23 +1,23 @@
-"""The products of linear layers in FP8, by recipe.
+"""Matrix products of linear layers in FP8, one `GemmBackend` for each recipe.
 
 Under tensor parallelism a layer's operands may be parts of whole tensors. With one scale for the
 tensor the parts must agree on it, or a layout would change the numbers, so the largest magnitudes
-of what is split are shared over tp::
+of split operands are reduced over tp::
 
                    x           weight       gradient of the output
     column         whole       split        split
     row            split       split        whole
 
-Rows and blocks are left to each rank: their scales never span more than its part, which is at least
-as fine as the recipe asks.
+Each rank scales its own rows and blocks: their scales never span more than its part, which is at
+least as fine as the recipe says.
 
-Operands are kept by autograd in the format in which they came and quantised again in backward with
-the scales of the forward: the same values, also where the forward is recomputed or the weight
-gradient deferred. A gradient, which two products take with one scale, is quantised once.
+Autograd keeps operands in their own format, and backward quantises them again with the scales of
+the forward: the values are the same, also where the forward is recomputed or the weight gradient
+deferred. A gradient, which two products use with one scale, is quantised once.
 
-The forward's products add up fast, with fewer bits of a sum, and the gradients' do not, as torchao
-does by default (``torchao/float8/config.py``) and Transformer Engine: errors of gradients pile up
-from layer to layer.
+Products of the forward use fast accumulation, with fewer bits of a sum, and products of gradients
+do not, as torchao does by default (``torchao/float8/config.py``) and Transformer Engine: errors of
+gradients accumulate from layer to layer.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,11 @@ from lightning_megatron.precision.scaling import (
 X, WEIGHT, GRADIENT = range(3)
 """Operands of a layer."""
 Split = tuple[bool, bool, bool]
-"""Which operands are parts of a tensor that tp ranks share."""
+"""Whether each operand is a part of a tensor that is split over tp."""
 
 
 def lack_of_units(device: torch.device) -> str | None:
-    """Why a device cannot multiply in FP8; None if it can."""
+    """Reason why a device cannot multiply in FP8; None if it can."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -56,34 +56,36 @@ def lack_of_units(device: torch.device) -> str | None:
 
 
 class Scaled(NamedTuple):
-    """A gradient and the scales that its products need."""
+    """Gradient in FP8 with the scales that its products need."""
 
     low_no: Tensor
-    """In FP8."""
+    """Gradient in FP8."""
     scale: Tensor
     dtype: torch.dtype
-    """In which it came."""
+    """Number format of the gradient before."""
     kept: tuple[Tensor, ...]
     """Scales of the forward."""
 
 
 class TensorwiseGemm:
-    """One scale per tensor, found when it is used.
+    """`GemmBackend` with one scale per tensor, computed when the tensor is used.
 
     Args:
-        gradient_format: of gradients; values are e4m3.
-        group: the tp ranks, None where there is one.
-        split: which operands are parts.
+        gradient_format: FP8 format of gradients; values are e4m3.
+        group: process group of tp; None for one rank.
+        split: whether each operand is a part.
 
     Attributes:
-        weight_scale: finds the scale of the weight where it comes in FP8 (`precision.fp8_gather`).
+        weight_scale: function that returns the scale of a weight that was gathered in FP8
+            (`precision.fp8_gather`).
     """
 
     def __init__(
         self, gradient_format: torch.dtype, group: dist.ProcessGroup | None, split: Split
     ) -> None:
         self._formats = (E4M3, E4M3, gradient_format)
-        self._group, self._split = group, split
+        self._group = group
+        self._split = split
         self.weight_scale: Callable[[], Tensor] | None = None
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -130,21 +132,21 @@ class TensorwiseGemm:
 
 
 class DelayedGemm(TensorwiseGemm):
-    """One scale per tensor, from the largest magnitudes of the steps before.
+    """`GemmBackend` with one scale per tensor, from the largest magnitudes of earlier steps.
 
-    The first step, which has none before it, is `TensorwiseGemm`.
+    The first step, which has no earlier one, computes as `TensorwiseGemm`.
 
     Args:
-        gradient_format: of gradients; values are e4m3.
-        group: the tp ranks, None where there is one.
-        split: which operands are parts.
-        history: steps to look back.
-        device: of this process.
+        gradient_format: FP8 format of gradients; values are e4m3.
+        group: process group of tp; None for one rank.
+        split: whether each operand is a part.
+        history: number of steps to look back.
+        device: device of this process.
 
     Attributes:
         history: largest magnitudes, ``[history, operand]``; the latest step first.
-        current: those of the step that is running.
-        watching: whether tensors count (in training) or are only multiplied (in evaluation).
+        current: largest magnitudes of the running step.
+        watching: whether magnitudes are recorded (in training, not in evaluation).
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class DelayedGemm(TensorwiseGemm):
         self.steps = 0
 
     def advance(self, amax: Tensor) -> None:
-        """A step has ended, in which ``amax`` was found over all ranks."""
+        """End a step, whose largest magnitudes over all ranks were ``amax``."""
         # Of a layer that was not used, or in a step that overflowed, the last value stays.
         sound = torch.isfinite(amax) & (amax > 0)
         newest = torch.where(sound, amax, self.history[0])
@@ -181,10 +183,10 @@ class DelayedGemm(TensorwiseGemm):
 
 
 class RowwiseGemm:
-    """One scale per row of the left and column of the right operand of each product.
+    """`GemmBackend` with one scale per row of the left and per column of the right operand.
 
     Args:
-        gradient_format: of gradients; values are e4m3.
+        gradient_format: FP8 format of gradients; values are e4m3.
     """
 
     def __init__(self, gradient_format: torch.dtype) -> None:
@@ -219,7 +221,7 @@ class RowwiseGemm:
         *,
         fast: bool = False,
     ) -> Tensor:
-        """``left @ right.t()``, both with a scale for each row."""
+        """Compute ``left @ right.t()``, both with a scale for each row."""
         scale_m = scale_of(amax_of(left_mk, 1), left_format)
         scale_n = scale_of(amax_of(right_nk, 1), right_format)
         left = _rows(quantise(left_mk, scale_m, left_format))
@@ -228,18 +230,18 @@ class RowwiseGemm:
 
 
 def _rows(matrix: Tensor) -> Tensor:
-    """The same matrix, stored by rows, as the left operand of an FP8 product must be on a GPU."""
+    """Store the matrix by rows, as GPUs require of the left operand of an FP8 product."""
     # Of a single row contiguous() leaves strides as they are, and they are looked at.
     return matrix.contiguous().flatten().view(matrix.shape)
 
 
 def _columns(matrix: Tensor) -> Tensor:
-    """The same matrix, stored by columns, as the right operand must be."""
+    """Store the matrix by columns, as GPUs require of the right operand."""
     return _rows(matrix.t()).t()
 
 
 def _padded(matrix: Tensor) -> Tensor:
-    """With rows of zeros up to the next multiple that FP8 kernels take."""
+    """Add rows of zeros up to the next multiple that FP8 kernels take."""
     missing = -matrix.shape[0] % ALIGNMENT
     if not missing:
         return matrix

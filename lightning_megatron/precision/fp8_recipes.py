@@ -1,7 +1,7 @@
-"""FP8 recipes: which elements share a scale, and when it is found.
+"""FP8 recipes (which elements share a scale, and when it is computed), and checks of options.
 
 ============  ====================================  ============  =======================
-recipe        elements that share a scale           found         formats
+recipe        elements that share a scale           computed      formats
 ============  ====================================  ============  =======================
 tensorwise    a whole tensor, over all tp ranks     when used     e4m3, gradients e5m2
 rowwise       a row of each operand                 when used     e4m3, gradients e5m2
@@ -11,8 +11,8 @@ mxfp8         1 x 32 along the sum                  when used     e4m3
 ============  ====================================  ============  =======================
 
 ``tensorwise`` reads each tensor twice. ``delayed`` (Transformer Engine's first recipe) reads it
-once, with the largest magnitude of the last ``history`` steps, and takes on trust that the next
-step's is no larger: what is saturates. ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437), with
+once, with the largest magnitude of the last ``history`` steps; larger values of the next step
+saturate. ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437), with
 scales rounded up to powers of two, ``mxfp8`` NVIDIA's way of microscaling (arXiv 2506.08027).
 
 `torch._scaled_mm` multiplies FP8 operands with tensor and row scales, on CPUs and on GPUs from
@@ -42,14 +42,14 @@ BACKEND_RECIPES = {
     "te": ("tensorwise", "blockwise", "mxfp8"),
     "torchao": ("tensorwise", "rowwise"),
 }
-"""What the backends compute that do not compute all."""
+"""Recipes of the backends that do not compute all."""
 
 IN_BLOCKS = ("blockwise", "mxfp8")
 """Recipes whose products are computed on dequantised values where there are no kernels."""
 
 
 def option_problems(recipe: str, backend: str) -> list[str]:
-    """Names that do not exist or do not go together, and packages that are missing."""
+    """Problems of ``recipe`` and ``backend``: unknown names, pairs, missing packages."""
     problems = []
     if recipe not in RECIPES:
         problems.append(
@@ -64,7 +64,7 @@ def option_problems(recipe: str, backend: str) -> list[str]:
     known = BACKEND_RECIPES.get(backend, RECIPES)
     if recipe in RECIPES and recipe not in known:
         problems.append(
-            f"recipe={recipe!r}, backend={backend!r}: it runs {', '.join(known)}; nearest valid: "
+            f"recipe={recipe!r}, backend={backend!r}: runs only {', '.join(known)}; nearest valid: "
             "backend='torch', which runs every recipe"
         )
     lack = {"te": te_missing, "torchao": torchao_missing}.get(backend, lambda: None)()
@@ -74,7 +74,7 @@ def option_problems(recipe: str, backend: str) -> list[str]:
 
 
 def gather_problems(gather: str, recipe: str, backend: str) -> list[str]:
-    """Whether weights can be gathered in that format."""
+    """Problems of ``gather`` with the recipe and the backend."""
     if gather not in ("bf16", "fp8"):
         return [f"gather={gather!r}: must be 'bf16' or 'fp8'; nearest valid: gather='bf16'"]
     if gather == "fp8" and (recipe != "tensorwise" or backend not in ("auto", "torch")):
@@ -87,7 +87,7 @@ def gather_problems(gather: str, recipe: str, backend: str) -> list[str]:
 
 
 def device_problems(recipe: str, backend: str, device: torch.device) -> list[str]:
-    """Whether the device of this process can do what was chosen."""
+    """Problems of the recipe and the backend on the device of this process."""
     lack = lack_of_units(device)
     if lack is None or (backend == "torch" and recipe in IN_BLOCKS):
         return []
@@ -98,7 +98,7 @@ def device_problems(recipe: str, backend: str, device: torch.device) -> list[str
 
 
 def offload_problems(gather: str, offload: bool, device: torch.device) -> list[str]:
-    """Whether weights whose shards are in host memory can be gathered in that format."""
+    """Problems of ``gather`` with shards in host memory."""
     if gather != "fp8" or not offload or device.type == "cpu":
         return []
     # FSDP2 brings shards to the device first, and does not find there how to send them.
@@ -109,11 +109,11 @@ def offload_problems(gather: str, offload: bool, device: torch.device) -> list[s
 
 
 def unmatched(names: Sequence[str], **patterns: Sequence[str]) -> list[str]:
-    """Patterns by which no layer is chosen, among those that mean another.
+    """Problems of patterns that match no layer.
 
     Args:
-        names: of the layers of the whole network, whatever part of it this rank has.
-        patterns: the options.
+        names: names of all layers of the network, on every rank.
+        patterns: patterns of each option.
     """
     return [
         f"{option}={pattern!r}: no layer of the module has such a name; nearest valid: "

@@ -1,7 +1,7 @@
 """FP8 products by Transformer Engine, behind the same `Fp8Precision`.
 
-Each layer has a ``transformer_engine.pytorch.Linear`` without weights, which is lent the layer's
-weight and runs inside ``autocast`` with a recipe of Transformer Engine:
+Each layer has a ``transformer_engine.pytorch.Linear`` without weights, which gets the layer's
+weight for each call and runs inside ``autocast`` with a recipe of Transformer Engine:
 
 ============  =======================  ===================
 recipe        of Transformer Engine    sizes multiples of
@@ -11,15 +11,15 @@ blockwise     ``Float8BlockScaling``   128
 mxfp8         ``MXFP8BlockScaling``    32
 ============  =======================  ===================
 
-It computes what one rank has: the collectives around it, and when its gradients are computed, are
-this package's, as for every other product (`layers.linear_functions`). So its forward runs inside
-the layer's autograd node and leaves behind a small graph of its own, which the layer's backward
-runs; both gradients are then made at once, also in a backward of two parts, and a block that is
-recomputed is so twice, once for each graph. Scales of tensors that tp splits are each rank's own,
-as they are in Transformer Engine.
+It computes one rank's part; this package runs the collectives around it and decides when gradients
+are computed, as for every other backend (`layers.linear_functions`). So its forward runs inside the
+layer's autograd node and makes a small graph of its own, which the layer's backward runs. Both
+gradients are then computed at once, also in a zero-bubble backward, and a recomputed block is
+recomputed twice, once for each graph. Each rank has its own scales of tensors that tp splits, as in
+Transformer Engine.
 
 ``DelayedScaling`` is not offered: Transformer Engine keeps its histories in pickled state, which
-checkpoints of this package hold nothing of, and updates them when an autocast region ends, which
+checkpoints of this package do not hold, and updates them when an autocast region ends, which
 recomputation enters again. The ``torch`` backend has ``delayed``.
 
 The calls are those of release 2.20.2, whose ``autocast`` takes ``recipe`` and
@@ -49,11 +49,11 @@ TE_RECIPES = {
 """Classes in ``transformer_engine.common.recipe``."""
 
 TE_ALIGNMENT = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""What sizes of operands must be multiples of."""
+"""Divisors of the sizes of operands."""
 
 
 def missing() -> str | None:
-    """What has to be installed; None when nothing has."""
+    """Reason why Transformer Engine cannot be imported; None if it can."""
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # without its binaries it raises RuntimeError
@@ -66,7 +66,7 @@ def missing() -> str | None:
 
 
 class Kept(NamedTuple):
-    """Where the graph of a forward begins and ends."""
+    """Inputs and output of the graph of a forward."""
 
     output: GradientEdge
     x: GradientEdge
@@ -86,8 +86,8 @@ class TransformerEngineGemm:
     Args:
         recipe: one of `TE_RECIPES`.
         out_features: rows of the weight on this rank.
-        in_features: its columns.
-        group: ranks over which Transformer Engine may agree on magnitudes; those of tp.
+        in_features: columns of the weight on this rank.
+        group: process group over which Transformer Engine may reduce magnitudes; that of tp.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class TransformerEngineGemm:
         self._te: Any = importlib.import_module("transformer_engine.pytorch")
         recipes: Any = importlib.import_module("transformer_engine.common.recipe")
         self._recipe = getattr(recipes, TE_RECIPES[recipe])()
-        self._multiple, self._group = TE_ALIGNMENT[recipe], group
+        self._multiple = TE_ALIGNMENT[recipe]
+        self._group = group
         self._linear = self._te.Linear(
             in_features, out_features, bias=False, params_dtype=torch.bfloat16, device="meta"
         )

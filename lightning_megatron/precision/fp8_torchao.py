@@ -1,16 +1,15 @@
 """FP8 products by torchao (https://github.com/pytorch/ao), behind the same `Fp8Precision`.
 
-torchao replaces ``nn.Linear`` by a module of its own, which knows neither tp nor a backward in two
-parts. Its parts do the work here: what it calls a *recipe* says how each operand of each of the
-three products is scaled, `hp_tensor_to_float8_dynamic` scales and casts it (with scales agreed over
-tp where an operand is part of a tensor), and the product of two results is ``torch._scaled_mm``
-with the options of the recipe. Kernels of CPUs take no scales of rows: there torchao emulates such
-products, in float32.
+torchao replaces ``nn.Linear`` by a module of its own, which knows neither tp nor a zero-bubble
+backward. This backend uses its components: a *recipe* of torchao says how each operand of the three
+products is scaled, `hp_tensor_to_float8_dynamic` scales and casts it (with scales reduced over tp
+where an operand is part of a tensor), and ``torch._scaled_mm`` multiplies with the options of the
+recipe. CPU kernels take no scales of rows: there torchao emulates such products, in float32.
 
 ============  ====================  =================================================
 recipe        torchao's name        differs from the ``torch`` backend's
 ============  ====================  =================================================
-tensorwise    ``tensorwise``        scales are found in float64
+tensorwise    ``tensorwise``        scales are computed in float64
 rowwise       ``rowwise``           scales are powers of two; gradients are e4m3, too
 ============  ====================  =================================================
 
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def missing() -> str | None:
-    """What has to be installed; None when nothing has."""
+    """Reason why torchao cannot be imported; None if it can."""
     try:
         importlib.import_module("torchao.float8")
     except Exception as error:  # a build for another torch may raise anything
@@ -46,9 +45,9 @@ class TorchaoGemm:
     """GemmBackend in which torchao scales, casts and multiplies.
 
     Args:
-        recipe: torchao's name of one.
-        mesh: of the tp ranks, None where there is one.
-        split: which operands are parts of a tensor.
+        recipe: torchao's name of the recipe.
+        mesh: device mesh of tp; None for one rank.
+        split: whether each operand is a part of a tensor.
     """
 
     def __init__(self, recipe: str, mesh: DeviceMesh | None, split: Split) -> None:
@@ -59,7 +58,8 @@ class TorchaoGemm:
         self._config = replace(chosen, pad_inner_dim=True)
         self._gemms = _gemms(self._config, self._config.emulate)
         self._gemms_of_cpus = _gemms(self._config, recipe == "rowwise")
-        self._mesh, self._split = mesh, split
+        self._mesh = mesh
+        self._split = split
 
     def output(self, x_ni: Tensor, weight_oi: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `layers.gemm`."""
@@ -88,13 +88,13 @@ class TorchaoGemm:
         return torch.mm(grad.t(), x)
 
     def _cast(self, which: int, tensor: Tensor, cast: Any, dim: int) -> Tensor:
-        """An operand in FP8 with its scales, of which rows and columns have their own or all one.
+        """Quantise an operand, with one scale or one for each row or column.
 
         Args:
             which: operand.
             tensor: ``[n, in]``, ``[in, out]`` or ``[n, out]``.
-            cast: how torchao is to scale it.
-            dim: along which elements share a scale, if not all do.
+            cast: torchao's options of the cast.
+            dim: dim along which elements share a scale, if not all share one.
         """
         granularity = cast.scaling_granularity
         whole = granularity.name == "TENSORWISE"

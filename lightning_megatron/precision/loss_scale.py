@@ -2,16 +2,16 @@
 
 float16 has no values below 6e-8, and gradients that small are common. So the loss is multiplied by
 a *scale* before backward and the gradients are divided by it before anybody looks at them
-(Micikevicius et al., arXiv 1710.03740). The scale is found as one goes along: a step in which any
-gradient overflowed is *skipped* and halves the scale, 2000 good steps in a row double it. Gradients
-that are not finite for another reason (a NaN in the data, weights that diverged) stay so whatever
-the scale; halving it for ever would be a run that goes on and never learns again. Below a smallest
-scale the run ends and says so.
+(Micikevicius et al., arXiv 1710.03740). The scale adapts: a step in which any gradient overflowed
+is *skipped* and halves the scale, 2000 good steps in a row double it. Gradients that are not finite
+for another reason (a NaN in the data, weights that diverged) stay so at any scale; halving it for
+ever would be a run that continues and never learns again. Below a smallest scale the run ends with
+an error.
 
-Whether a gradient overflowed must be one fact for all ranks. ``torch.amp.GradScaler`` looks at the
-gradients that this process holds, and agrees over the mesh of each DTensor at most: ranks of other
-tp shards and pipeline stages would go on where one rank skips, and their weights and scales would
-part for good. Here one maximum over all processes decides.
+All ranks must agree whether a gradient overflowed. ``torch.amp.GradScaler`` looks at the gradients
+of this process, and agrees over the mesh of each DTensor at most: ranks of other tp shards and
+pipeline stages would step where one rank skips, and their weights and scales would differ from then
+on. Here one maximum over all processes decides.
 """
 
 import math
@@ -26,25 +26,25 @@ from lightning_megatron._torch import unscale_
 from lightning_megatron.errors import holds, raise_if_any, whole_numbers
 
 SMALLEST = 2.0**-16
-"""Scale at which gradients that overflow are no longer laid to it, unless another is given."""
+"""Default of the smallest scale, at which overflows have another cause than the scale."""
 
 
 class LossScale:
-    """The scale, and how it follows the gradients; defaults are those of ``GradScaler``.
+    """Loss scale that adapts to the gradients; defaults are those of ``GradScaler``.
 
     Args:
         initial: scale of the first step.
-        growth_factor: what it is multiplied by after ``growth_interval`` good steps.
-        backoff_factor: what it is multiplied by after a bad one.
-        growth_interval: good steps in a row before it grows.
-        smallest: at which gradients that overflow are no longer laid to the scale.
+        growth_factor: factor of the scale after ``growth_interval`` good steps.
+        backoff_factor: factor of the scale after a skipped step.
+        growth_interval: number of good steps in a row before the scale grows.
+        smallest: lowest scale, at which overflows have another cause than the scale.
 
     Attributes:
-        value: the current scale.
-        skipped: steps skipped so far.
+        value: current scale.
+        skipped: number of skipped steps so far.
 
     Raises:
-        ConfigError: an argument makes no sense.
+        ConfigError: an argument is out of range.
     """
 
     def __init__(
@@ -69,20 +69,23 @@ class LossScale:
         if not problems and smallest > initial:
             problems.append(
                 f"min_scale={smallest!r}, initial_scale={initial!r}: the scale begins below its "
-                f"least value; nearest valid: min_scale={initial!r}"
+                f"lowest value; nearest valid: min_scale={initial!r}"
             )
         raise_if_any(problems)
-        self.value, self._smallest = float(initial), float(smallest)
+        self.value = float(initial)
+        self._smallest = float(smallest)
         self.skipped = 0
-        self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval
+        self._growth = growth_factor
+        self._backoff = backoff_factor
+        self._interval = growth_interval
         self._good = 0
 
     def unscale(self, gradients: Sequence[Tensor], device: torch.device) -> bool:
         """Divide local gradients by the scale, in place; collective over all processes.
 
         Args:
-            gradients: this rank's, none of them twice.
-            device: of this process.
+            gradients: gradients of this rank, none of them twice.
+            device: device of this process.
 
         Returns:
             Whether the gradients of all ranks are finite: the same on every rank.
@@ -95,7 +98,7 @@ class LossScale:
         return not found.item()
 
     def update(self, *, finite: bool) -> None:
-        """Follow the outcome of a step.
+        """Adapt the scale to the outcome of a step.
 
         Raises:
             FloatingPointError: the gradients are not finite at the smallest scale.
@@ -119,10 +122,11 @@ class LossScale:
             self._good = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: the scale and the counts."""
+        """Scale and counts of steps, for a checkpoint."""
         return {"scale": self.value, "good_steps": self._good, "skipped_steps": self.skipped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.value = float(state["scale"])
-        self._good, self.skipped = int(state["good_steps"]), int(state["skipped_steps"])
+        self._good = int(state["good_steps"])
+        self.skipped = int(state["skipped_steps"])

@@ -1,8 +1,8 @@
 """Precision plugins for sharded parameters.
 
 ``Trainer(precision=...)`` makes one of Lightning's plugins, which know one device: their clipping
-takes the norm of the local shards. `sharded_precision` exchanges it for the plugin of the same
-name here, which keeps Lightning's contexts and conversions and clips by the true global norm.
+takes the norm of the local shards. `sharded_precision` replaces it by the plugin of the same name
+here, which keeps Lightning's contexts and conversions and clips by the true global norm.
 
 ==============  ==========  ==========  ============
 precision       at rest     compute     reduction
@@ -14,10 +14,10 @@ precision       at rest     compute     reduction
 ``16-mixed``    float32     float16     float32
 ==============  ==========  ==========  ============
 
-Under ``bf16-mixed`` and ``16-mixed`` parameters are gathered in the narrow format and the step runs
-under autocast, so that softmax, losses and norms stay in float32. Gradients are added up over
+Under ``bf16-mixed`` and ``16-mixed`` parameters are gathered in 16 bits and the step runs under
+autocast, so that softmax, losses and norms stay in float32. Gradients are added up over
 microbatches in the format of the reduction, and are in that of the parameters when the optimizer
-sees them. float16 needs a loss scale, which is that of `precision.loss_scale`.
+sees them. float16 needs a loss scale (`precision.loss_scale`).
 """
 
 from typing import Any
@@ -39,15 +39,15 @@ SUPPORTED = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed")
 
 
 class FullShardedPrecision(ShardedPrecision):
-    """``32-true``."""
+    """Plugin of ``32-true``."""
 
 
 class DoubleShardedPrecision(ShardedPrecision, DoublePrecision):
-    """``64-true``."""
+    """Plugin of ``64-true``."""
 
 
 def _with_scale_of(scaler: Any) -> Fp16Precision:
-    """From a ``GradScaler``, the plugin that scales as it would have."""
+    """Make the plugin with the options of a ``GradScaler``."""
     return Fp16Precision(
         initial_scale=scaler.get_scale(),
         growth_factor=scaler.get_growth_factor(),
@@ -58,7 +58,7 @@ def _with_scale_of(scaler: Any) -> Fp16Precision:
 
 
 def sharded_precision(plugin: Precision) -> ShardedPrecision:
-    """The plugin of this package that stands for one of Lightning's.
+    """Return the plugin of this package that replaces one of Lightning's.
 
     Raises:
         ConfigError: the precision is not supported.

@@ -24,19 +24,19 @@ from torch.nn import functional as F
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 BLOCK, MX_BLOCK = 128, 32
-"""Elements along the sum that share a scale, in ``blockwise`` and ``mxfp8``."""
+"""Number of elements along the sum that share a scale, in ``blockwise`` and ``mxfp8``."""
 
 ALIGNMENT = 16
-"""Sizes of a product must be multiples of this: FP8 kernels load 16 bytes at a time."""
+"""Divisor of the sizes of a product: FP8 kernels load 16 bytes at a time."""
 
 _TINY = 2.0**-120
-"""Least scale: of a tensor of zeros too a scale must be something to divide by."""
+"""Lowest scale, so that a tensor of zeros has a scale to divide by."""
 _SIGNIFICAND = (1 << 23) - 1
-"""Its bits in a float32."""
+"""Bits of the significand in a float32."""
 
 
 def largest(fmt: torch.dtype) -> float:
-    """The largest finite value of a format."""
+    """Largest finite value of a format."""
     return float(torch.finfo(fmt).max)
 
 
@@ -51,12 +51,12 @@ def amax_of(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def scale_of(amax: Tensor, fmt: torch.dtype) -> Tensor:
-    """The scale that maps ``amax`` to the largest value of the format."""
+    """Scale that maps ``amax`` to the largest value of the format."""
     return (amax / largest(fmt)).clamp(min=_TINY)
 
 
 def quantise(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Tensor:
-    """``x / scale`` in the format, rounded to nearest; what does not fit saturates."""
+    """Round ``x / scale`` to the nearest value of the format; larger values saturate."""
     limit = largest(fmt)
     wide = x.float()
     scaled = wide / scale if wide is x else wide.div_(scale)
@@ -64,7 +64,7 @@ def quantise(x: Tensor, scale: Tensor, fmt: torch.dtype) -> Tensor:
 
 
 def power_of_two_scale(amax: Tensor, fmt: torch.dtype) -> Tensor:
-    """The least power of two that is no less than `scale_of`; what is not finite stays so."""
+    """Least power of two that is no less than `scale_of`; values that are not finite stay so."""
     scale = scale_of(amax, fmt)
     # Powers of two have no bits of a significand. (Not by pow, which GPUs round.)
     up = (scale.view(torch.int32) + _SIGNIFICAND).bitwise_and_(~_SIGNIFICAND).view(torch.float32)
@@ -72,7 +72,7 @@ def power_of_two_scale(amax: Tensor, fmt: torch.dtype) -> Tensor:
 
 
 class Blocks(NamedTuple):
-    """A matrix in FP8 with a scale for each block."""
+    """Matrix in FP8 with a scale for each block."""
 
     values: Tensor
     """``[rows, columns]``, padded with zeros to whole blocks."""
@@ -81,10 +81,10 @@ class Blocks(NamedTuple):
     block: tuple[int, int]
     """Rows and columns of a block."""
     shape: tuple[int, int]
-    """Of the matrix, without padding."""
+    """Shape of the matrix without padding."""
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The values that are stood for; exact in bfloat16 and wider."""
+        """Return the dequantised values, which are exact in bfloat16 and wider."""
         height, width = self.block
         rows, columns = self.shape
         tiles = self.values.float().view(
@@ -98,7 +98,7 @@ def in_blocks(x: Tensor, block: tuple[int, int], fmt: torch.dtype) -> Blocks:
     """Quantise a matrix with a power-of-two scale for each block.
 
     Args:
-        x: ``[rows, columns]``; blocks at the edges may be smaller.
+        x: matrix ``[rows, columns]``; blocks at the edges may be smaller.
         block: rows and columns of a block.
         fmt: FP8 format.
     """

@@ -1,6 +1,6 @@
-"""What the precision plugins share: clipping, steps on what a rank owns, steps left out.
+"""Base of the precision plugins: clipping, steps on shards, skipped steps.
 
-Lightning's plugins know one device: they clip by the norm of what is on it, and hand the optimizer
+Lightning's plugins know one device: they clip by the norm of its tensors, and the optimizer gets
 the parameters as they are. Here gradients are clipped by the norm over all ranks, each element
 counted once, and optimizers step on plain local tensors (`optim.sharded_step`).
 """
@@ -29,19 +29,19 @@ from lightning_megatron.precision.wide_forward import widen_where_needed
 
 
 class _LeftOut(Exception):
-    """Leaves the step of an optimizer that runs the closure itself."""
+    """Signal that leaves the step of an optimizer that runs the closure itself."""
 
 
 class ShardedPrecision(PrecisionAroundClosure):
-    """Clips the gradients of a whole layout; mixed into each plugin below.
+    """Base of the plugins: clips by the global norm and steps on shards.
 
     Attributes:
-        gradients: set by the strategy once the module is on its layout.
-        skipped: whether the latest optimizer step was left out.
-        overflowed: whether the gradients of the step about to be taken are not finite because of
-            the loss scale; such a step is left out in any case, and no fault.
-        left_out: steps so far that a callback asked to leave out.
-        around_step: what surrounds each step on tensors that were lent.
+        gradients: gradients of the module; the strategy sets them once it is on its layout.
+        skipped: whether the latest optimizer step was skipped.
+        overflowed: whether the gradients of the next step are not finite because of the loss scale;
+            such a step is skipped anyway, and is no fault.
+        left_out: number of steps so far that a callback asked to skip.
+        around_step: function that returns a context for each step on shards.
     """
 
     skipped = False
@@ -65,7 +65,7 @@ class ShardedPrecision(PrecisionAroundClosure):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Run the closure, then step on what this rank owns where the optimizer allows it."""
+        """Run the closure, then step on the shards that this rank owns."""
         self.skipped = False
         if self._gradients().lends_nothing(optimizer) and not steps_on_shards(optimizer):
             # All is here; this one may call the closure as often as it wants.
@@ -80,32 +80,32 @@ class ShardedPrecision(PrecisionAroundClosure):
 
     @override
     def before_update(self) -> None:
-        """Break off the step of an optimizer that runs the closure itself."""
+        """Leave the step of an optimizer that runs the closure itself, if it is skipped."""
         if self._leave_out():
             raise _LeftOut
 
     def skip_step(self) -> None:
-        """Leave the step out that is about to be taken; on all ranks or on none."""
+        """Skip the next step; called on all ranks or on none."""
         self._skip = True
 
     @property
     def will_skip(self) -> bool:
-        """Whether the step that is about to be taken will be left out."""
+        """Whether the next step will be skipped."""
         return self._skip or self.overflowed
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out so far, for whatever reason."""
+        """Number of steps skipped so far, for any reason."""
         return self.left_out
 
     def forget_weights(self) -> None:
-        """Weights have changed, and not by a step."""
+        """Drop what depends on the weights, which changed other than by a step."""
 
     def forget_batch(self) -> None:
-        """Undo what the forward and backward since the last step left behind in the plugin."""
+        """Drop the plugin's state of the forward and backward since the last step."""
 
     def _leave_out(self) -> bool:
-        """Whether `skip_step` was called for this step; the next one is another matter."""
+        """Return whether `skip_step` was called for this step, and reset it."""
         asked, self._skip = self._skip, False
         if asked:
             self.skipped = True
@@ -114,23 +114,23 @@ class ShardedPrecision(PrecisionAroundClosure):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The count of steps left out."""
+        """Number of skipped steps."""
         return {"left_out": self.left_out} if self.left_out else {}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.left_out = int(state_dict.get("left_out", 0))
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Before the module is put on its layout."""
+        """Convert the module before it is put on its layout."""
         if self.types.parameters is not None:
             widen_where_needed(module)
         return super().convert_module(module)
 
     def prepare(self, parallel: ParallelModule) -> None:
-        """Fit the layers of a module that was put on its layout; called before it runs."""
+        """Prepare the layers of a module that is on its layout; called before it runs."""
         for layer in parallel.module.modules():
             if getattr(layer, GEMM_BACKEND, None) is not None:  # of an earlier Trainer's plugin
                 set_gemm_backend(layer, None)
@@ -142,10 +142,10 @@ class ShardedPrecision(PrecisionAroundClosure):
                     gather_through(parallel.data.units, cast(DTensor, parameter), None)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step on this rank's part of the parameters, with the gradients that are there.
+        """Step on this rank's part of the parameters, with the present gradients.
 
         Returns:
-            What the optimizer's own step returns.
+            The result of the optimizer's own step.
         """
         if self._leave_out():
             return None
@@ -165,22 +165,23 @@ class ShardedPrecision(PrecisionAroundClosure):
         return nullcontext()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """What to differentiate in place of ``loss``; the step takes the factor out again."""
+        """Return the loss to differentiate, perhaps scaled; the step unscales gradients."""
         return loss
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip what the optimizer holds by its norm over all ranks, each element counted once."""
+        """Clip the optimizer's gradients by the norm over all ranks, each element counted once."""
         self._gradients().clip_norm(float(clip_val), optimizer)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clamp the elements of the optimizer's gradients that this rank has."""
+        """Clamp the elements of this rank's part of the optimizer's gradients."""
         self._gradients().clip_value(float(clip_val), optimizer)
 
     def use(self, gradients: GradientSet) -> None:
-        """Clip these gradients from now on; what was prepared for earlier ones is forgotten."""
-        self.gradients, self._local_steps = gradients, None
+        """Clip these gradients from now on, and drop what was prepared for earlier ones."""
+        self.gradients = gradients
+        self._local_steps = None
 
     def _gradients(self) -> GradientSet:
         if self.gradients is None:

@@ -1,17 +1,17 @@
-"""Weights in bfloat16 whose small updates count on average: stochastic rounding.
+"""Stochastic rounding of bfloat16 weights, by which small updates count on average.
 
-A bfloat16 has 8 significant bits: an update of less than 1/512 of a weight rounds to nothing, and
-late in training most are. Rounded *stochastically*, up with the probability by which the value
-lies above its lower neighbour, the weight moves by the update in expectation (Gupta et al.,
+A bfloat16 has 8 significant bits: an update of less than 1/512 of a weight is rounded away, and
+late in training most are that small. Rounded *stochastically*, up with the probability by which the
+value lies above its lower neighbour, the weight moves by the update in expectation (Gupta et al.,
 arXiv 1502.02551; for bfloat16 weights Zamirai et al., arXiv 2010.06192).
 
 The optimizer steps on float32 copies of this rank's shards, which exist during the step only,
 with gradients and its own state in float32; the result is rounded into the weights. In bytes
 per parameter: 2, and with AdamW 8 of state; ``bf16-true`` has 2 and 4, ``bf16-mixed`` 4 and 8.
 
-The bits are drawn from (seed, parameter, step, place of the shard), so that ranks that hold the
-same weights round them alike, and a run that goes on from a checkpoint as one that never stopped.
-Like dropout masks they depend on the layout.
+The random bits depend on (seed, parameter, step, position of the shard). So ranks that hold the
+same weights round them alike, and a resumed run rounds like one that never stopped. Like dropout
+masks the bits depend on the layout.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 
 def round_stochastically(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Float32 values as bfloat16, each rounded to one of its two neighbours, true on average."""
+    """Round float32 values to bfloat16, up or down at random, right on average."""
     noise = torch.randint(
         0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
     )
@@ -39,11 +39,11 @@ def round_stochastically(x: Tensor, generator: torch.Generator | None = None) ->
 def widened(
     optimizer: Optimizer, generator_of: Callable[[Tensor], torch.Generator | None]
 ) -> Iterator[None]:
-    """Within the block the optimizer holds float32 copies of its bfloat16 tensors.
+    """Context in which the optimizer holds float32 copies of its bfloat16 tensors.
 
     Args:
-        optimizer: an element-wise one that holds plain tensors.
-        generator_of: from one of its tensors, what to round it with.
+        optimizer: element-wise optimizer that holds plain tensors.
+        generator_of: function that returns the generator for rounding one of its tensors.
     """
     own, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     wide = {p: _wide(p) for members in own for p in members if p.dtype == torch.bfloat16}
@@ -76,7 +76,7 @@ def _wide(tensor: Tensor) -> nn.Parameter:
 
 
 def _in_float32(values: Mapping[str, Any]) -> dict[str, Any]:
-    """State as it is made for float32 parameters; a checkpoint may have brought it narrower."""
+    """State converted to float32; a checkpoint may have stored it in bfloat16."""
     return {
         k: v.float() if isinstance(v, Tensor) and v.dtype == torch.bfloat16 else v
         for k, v in values.items()

@@ -1,15 +1,15 @@
-"""Layers of torch that need their parameters in a wide format, in a run whose others are narrow.
+"""Forward in a wider format, for layers of torch that cannot run with 16-bit parameters.
 
-Under mixed precision a layer's forward sees narrow copies of its parameters. Autocast makes the
-operands of a matrix product alike, but it does not know every operation: a batch norm in bfloat16
-beside running statistics in float32 is refused, as is, on CPUs, a layer norm in bfloat16 of a
-residual stream in float32; and what a parametrization computes of narrow weights (the singular
-value of `torch.nn.utils.parametrizations.spectral_norm`, the exponential of ``orthogonal``) is too
-rough or not implemented. One device under autocast has float32 parameters in all of them.
+Under mixed precision a layer's forward sees 16-bit copies of its parameters. Autocast converts the
+operands of a matrix product to one format, but it does not cover every operation: torch refuses a
+batch norm in bfloat16 beside running statistics in float32 and, on CPUs, a layer norm in bfloat16
+of a residual stream in float32. Parametrizations of 16-bit weights (the singular value of
+`torch.nn.utils.parametrizations.spectral_norm`, the exponential of ``orthogonal``) are too rough or
+not implemented. One device under autocast has float32 parameters in all of these layers.
 
-So these layers see their parameters widened while they run: to the widest of what goes in and of
-their buffers. Nothing is gathered or kept that would not be without; it costs ``4 P`` bytes for the
-``P`` elements of the layer until it is done, and nothing where all formats agree.
+So these layers see their parameters widened while they run, to the widest format of their inputs
+and buffers. Nothing more is gathered or kept; the cost is ``4 P`` bytes for the ``P`` elements of
+the layer until it is done, and nothing where all formats agree.
 """
 
 from typing import Any
@@ -25,11 +25,11 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 OTHERS = (nn.LayerNorm, nn.GroupNorm, nn.Bilinear, ParametrizationList)
 LAYERS = (*BATCH_NORMS, *INSTANCE_NORMS, *OTHERS)
-"""Whose operations autocast leaves alone, on CPUs at least."""
+"""Layers whose operations autocast does not convert, at least on CPUs."""
 
 
 class WideForward(BlockForward):
-    """Runs a layer with parameters as wide as what it computes with."""
+    """Forward of a layer with parameters as wide as its inputs and buffers."""
 
     stays = True
 
@@ -55,7 +55,7 @@ class WideForward(BlockForward):
             own.update(narrow)
 
     def _widest(self, used: tuple[Any, ...]) -> torch.dtype | None:
-        """Format of what the layer computes with beside its parameters."""
+        """Widest format of the layer's inputs and buffers."""
         if isinstance(self._block, ParametrizationList):  # nothing goes in
             return torch.float32
         formats = [x.dtype for x in used if isinstance(x, Tensor) and x.is_floating_point()]
@@ -63,7 +63,7 @@ class WideForward(BlockForward):
 
 
 def widen_where_needed(module: nn.Module) -> None:
-    """Have the layers inside ``module`` that need it see wide parameters while they run."""
+    """Give the layers inside ``module`` that need it wide parameters while they run."""
     for layer in module.modules():
         held = getattr(layer.__dict__.get("forward"), "__self__", None)
         if isinstance(layer, LAYERS) and not isinstance(held, WideForward):

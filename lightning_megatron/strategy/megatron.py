@@ -1,17 +1,29 @@
 """The Lightning strategy: ``Trainer(strategy=MegatronStrategy(tp=4, pp=2))``.
 
-Hooks only; parts do the work and own its state: `strategy.processes.processes`,
-`strategy.checkpointing`, `strategy.data.loaders`. What they do is decided in
-`strategy.preflight.checks` (is the run legal), `parallel.apply` (put the module on the layout),
-`strategy.step_engine` (run a batch) and `checkpoint` (save and load).
+One class, in which every hook of Lightning stands once; its body is the list of who acts. The parts
+that act own their state and are made in `MegatronStrategy.__init__`; they see the strategy as a
+`strategy.run.Run`. A training step, from top to bottom::
+
+    on_train_batch_start    tuners measure and change, recovery notes how things are
+    optimizer_step          recovery hands the optimizer its closure, in which run:
+      training_step           checkpoints raise what failed in the background
+                              steps run the microbatches (`strategy.step_runner`), forward and,
+                              where they are interleaved, backward
+      backward                steps bring the gradients to light, or run backward here
+        post_backward         stop lets all ranks vote, checkpoints wait for copies from the device
+                            precision steps on what this rank owns, unless it skips the step
+                            recovery has skipped schedules stand still, data notes its position
+    block_backward_sync     surrounds the closure instead, where gradients accumulate
+
+What parts do is decided in `strategy.preflight` (is the run legal), `parallel.apply` (put the
+module on the layout), `pipeline.runner` (run microbatches) and `checkpoint` (save and load). The
+file is long because Lightning has that many hooks, and the order of what happens in them is to be
+read in one place.
 """
 
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +31,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -27,12 +39,10 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_megatron import env
 from lightning_megatron._lightning import (
     LauncherBase,
     LaunchingStrategy,
     avoid_inference_mode,
-    call_module_hook,
     hide_pytree_warning,
     keep_precision,
     limit_threads,
@@ -44,27 +54,19 @@ from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.comm.votes import PerBatchVotes
 from lightning_megatron.errors import ConfigError, instances, numbers_or_instances, raise_if_any
 from lightning_megatron.launch.attempt import Attempt
-from lightning_megatron.layers.batch_norm import synchronize_batch_norm
-from lightning_megatron.layers.sequential import RemoteItem
-from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.monitoring import sections
 from lightning_megatron.monitoring.events import EventLog
 from lightning_megatron.monitoring.sections import SectionClock
 from lightning_megatron.optim.gathered_step import check_optimizer
-from lightning_megatron.parallel.activations.config import ActivationConfig, blocks_to_recompute
+from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.apply import (
     ParallelModule,
-    Transforms,
-    layout_of,
-    parallelize,
     remember_layout,
 )
-from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.gradients import GradientSet
-from lightning_megatron.parallel.layer_skeletons import spare_items
-from lightning_megatron.parallel.plan import MEASURED, PipelineConfig
-from lightning_megatron.parallel.unparallelize import allow_calls, is_whole, refuse_calls, restore
+from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.parallel.unparallelize import is_whole
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.pipeline.runner import Pipeline
 from lightning_megatron.precision.plugin import sharded_precision
@@ -74,15 +76,15 @@ from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
 from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
 from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
-from lightning_megatron.strategy.meta_build import Attempt as BuildAttempt
-from lightning_megatron.strategy.meta_build import refuse_spread
 from lightning_megatron.strategy.model_summary import (
-    leave_summaries,
-    remember_whole,
     summarise_layout,
 )
-from lightning_megatron.strategy.observers import looks_at_gradients, looks_at_weights
-from lightning_megatron.strategy.preflight.averaging import averages
+from lightning_megatron.strategy.module_layout import (
+    ModuleLayout,
+    host_group_along_pp,
+    stand_ins,
+)
+from lightning_megatron.strategy.observers import looks_at_gradients
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
 from lightning_megatron.strategy.processes.connection import ConnectionConfig
@@ -90,7 +92,7 @@ from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.rank_options import named_options
 from lightning_megatron.strategy.rng_state import RandomState
 from lightning_megatron.strategy.sharded_errors import explain
-from lightning_megatron.strategy.stage_state import StepState
+from lightning_megatron.strategy.stage_state import StepState, share_over_stages
 from lightning_megatron.strategy.step_recovery import StepRecovery
 from lightning_megatron.strategy.step_runner import StepRunner, transforms_batches
 from lightning_megatron.strategy.tuners.partition import MeasuredPartition
@@ -98,7 +100,7 @@ from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.strategy.tuners.schedule import AUTO, AutoSchedule
 from lightning_megatron.strategy.tuners.tuner import Tuner
 from lightning_megatron.strategy.weight_watch import WeightWatch
-from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
+from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness
 
 
@@ -133,8 +135,6 @@ class MegatronStrategy(LaunchingStrategy):
     strategy_name = "megatron"
     is_distributed = True
     num_nodes = 1
-    counts_tokens = True
-    """Whether steps may return sums over tokens (`strategy.step_engine`)."""
 
     def __init__(
         self,
@@ -171,14 +171,15 @@ class MegatronStrategy(LaunchingStrategy):
         )
         self._connection, self._checkpoint = connection, checkpoint
         self.events = EventLog()
-        self.votes = PerBatchVotes()
         self.clock = SectionClock()
+        self.votes = PerBatchVotes()
         self.data = DataLoading()
-        self.recovery = StepRecovery(self)
         self.stop = CoordinatedStop(self, self.data)
         self.processes = Processes(self, connection, self.stop.flag)
-        self.weight_watch = WeightWatch(self)
+        self.layout = ModuleLayout(self, self.options)
         self.tuners: list[Tuner] = []
+        self.weight_watch = WeightWatch(self)
+        self.recovery = StepRecovery(self)
         self.checkpoints = Checkpointing(self, checkpoint, self.processes, self.data)
         self.held: Callable[[], bool] | None = None
         self._random_state: RandomState | None = None
@@ -186,10 +187,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._topology: Topology | None = None
         self._parallel: ParallelModule | None = None
         self._steps: StepRunner | None = None
-        self._defer_init = False
-        self._written: WrittenValues | None = None
         self._host_gloo: dist.ProcessGroup | None = None
-        self._seed = 0
         self._gave_back: ParallelModule | None = None
         self._step_state: StepState | None = None
 
@@ -306,7 +304,9 @@ class MegatronStrategy(LaunchingStrategy):
         host = self.options.zero.offload_parameters
         options = named_options(module.trainer, self.options, checkpoint=self._checkpoint)
         self.processes.find_peers(options, from_host=host)
-        self._topology = self._make_topology(module)
+        self._topology = self.layout.topology(
+            self._connection.timeout_s, self.processes.node_names()
+        )
         set_device_mesh(module, self.topology.mesh)
         if self.world_size > 1:
             # All ranks draw what one process would, but for what steps draw: see `StepSeeds`. So a
@@ -321,37 +321,7 @@ class MegatronStrategy(LaunchingStrategy):
             *self.checkpoints.problems(self.checkpoint_io),
         )
         raise_if_any([*problems, *findings.problems])
-        self._defer_init = findings.real_because is None and layout_of(module) is None
-        if findings.real_because is not None:
-            _warn_of_real_weights(findings.real_because)
-
-    def _make_topology(self, module: LightningModule) -> Topology:
-        """A new topology, or the one that an earlier run put the module on."""
-        degrees = self.options.degrees(self.world_size)
-        close_outlived()
-        earlier = layout_of(module)
-        if earlier is not None:
-            asked = self.options.lasting(self.world_size, self.precision_plugin)
-            if asked != (held := earlier.transforms.lasting):
-                raise ConfigError(
-                    f"{asked}: an earlier Trainer has put this module on {held}; nearest valid: "
-                    "the same, or a new module into which a checkpoint is loaded"
-                )
-            return earlier.topology
-        seed = env.global_seed()
-        if seed is None:
-            seed = int(self.broadcast(random.SystemRandom().getrandbits(31)))
-        self._seed = seed
-        topology = Topology(
-            degrees,
-            self.root_device,
-            sequence_parallel=self.options.sequence_parallel,
-            seed=self._seed,
-            timeout=timedelta(seconds=self._connection.timeout_s),
-            nodes=self.processes.node_names(),
-        )
-        close_with(topology, module)
-        return topology
+        self.layout.defer(findings.real_because)
 
     # Module, optimizer, data ---------------------------------------------------------------------
 
@@ -371,35 +341,8 @@ class MegatronStrategy(LaunchingStrategy):
 
         If ``configure_model`` turns out to need real tensors, it is called again with them.
         """
-        self._written, precision = None, self.precision_plugin
-        module = self.lightning_module
-        deferred, self._defer_init = self._defer_init, False
-        if not self.reduce_boolean_decision(deferred):
-            with _built_once(module), torch.device("cpu"), precision.tensor_init_context():
-                yield
-            return
-        assert module is not None
-        attempt = BuildAttempt(module)
-        with attempt.running(), precision.tensor_init_context():
+        with self.layout.building(self.lightning_module):
             yield
-        if attempt.error is None:
-            refuse_spread(module)
-        self._written = attempt.written()
-        if self._is_written_alike():
-            return
-        reason, self._written = attempt.reason, None
-        attempt.undo()
-        with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
-            call_module_hook(module.trainer, "configure_model")
-        refuse_spread(module)
-        _warn_of_real_weights(reason)
-
-    def _is_written_alike(self) -> bool:
-        """Whether ``configure_model`` gave the same values everywhere, as far as it is noted."""
-        if self.world_size == 1:
-            return self._written is not None
-        mine = None if self._written is None else self._written.signature()
-        return self.reduce_boolean_decision(mine is not None and mine == self.broadcast(mine))
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -410,11 +353,9 @@ class MegatronStrategy(LaunchingStrategy):
         avoid_inference_mode(trainer, outside_training=self.world_size > 1)
         self.data.begin(trainer)
         self._random_state = RandomState(self.topology)
-        self._host_gloo = self._host_group()
-        if layout_of(module) is None:
-            remember_whole(module)
+        self._host_gloo = host_group_along_pp(self.topology)
         self.tuners = []
-        self.adopt(self._parallelize(module))
+        self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
         summarise_layout(trainer, module, spread=not is_whole(self.parallel))
         self.barrier()
@@ -427,38 +368,14 @@ class MegatronStrategy(LaunchingStrategy):
             looks = looks_at_gradients(trainer, module)
             looks = self.reduce_boolean_decision(looks, all=False)  # on all ranks alike
             self.parallel.data.show_gradients(looks)
-            self._watch_parts(trainer, module)
+            self.weight_watch.begin(zero_3=self.options.zero.stage == 3)
             if self.parallel.spare is not None:
                 self.tuners.append(MeasuredPartition(self))
         self.stop.begin()
-        self._share_step_state(trainer)
+        self._step_state = share_over_stages(
+            trainer, module, self.topology, self.steps.last_rank, self._host_gloo
+        )
         self.setup_precision_plugin()
-
-    def _share_step_state(self, trainer: Trainer) -> None:
-        """Under a pipeline, make true on all stages what steps leave behind on the last."""
-        self._step_state = None
-        if self.topology.pp.size > 1:
-            last = self.steps.last_rank
-            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-            self._step_state = StepState(
-                self.module,
-                self.topology.pp,
-                last,
-                self.topology.device,
-                self._host_gloo,
-                callbacks,
-            )
-            callbacks.insert(0, self._step_state)
-
-    def _watch_parts(self, trainer: Trainer, module: LightningModule) -> None:
-        """Have parts of weights seen by user's code made whole, where there are parts and users."""
-        degrees = self.topology.degrees
-        in_parts = self.options.zero.stage == 3 and self.topology.batch.size > 1
-        if in_parts or degrees.tp > 1 or degrees.pp > 1:
-            somewhere, in_step = looks_at_weights(trainer, module)
-            in_step = self.reduce_boolean_decision(in_step, all=False)
-            if self.reduce_boolean_decision(somewhere, all=False) or in_step:
-                self.weight_watch.start(steps=in_step)
 
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
@@ -500,51 +417,6 @@ class MegatronStrategy(LaunchingStrategy):
         remember_layout(self.module, None)
         self._parallel = self._steps = None
 
-    def _parallelize(self, module: LightningModule) -> ParallelModule:
-        allow_calls(module)
-        earlier, options = layout_of(module), self.options
-        if earlier is not None:
-            earlier.data.resume()
-            recomputed = blocks_to_recompute(module, options.activations)
-            transform_blocks(
-                module,
-                recomputed,
-                options.activations,
-                self.root_device,
-                self.topology.tp,
-                options.compile,
-            )
-            transforms = replace(
-                earlier.transforms, activations=options.activations, compile=options.compile
-            )
-            return replace(earlier, transforms=transforms)
-        precision = self.precision
-        if synchronizes_batch_norm(self):
-            synchronize_batch_norm(module, self.topology.batch, self.root_device)
-        transforms = Transforms(
-            lasting=options.lasting(self.world_size, precision),
-            types=replace(precision.types, parameters=None)
-            if averages(module.trainer)
-            else precision.types,
-            pipeline=options.pp,
-            sharding=options.zero,
-            activations=options.activations,
-            compile=options.compile,
-            stage_ranks=options.stage_ranks,
-            manual_optimization=not module.automatic_optimization,
-        )
-        converted = precision.convert_module(module)
-        written, self._written = self._written, None
-        if self.topology.pp.size == 1 or options.pp.partition != MEASURED:
-            return parallelize(converted, self.topology, transforms, written)
-        spare = spare_items(converted)
-        return replace(parallelize(converted, self.topology, transforms, written), spare=spare)
-
-    def _host_group(self) -> dist.ProcessGroup | None:
-        if self.topology.pp.group is None or dist.get_backend(self.topology.pp.group) == "gloo":
-            return None
-        return self.topology.new_group("pp", backend="gloo")
-
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         try:
@@ -552,7 +424,7 @@ class MegatronStrategy(LaunchingStrategy):
         except ValueError as error:
             if self.topology.pp.size == 1 or "empty parameter list" not in str(error):
                 raise
-            with self._stand_ins():
+            with stand_ins(self):
                 super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             warning = check_optimizer(
@@ -561,32 +433,42 @@ class MegatronStrategy(LaunchingStrategy):
             if warning:
                 rank_zero_warn(warning)
 
-    @contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        """Make optimizers of a few items, on whatever stage they are, not fail on an empty list.
-
-        ``SGD(self.trunk.head.parameters())`` gets a parameter without elements on other stages.
-        Where it is all that an optimizer has, it stays.
-        """
-        remote = [m for m in self.module.modules() if isinstance(m, RemoteItem)]
-        made: dict[Tensor, RemoteItem] = {
-            p: item for item in remote if (p := item.stand_in()) is not None
-        }
-        yield
-        for optimizer in self.optimizers:
-            groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
-            held = [p for group in groups for p in group]
-            kept = [] if any(p not in made for p in held) else held[:1]
-            for group in groups:
-                group[:] = [p for p in group if p not in made or any(p is k for k in kept)]
-            for parameter in kept:
-                made.pop(parameter, None)
-        for item in made.values():
-            item.stand_back()
-
     @override
     def model_to_device(self) -> None:
         """Nothing: the layout put every parameter where it belongs."""
+
+    # Data -----------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Who reads what share, for the samplers that Lightning makes itself.
+
+        Raises:
+            ConfigError: the layout does not fit the number of processes.
+        """
+        if self._topology is None:
+            return sampler_kwargs(self.options, self.world_size, self.global_rank)
+        return {"num_replicas": self.topology.batch.size, "rank": self.topology.batch.rank}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """The loader with this rank's share of the samples, and its random streams."""
+        if self._topology is None:  # a loop that is called by hand, before any run
+            return dataloader
+        return self.data.prepare(dataloader, self.trainer, self.topology)
+
+    def batch_share(self, global_batch: int) -> int:
+        """Batch size of this run's loaders for a batch that all ranks read together.
+
+        For ``train_dataloader`` of a module or data module whose run may go on with fewer or more
+        nodes (``torchrun --nnodes 1:2``): the optimizer's steps then stay what they were. With
+        ``microbatch_size`` a rank's larger share takes more time and not more memory.
+
+        Raises:
+            ConfigError: the data-parallel ranks cannot share it evenly.
+        """
+        return batch_share(global_batch, self.topology.batch.size)
 
     # Training -------------------------------------------------------------------------------------
 
@@ -624,7 +506,7 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.checkpoints.raise_failed_saves()
-        with self._sharing_step_state():
+        with self._around_step():
             if self.recovery.skips_batch:
                 output: Any = self.recovery.zero_loss()
             else:
@@ -746,19 +628,13 @@ class MegatronStrategy(LaunchingStrategy):
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self.clock.enter(sections.VALIDATION)  # once more: each batch is progress
-        with self._sharing_step_state(), self.weight_watch.lifted():
+        with self._around_step(), self.weight_watch.lifted():
             output = self.steps.evaluate(name, (*args, *kwargs.values()))
         self.stop.end_evaluation()
         return output
 
-    @contextmanager
-    def _sharing_step_state(self) -> Iterator[None]:
-        state = self._step_state
-        if state is not None:
-            state.begin_step()
-        yield
-        if state is not None:
-            state.end_step()
+    def _around_step(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._step_state is None else self._step_state.around_step()
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -817,39 +693,6 @@ class MegatronStrategy(LaunchingStrategy):
         """Delete a checkpoint, on rank zero; after the saves that are in flight."""
         with self.clock.section(sections.CHECKPOINT):
             self.checkpoints.remove(filepath)
-
-    # Data -----------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Who reads what share, for the samplers that Lightning makes itself.
-
-        Raises:
-            ConfigError: the layout does not fit the number of processes.
-        """
-        if self._topology is None:
-            return sampler_kwargs(self.options, self.world_size, self.global_rank)
-        return {"num_replicas": self.topology.batch.size, "rank": self.topology.batch.rank}
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """The loader with this rank's share of the samples, and its random streams."""
-        if self._topology is None:  # a loop that is called by hand, before any run
-            return dataloader
-        return self.data.prepare(dataloader, self.trainer, self.topology)
-
-    def batch_share(self, global_batch: int) -> int:
-        """Batch size of this run's loaders for a batch that all ranks read together.
-
-        For ``train_dataloader`` of a module or data module whose run may go on with fewer or more
-        nodes (``torchrun --nnodes 1:2``): the optimizer's steps then stay what they were. With
-        ``microbatch_size`` a rank's larger share takes more time and not more memory.
-
-        Raises:
-            ConfigError: the data-parallel ranks cannot share it evenly.
-        """
-        return batch_share(global_batch, self.topology.batch.size)
 
     # Communication --------------------------------------------------------------------------------
 
@@ -943,25 +786,9 @@ class MegatronStrategy(LaunchingStrategy):
         if parallel is None or self._gave_back is parallel:
             return
         self._gave_back = parallel
-        module = self.module
-        failed = module.trainer.state.status == TrainerStatus.INTERRUPTED
-        parallel.data.release(collective=not failed)
-        leave_summaries(module.trainer, module, spread=not is_whole(parallel))
         self.checkpoints.leave_groups_to(parallel.topology)
         self.processes.leave_groups_to(parallel.topology)
-        if not is_whole(parallel):
-            layout = self.options.lasting(self.world_size, self.precision)
-            refuse_calls(parallel, layout)
-            return
-        restore(parallel)
-        collectives.unshare_metrics(module, self.topology)
-        remember_layout(module, None)
-        set_device_mesh(module, None)
-        parallel.gradients.forget_shard_specs()
-        self.precision.use(parallel.gradients)
-        # At once, a rank that has fewer batches than others would cut these off in the midst of a
-        # collective, where a hang names it.
-        close_later(parallel.topology)
+        self.layout.give_back(parallel)
 
     @override
     def teardown(self) -> None:
@@ -973,8 +800,7 @@ class MegatronStrategy(LaunchingStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         if self._step_state is not None:
-            callbacks: list[Any] = self.module.trainer.callbacks  # type: ignore[attr-defined]
-            callbacks.remove(self._step_state)
+            self._step_state.detach(self.trainer)
             self._step_state = None
         self.processes.failures.end_watch()
         self.weight_watch.stop()
@@ -985,28 +811,6 @@ class MegatronStrategy(LaunchingStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-
-@contextmanager
-def _built_once(module: LightningModule | None) -> Iterator[None]:
-    """Refuse to build anew what an earlier run has put on a layout."""
-    earlier = None if module is None or layout_of(module) is None else list(module.parameters())
-    yield
-    if earlier is None and module is not None:
-        refuse_spread(module)
-    if module is None or earlier is None:
-        return
-    if list(map(id, module.parameters())) != list(map(id, earlier)):
-        raise ConfigError(
-            f"{type(module).__name__}.configure_model builds layers anew for a module that an "
-            "earlier Trainer has put on its layout, and would lose what was trained; nearest "
-            "valid: return at once where the layers are there, as in `if hasattr(self, 'net'): "
-            "return`"
-        )
-
-
-def _warn_of_real_weights(reason: str) -> None:
-    rank_zero_warn(f"configure_model builds real weights on every rank, because {reason}")
 
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.strategy.code_inspection import names_in, own_functions
 from lightning_megatron.strategy.observers import HOOKS
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.mesh import Axis, Topology
 
 _Key = tuple[str, str]
 """Name of a module, and of its attribute."""
@@ -218,6 +218,18 @@ class StepState(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.share()  # hooks may look at what training has filled
 
+    def detach(self, trainer: Trainer) -> None:
+        """Be no callback of the Trainer any more."""
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.remove(self)
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Context of a step, after which hooks around the batch see what it has filled."""
+        self.begin_step()
+        yield
+        self.end_step()
+
     def begin_step(self) -> None:
         """Note what hooks use, as it is before the step."""
         if self._gives:
@@ -356,6 +368,30 @@ def _items(content: Any) -> Iterator[Any]:
             items = (*container.keys(), *container.values()) if is_dict else tuple(container)
             yield from items
             to_read += [item for item in items if isinstance(item, _CONTAINERS)]
+
+
+def share_over_stages(
+    trainer: Trainer,
+    module: LightningModule,
+    topology: Topology,
+    source: int,
+    host_group: dist.ProcessGroup | None,
+) -> StepState | None:
+    """Make true on all stages what steps leave behind on the last; None without a pipeline.
+
+    Args:
+        trainer: whose first callback sees to it.
+        module: the user's.
+        topology: the layout.
+        source: rank of the last stage on the pipeline axis.
+        host_group: gloo group over the axis, where the axis' own group is not gloo.
+    """
+    if topology.pp.size == 1:
+        return None
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    state = StepState(module, topology.pp, source, topology.device, host_group, callbacks)
+    callbacks.insert(0, state)
+    return state
 
 
 def _packed(changed: Mapping[_Key, Any], device: torch.device) -> dict[_Key, Any]:

@@ -4,6 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lightning_megatron.parallel.gradients import GradientSet
 from lightning_megatron.parallel.whole_reductions import WholeReductions
+from lightning_megatron.strategy import collectives
+from lightning_megatron.strategy.observers import looks_at_weights
 from lightning_megatron.strategy.run import Run
 
 
@@ -18,6 +20,20 @@ class WeightWatch:
         self._run = run
         self._reductions: WholeReductions | None = None
         self._sees_steps = False
+
+    def begin(self, *, zero_3: bool) -> None:
+        """Watch where weights are in parts, and user's code may look at them; collective."""
+        run, topology = self._run, self._run.topology
+        sharded = zero_3 and topology.batch.size > 1
+        if not sharded and topology.tp.size == 1 and topology.pp.size == 1:
+            return
+        decisions = looks_at_weights(run.trainer, run.module)
+        # On all ranks alike.
+        somewhere, in_step = (
+            collectives.agree(found, run.root_device, all=False) for found in decisions
+        )
+        if somewhere or in_step:
+            self.start(steps=in_step)
 
     def start(self, *, steps: bool) -> None:
         """From now on look at what hooks do, and at what steps do where ``steps``."""

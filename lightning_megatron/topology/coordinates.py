@@ -1,11 +1,12 @@
 """Rank <-> coordinate arithmetic on the mesh of `degrees.AXES`.
 
 Ranks are laid out in C order: the last axis (tp) varies fastest. The outermost axis, pp, need not
-begin at 0: global rank 0 holds the last stage of a pipeline, so that what is computed at the end of
-a step or an epoch is true where loggers and file names are decided, and further ranks hold the
-stages before it. Neighbouring stages stay neighbouring blocks of ranks. Derived axes are made of
-several mesh axes: *batch* (dp_replicate x dp_shard: who reads which samples), *loss* (batch x cp:
-whose token losses are averaged) and *model* (pp x cp x tp: who works on the same samples).
+begin at 0: global rank 0 holds the last stage of a pipeline, so that the results of a step or an
+epoch are on the rank with the loggers and the decision on file names; further ranks hold the stages
+before it. Neighbouring stages stay neighbouring blocks of ranks. Derived axes are made of several
+mesh axes: *batch* (dp_replicate x dp_shard: ranks that read different samples), *loss* (batch x cp:
+ranks whose token losses are averaged) and *model* (pp x cp x tp: ranks that work on the same
+samples).
 """
 
 from collections.abc import Iterable
@@ -45,7 +46,7 @@ def rank_of(position: dict[str, int], degrees: Degrees) -> int:
 
 
 def _from_origin(place: int, degrees: Degrees) -> int:
-    """Place on pp of the ``place``-th block of ranks, and the other way round."""
+    """Position on pp of the ``place``-th block of ranks, and the inverse."""
     return (degrees.origin - place) % degrees.pp if degrees.origin else place
 
 

@@ -37,8 +37,8 @@ class Degrees:
     tp: int = 1
     """Ranks that share every parallel layer."""
     origin: int = 0
-    """Place on pp of global rank 0: that of the last stage, as rank 0 is where loggers live and
-    where file names are decided (see `coordinates`)."""
+    """Position on pp of global rank 0: that of the last stage, as rank 0 has loggers and decides
+    file names (see `coordinates`)."""
 
     @property
     def dp(self) -> int:
@@ -78,8 +78,9 @@ def divisibility_problem(name: str, value: int, degree_name: str, degree: int) -
     """Sentence for ``value % degree != 0``, or None when it divides.
 
     >>> print(divisibility_problem("num_heads", 6, "tp", 4))
-    num_heads=6, tp=4: num_heads must be divisible by tp; nearest valid: tp=3 or 6, or num_heads=4 or 8
-    """  # noqa: E501 (the doctest shows the whole sentence)
+    num_heads=6, tp=4: num_heads must be divisible by tp; nearest valid: tp=3 or 6, or num_heads=4
+    or 8
+    """
     if degree >= 1 and value % degree == 0:
         return None
     degrees = " or ".join(str(d) for d in nearest_divisors(value, degree))
@@ -93,7 +94,7 @@ def divisibility_problem(name: str, value: int, degree_name: str, degree: int) -
 def degree_problems(
     world_size: int, *, tp: int, pp: int, cp: int, dp_replicate: int, zero: int
 ) -> list[str]:
-    """Faults of a layout on ``world_size`` processes; empty when `infer_degrees` will work."""
+    """Problems of a layout on ``world_size`` processes; empty when `infer_degrees` will work."""
     given = {"tp": tp, "pp": pp, "cp": cp, "zero.dp_replicate": dp_replicate}
     problems = [
         problem.replace("must be", "a degree is")

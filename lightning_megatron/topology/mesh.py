@@ -1,8 +1,9 @@
 """Process groups of a layout.
 
-`Topology` is made once per Trainer, after ``torch.distributed`` is initialised, and handed to every
-part that communicates: there is no "current mesh", so two Trainers in one process do not see each
-other. A group of one rank is None, and code that finds ``axis.size == 1`` communicates nothing.
+Each Trainer makes one `Topology`, after ``torch.distributed`` is initialised, and passes it to
+every part that communicates: there is no "current mesh", so two Trainers in one process do not see
+each other. The group of a single rank is None, and code with ``axis.size == 1`` communicates
+nothing.
 """
 
 import gc
@@ -32,21 +33,21 @@ Parts: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """This process' place on one axis."""
+    """Position of this process on one axis, and the axis' process group."""
 
     name: str
-    """Mesh axis or derived axis."""
+    """Name of the mesh axis or derived axis."""
     rank: int
     """Position on the axis."""
     ranks: tuple[int, ...]
     """Global ranks of the group, in axis order."""
     group: dist.ProcessGroup | None
-    """None when the axis has size 1. Ranks are numbered in it by their global ranks, not in axis
-    order."""
+    """Process group; None when the axis has size 1. It numbers its ranks by their global ranks, not
+    in axis order."""
     meter: Meter = field(default_factory=Meter, compare=False, repr=False)
-    """What this rank sends over it."""
+    """Meter of what this rank sends over the axis."""
     key: str = field(init=False, compare=False, repr=False)
-    """By which `axis_of` finds it: the name of the group, no two of which are alike."""
+    """Key of `axis_of`: the name of the group, which is unique."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", "" if self.group is None else self.group.group_name)
@@ -58,7 +59,7 @@ class Axis:
         return len(self.ranks)
 
     def all_gather_object(self, mine: Any) -> list[Any]:
-        """What every rank of the axis gives, in axis order; collective over the axis."""
+        """Gather an object of every rank, in axis order; collective over the axis."""
         if self.group is None:
             return [mine]
         by_group_rank: list[Any] = [None] * self.size
@@ -66,28 +67,28 @@ class Axis:
         return [by_group_rank[dist.get_group_rank(self.group, rank)] for rank in self.ranks]
 
     def forget_group(self) -> None:
-        """Let go of a group that was destroyed: its threads live as long as it is known."""
+        """Drop a group that was destroyed: its threads live as long as a reference to it."""
         object.__setattr__(self, "group", None)
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Groups inside the nodes and across them, of a group that spans several."""
+    """Groups inside the nodes and across them, for a group that spans several nodes."""
 
     inside: dist.ProcessGroup
-    """The ranks of this node."""
+    """Group of the ranks of this node."""
     across: dist.ProcessGroup
-    """The ranks of the same place on their nodes, one of each."""
+    """Group of the ranks at the same place on their nodes, one of each node."""
     table: tuple[tuple[int, ...], ...]
-    """Of every node the ranks of the group by place, numbered as the group numbers them."""
+    """Ranks of every node (row) at every place (column), numbered as the group numbers them."""
     node: int
-    """The row of this rank: its number in ``across``."""
+    """Row of this rank, which is its rank in ``across``."""
     place: int
-    """The column of this rank: its number in ``inside``."""
+    """Column of this rank, which is its rank in ``inside``."""
 
     @property
     def places(self) -> range:
-        """The columns."""
+        """Range of the columns."""
         return range(len(self.table[0]))
 
 
@@ -95,7 +96,7 @@ _axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
 
 
 def axis_of(key: str) -> Axis:
-    """The axis, or one of several over the same group, of that `Axis.key`; for compiled graphs."""
+    """Return an axis with that `Axis.key` (several may share a group); for compiled graphs."""
     return _axes[key]
 
 
@@ -103,7 +104,7 @@ _outlived: list["Topology"] = []
 
 
 def close_with(topology: "Topology", owner: object) -> None:
-    """Let `close_outlived` close a topology once ``owner``, which needs its groups, is no more."""
+    """Let `close_outlived` close a topology once its user, ``owner``, has been collected."""
     weakref.finalize(owner, _outlived.append, topology).atexit = False
 
 
@@ -115,7 +116,7 @@ def close_later(topology: "Topology") -> None:
 def close_outlived() -> None:
     """Close every topology that nobody needs any more.
 
-    At a moment of our choice: an object may be collected in the midst of a collective.
+    The caller chooses the time, as garbage may be collected in the middle of a collective.
     """
     while _outlived:
         _outlived.pop().close()
@@ -123,11 +124,11 @@ def close_outlived() -> None:
 
 @cache
 def leave_garbage_to_parents() -> None:
-    """Have processes that are forked from this one collect nothing that was there before.
+    """Keep forks of this process from collecting garbage that the parent made.
 
-    Whatever knows a process group that was destroyed, a Trainer that is garbage, say, ends the
-    group's threads when it is collected. In a fork, such as a DataLoader's worker, these threads do
-    not exist, and to end them ends the process.
+    An object with a reference to a destroyed process group, such as a Trainer, ends the group's
+    threads when it is collected. In a fork, such as a DataLoader worker, these threads do not
+    exist, and ending them ends the process.
     """
     os.register_at_fork(after_in_child=gc.freeze)
 
@@ -152,27 +153,27 @@ def _device_mesh(device_type: str, degrees: Degrees, axes: tuple[str, ...]) -> D
 
 
 class Topology:
-    """Where this process stands in the layout, and whom it talks to.
+    """Coordinates of this process in the layout, and its process groups.
 
     Args:
-        degrees: the full layout; its product must be the world size.
-        device: this process' device.
+        degrees: sizes of all axes; their product must be the world size.
+        device: device of this process.
         sequence_parallel: whether activations between parallel layers are split over tp along the
             sequence.
-        seed: the run's seed; feeds initialisation and the random streams.
-        timeout: for the groups made here; the default group's timeout when None.
-        nodes: name of the node of every rank; one node when None. The same on all ranks.
+        seed: seed of the run, for initialisation and the random streams.
+        timeout: timeout of the groups made here; that of the default group when None.
+        nodes: name of the node of every rank, the same list on all ranks; one node when None.
 
     Attributes:
         tp, pp, cp, dp_replicate, dp_shard: mesh axes.
         batch: dp_replicate x dp_shard; these ranks read different samples.
         loss: batch x cp; the mean loss is taken over these ranks.
         mesh: device mesh with the axes of size > 1, and always ``dp_shard`` and ``dp_replicate``.
-        rng: the random streams of this process.
-        step_seeds: of what the user's step draws.
-        is_closed: whether `close` was called; nothing communicates any more.
-        nodes: which ranks share a node.
-        meters: what this rank sends, by ``tp``, ``pp``, ``cp`` and ``dp``.
+        rng: random streams of this process.
+        step_seeds: seeds of the user's step.
+        is_closed: whether `close` was called, after which nothing communicates.
+        nodes: nodes of the ranks.
+        meters: meters of what this rank sends, by ``tp``, ``pp``, ``cp`` and ``dp``.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class Topology:
         return StepSeeds(self.batch.rank, self.device, min(model), group)
 
     def _meter(self, axis: str) -> Meter:
-        """One for everything that data-parallel ranks exchange."""
+        """Meter of an axis; all data-parallel axes share one."""
         return self.meters.get(axis, self.meters["dp"])
 
     def new_group(self, axes: str, backend: str | None = None) -> dist.ProcessGroup | None:
@@ -269,11 +270,11 @@ class Topology:
         Every process must call this at the same point.
 
         Args:
-            axes: a mesh or derived axis.
+            axes: name of a mesh or derived axis.
             parts: positions on the axis; every position in one part.
 
         Returns:
-            None for a part of one rank.
+            The group; None for a part of one rank.
         """
         if (axes, parts) not in self._parts:
             lists = [
@@ -294,10 +295,10 @@ class Topology:
         Every process must call this at the same point.
 
         Args:
-            axes: a mesh or derived axis.
+            axes: name of a mesh or derived axis.
 
         Returns:
-            None where the ranks share a node, or are not spread evenly over several.
+            The groups; None where the ranks share a node, or are not spread evenly over several.
         """
         groups = [tuple(sorted(ranks)) for ranks in groups_along(axes, self.degrees)]
         found = {ranks: self.nodes.two_levels(ranks) for ranks in groups}
@@ -322,7 +323,7 @@ class Topology:
         return Levels(inside, across, table, node, levels.inside[node].index(self.rank))
 
     def keep(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Take a group that was made for this layout into the care of `close`."""
+        """Register a group that was made for this layout, for `close` to destroy."""
         self._made.append(group)
         return group
 

@@ -1,4 +1,4 @@
-"""What a rank sends over an axis, and how long it stands waiting for it.
+"""Meter of the bytes that a rank sends over an axis, and of the time it waits for them.
 
 Every collective over an axis, and every message of a pipeline, is counted on the axis' `Meter`:
 
@@ -30,7 +30,7 @@ from lightning_megatron.topology.nodes import Nodes
 
 
 class _Flight:
-    """A transfer that nobody has waited for yet."""
+    """Transfer that nobody has waited for yet."""
 
     __slots__ = ("_begin", "_end")
 
@@ -39,29 +39,29 @@ class _Flight:
         self._end: float | None = None
 
     def end(self, _: Any) -> None:
-        """The transfer is over; called in a thread of the backend."""
+        """Record the end of the transfer; called in a thread of the backend."""
         self._end = time.perf_counter()
 
     def seconds(self, now: float) -> float:
-        """Until its end, or ``now`` if it has not come."""
+        """Seconds from the start to the end, or to ``now`` if it has not ended."""
         end = self._end
         return (now if end is None else min(end, now)) - self._begin
 
 
 class Meter:
-    """Counts the transfers of one rank over one kind of axis.
+    """Meter of the transfers of one rank over one kind of axis.
 
     Args:
-        nodes: of the run; None where there is but one.
+        nodes: nodes of the run; None if there is one.
 
     Attributes:
-        calls: transfers that this rank has started.
-        bytes: that it has sent.
-        inter_node_bytes: of these, those to ranks of other nodes.
-        exposed_s: seconds in which nothing else was done.
-        hidden_s: seconds in which transfers that were started while ``timed`` went on and nobody
+        calls: number of transfers that this rank has started.
+        bytes: number of bytes that it has sent.
+        inter_node_bytes: number of these bytes that went to other nodes.
+        exposed_s: seconds in which the rank only waited.
+        hidden_s: seconds in which transfers that were started while ``timed`` ran and nobody
             waited for them; on CPUs only.
-        timed: whether transfers are timed that need more than a clock for it.
+        timed: whether to time transfers that need more than a clock for it.
     """
 
     __slots__ = (
@@ -79,10 +79,10 @@ class Meter:
         self._flying: dict[dist.Work, _Flight] = {}
 
     def count(self, sent: float, leaving: float = 0.0) -> None:
-        """A transfer in which this rank sends so many bytes.
+        """Count a transfer.
 
         Args:
-            sent: bytes.
+            sent: number of bytes that this rank sends.
             leaving: share of them that goes to other nodes.
         """
         self.calls += 1
@@ -90,24 +90,24 @@ class Meter:
         self.inter_node_bytes += int(sent * leaving)
 
     def ring(self, sent: float, group: dist.ProcessGroup | None) -> None:
-        """A collective that goes around the ring of a group."""
+        """Count a collective that goes around the ring of a group."""
         self.count(sent, self._leaving(group)[0])
 
     def exchange(self, sent: float, group: dist.ProcessGroup | None) -> None:
-        """A collective in which this rank sends the same to every other rank of a group."""
+        """Count a collective in which this rank sends equally much to every other rank."""
         self.count(sent, self._leaving(group)[1])
 
     def broadcasts(self, sent: float, group: dist.ProcessGroup | None) -> None:
-        """A broadcast from every rank of a group, of which each sends on what others send."""
+        """Count a broadcast from every rank of a group, in which ranks pass on what others send."""
         self.count(sent, self._leaving(group)[2])
 
     def message(self, sent: float, peer: int) -> None:
-        """A message to one global rank."""
+        """Count a message to one global rank."""
         nodes = self._nodes
         self.count(sent, float(nodes is not None and nodes[peer] != nodes[dist.get_rank()]))
 
     def _leaving(self, group: dist.ProcessGroup | None) -> tuple[float, float, float]:
-        """Share of what a ring, an exchange and broadcasts send to other nodes."""
+        """Shares of the bytes of a ring, an exchange and broadcasts that go to other nodes."""
         nodes = self._nodes
         if nodes is None or group is None:
             return 0.0, 0.0, 0.0
@@ -120,14 +120,14 @@ class Meter:
         return self._shares[key]
 
     def started(self, work: dist.Work | None) -> None:
-        """Take the time of a transfer that has just been started, if ``timed``."""
+        """Time a transfer that has just been started, if ``timed``."""
         if not self.timed or work is None or torch.cuda.is_available():
             return
         flight = self._flying[work] = _Flight(time.perf_counter())
         work.get_future().then(flight.end)
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a transfer, and know how long."""
+        """Wait for a transfer, and count the time."""
         on_device = self.timed and torch.cuda.is_available()
         if on_device:
             before, after = (torch.Event("cuda", enable_timing=True) for _ in range(2))
@@ -143,11 +143,11 @@ class Meter:
             self.exposed_s += time.perf_counter() - begin
 
     def stood(self, seconds: float) -> None:
-        """A transfer during which the host stood still."""
+        """Count a transfer during which the host waited."""
         self.exposed_s += seconds
 
     def settle(self) -> None:
-        """Take in what was timed elsewhere; waits for the device."""
+        """Add times that were measured on the device; waits for it."""
         now = time.perf_counter()
         self.hidden_s += sum(flight.seconds(now) for flight in self._flying.values())
         self._flying.clear()  # of those that are under way, what follows is not counted

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and what of their traffic goes from one node to another.
+"""Nodes of the ranks, and the share of their traffic that goes from one node to another.
 
 Bytes between nodes go over a network that is ten to a hundred times slower than what joins the
 ranks of one node, so they are counted apart (`topology.meter`), and sent once where possible. How
@@ -30,16 +30,16 @@ class TwoLevels:
     """Ranks of a group that form a rectangle of nodes and places on a node."""
 
     inside: tuple[tuple[int, ...], ...]
-    """The ranks of each node, in the order of the group; equally many on each."""
+    """Ranks of each node, in group order; equally many on each."""
     across: tuple[tuple[int, ...], ...]
-    """The ranks of each place, one of every node."""
+    """Ranks of each place, one of every node."""
 
 
 class Nodes:
-    """The nodes of a run.
+    """Nodes of a run.
 
     Args:
-        names: by global rank, what tells its node from others.
+        names: unique name of the node of each global rank.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class Nodes:
         of a place do not follow each other as the nodes do, as process groups number by rank.
 
         Args:
-            ranks: in ascending order.
+            ranks: global ranks in ascending order.
 
         >>> Nodes(["a", "a", "b", "b"]).two_levels((0, 1, 2, 3))
         TwoLevels(inside=((0, 1), (2, 3)), across=((0, 2), (1, 3)))

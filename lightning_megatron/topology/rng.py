@@ -1,4 +1,4 @@
-"""Random streams that tell tensor-parallel peers apart only where they must differ.
+"""Random streams that are equal on tensor-parallel ranks, and differ only where they must.
 
 Dropout on an activation that every tp rank holds whole must drop the *same* elements on all of
 them, or the replicas drift apart; dropout on a shard (attention heads, the sequence-parallel part
@@ -42,11 +42,11 @@ def derive_seed(seed: int, *names: object) -> int:
 
 
 class RandomStream:
-    """A random sequence that can stand in for PyTorch's default generator.
+    """Random sequence that can replace that of PyTorch's default generator.
 
     Args:
-        seed: where the sequence starts (see `derive_seed`).
-        device: whose default generator it replaces.
+        seed: seed of the sequence (see `derive_seed`).
+        device: device whose default generator it replaces.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class RandomStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within the block PyTorch's default generator draws from this stream."""
+        """Context in which PyTorch's default generator draws from this stream."""
         default = _default_state(self.device)
         _set_default_state(self.device, self.state)
         try:
@@ -66,13 +66,13 @@ class RandomStream:
 
 
 class RandomStreams:
-    """The random streams of one process, beside PyTorch's default one.
+    """Random streams of one process, beside PyTorch's default one.
 
     Args:
-        seed: the run's seed.
+        seed: seed of the run.
         tp_rank: position on the tp axis.
         position: coordinates that all tp peers share: the data they read, their stage.
-        device: where dropout masks are drawn.
+        device: device that draws dropout masks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RandomStreams:
 
     @contextmanager
     def sharded(self) -> Iterator[None]:
-        """Draw what differs between tp peers, within the block."""
+        """Context whose draws differ between tp ranks."""
         seed = self._sharded_seed ^ _advance(self._device)
         default = _default_state(self._device)
         _seed_default(self._device, seed)
@@ -96,7 +96,7 @@ class RandomStreams:
             _set_default_state(self._device, default)
 
     def trunk(self) -> AbstractContextManager[None]:
-        """Draw what a stage of a pipeline draws, within the block.
+        """Context of the draws of a pipeline stage.
 
         Stages draw different amounts, and from streams of their own; the step around them, which
         runs on every stage, must not notice.
@@ -113,7 +113,7 @@ class RandomStreams:
             stream.state = state[name].clone()
 
     def reseed(self, *names: object) -> None:
-        """Begin every stream anew, at a place that ``names`` and its coordinates decide."""
+        """Restart every stream, with a seed that depends on ``names`` and its coordinates."""
         for name, stream in self._streams.items():
             self._streams[name] = RandomStream(
                 derive_seed(self._seeds[name], *names), stream.device
@@ -142,7 +142,7 @@ def _seed_default(device: torch.device, seed: int) -> None:
 
 
 def _advance(device: torch.device) -> int:
-    """Go one draw on in the default generator; a 63-bit number that its position decides.
+    """Advance the default generator by one draw; returns 63 bits that depend on its position.
 
     On a GPU nothing is drawn, as reading it would wait for the device: the state of its Philox
     generator is a seed and an offset, a multiple of four.
@@ -156,7 +156,7 @@ def _advance(device: torch.device) -> int:
 
 
 class StepSeeds:
-    """Seeds the generators of the host and the device for what the user's step draws.
+    """Seeds of the host's and the device's generators for the user's step.
 
     Every rank of a model runs the step on the same samples and must draw the same: each pipeline
     stage adds the same noise to its copy of the batch. So the numbers that a step draws follow from
@@ -171,21 +171,23 @@ class StepSeeds:
 
     Args:
         reader: rank among those that read different samples.
-        device: whose default generator is seeded beside those of the host.
-        leader: global rank whose numbers count.
-        group: of the ranks of this rank's model, for tensors on the host; None where it is alone.
+        device: device whose default generator is seeded beside those of the host.
+        leader: global rank whose seed counts.
+        group: group of the ranks of this rank's model, for tensors on the host; None for one rank.
     """
 
     def __init__(
         self, reader: int, device: torch.device, leader: int, group: dist.ProcessGroup | None
     ) -> None:
-        self._reader, self._device = reader, device
-        self._leader, self._group = leader, group
+        self._reader = reader
+        self._device = device
+        self._leader = leader
+        self._group = group
         self._numbers: tuple[int, ...] = ()
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around all microbatches of a batch; collective over the ranks of the model."""
+        """Context of all microbatches of a batch; collective over the ranks of the model."""
         drawn = torch.empty(3, dtype=torch.int64)
         drawn[0].random_()
         drawn[1] = random.getrandbits(63)
@@ -199,7 +201,7 @@ class StepSeeds:
             self._seed("between")
 
     def microbatch(self, index: int) -> None:
-        """A step begins to run on a microbatch: from now on its numbers are drawn."""
+        """Seed the generators for the step on a microbatch."""
         self._seed("step", self._reader, index)
 
     def _seed(self, *names: object) -> None:
@@ -218,7 +220,7 @@ def seed_generators(seed: int) -> None:
 
 @dataclass(frozen=True)
 class HostRandomness:
-    """Where the generators of this process stand, apart from `RandomStreams`."""
+    """Positions of this process' generators, apart from `RandomStreams`."""
 
     torch: Tensor
     python: Any
@@ -226,17 +228,17 @@ class HostRandomness:
 
     @classmethod
     def capture(cls) -> "HostRandomness":
-        """The present position."""
+        """Return the present positions."""
         return cls(torch.get_rng_state(), random.getstate(), numpy.random.get_state())
 
     def restore(self) -> None:
-        """Return to this position."""
+        """Set the generators to these positions."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The same as bytes, of equal number in every process."""
+        """Return the positions as bytes, equally many in every process."""
         version, words, gauss = self.python
         _, keys, position, has_gauss, cached = self.numpy
         return {

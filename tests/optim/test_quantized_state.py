@@ -143,7 +143,7 @@ def test_state_of_another_optimizer_is_not_made_up_for(tmp_path: Path) -> None:
     train(net, lion, inputs, targets, 2)
     save(tmp_path / "lion.ckpt", net, lion)
     optimizer = AdamW(net.parameters())
-    with pytest.raises(ConfigError, match=r"has the state of Lion, the module's .* AdamW"):
+    with pytest.raises(ConfigError, match=r"has the state of Lion, which .* AdamW"):
         load_directory(tmp_path / "lion.ckpt", net, [optimizer])
 
 

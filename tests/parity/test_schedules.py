@@ -150,7 +150,14 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
 }
 """Processes and options of what the rows leave out."""
-LONG = {"in parts over tp, v-half, zero 3", "in parts over tp, dualpipev, recompute"}
+LONG = {
+    "hybrid sharding, interleaved",
+    "zero 2, zb-h1",
+    "in parts over tp, zb-h1",
+    "in parts over tp, v-half, zero 3",
+    "in parts over tp, dualpipev, recompute",
+}
+"""In `make test-all`: by default a schedule of another kind meets the same option."""
 
 
 def extra_job(options: dict[str, Any], checkpointed: bool) -> Outcome:

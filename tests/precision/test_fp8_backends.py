@@ -254,7 +254,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, extra in (("te", "gpu"), ("torchao", "torchao")):
         with pytest.raises(ConfigError, match=rf"install.* .lightning-megatron\[{extra}\]"):
             Fp8Precision(backend=backend)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="it runs tensorwise, blockwise, mxfp8; nearest valid"):
+    with pytest.raises(ConfigError, match="runs only tensorwise, blockwise, mxfp8; nearest valid"):
         Fp8Precision("delayed", "te")
     monkeypatch.undo()
     assert fp8_torchao.missing() is None

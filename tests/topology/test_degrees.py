@@ -80,8 +80,9 @@ LEGAL: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1, "zero": 1
 )
 def test_not_a_degree(option: str, value: Any, nearest: int) -> None:
     (problem,) = degree_problems(4, **{**LEGAL, option: value})
-    assert problem.startswith(f"{option}={value!r}:")
-    assert problem.endswith(f"nearest valid: {option}={nearest}")
+    name = "zero.dp_replicate" if option == "dp_replicate" else option
+    assert problem.startswith(f"{name}={value!r}:")
+    assert problem.endswith(f"nearest valid: {name}={nearest}")
 
 
 @pytest.mark.parametrize(("zero", "nearest"), [(4, 3), (-1, 0), ("3", 3), (None, 1)])

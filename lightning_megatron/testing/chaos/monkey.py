@@ -121,7 +121,10 @@ class ChaosMonkey(pl.Callback):
             self._open_step_log(self._step_log, trainer)
         elif not env.restart_count() and not trainer.global_step:
             self._fault_log.forget()
-        call_before_fetch(trainer, partial(self._inject, "data", trainer))
+        call_before_fetch(trainer, partial(self._before_fetch, trainer))
+
+    def _before_fetch(self, trainer: pl.Trainer) -> None:
+        self._inject("data", trainer)
 
     @override
     def on_train_batch_start(

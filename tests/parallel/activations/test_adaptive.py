@@ -92,7 +92,7 @@ def adaptive_job(options: dict[str, Any]) -> tuple[Any, ...]:
 
 ADAPTIVE: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2": (2, {"tp": 2, "num_microbatches": 2}),
-    "pp=2 zbv": (2, {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 4}),
+    "pp=2 zbv": (2, {"pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2}),
 }
 
 
@@ -132,7 +132,7 @@ class Held:
 def peak_of(options: dict[str, Any], memory: ActivationConfig = PLAIN) -> tuple[int, Any]:
     L.seed_everything(1, verbose=False)
     strategy, peak = MegatronStrategy(**options, activations=memory), Peak()
-    module = ParityModule("deep", Data(steps=4, batch=32))
+    module = ParityModule("deep", Data(steps=4, batch=16))
     quiet_trainer(strategy, callbacks=[peak]).fit(module)
     return peak.most, strategy
 

@@ -319,12 +319,12 @@ def compare_job(
 LAYOUTS: dict[str, tuple[int, str, float, dict[str, Any]]] = {
     "alone": (1, "gpt", 0.2, {"num_microbatches": 2}),
     "tp=2": (2, "gpt", 0.2, {"tp": 2}),
-    "pp=2": (2, "deep", 0.2, {"pp": 2, "num_microbatches": 4}),
+    "pp=2": (2, "deep", 0.2, {"pp": 2, "num_microbatches": 2}),
     "pp=2 zbv tp=2": (
         4,
         "gpt",
         0.2,
-        {"pp": PipelineConfig(degree=2, schedule="zbv"), "tp": 2, "num_microbatches": 4},
+        {"pp": PipelineConfig(degree=2, schedule="zbv"), "tp": 2, "num_microbatches": 2},
     ),
     "dp=2 zero 3": (2, "gpt", 0.2, {"zero": 3, "num_microbatches": 2}),
     "dp=2 zero 2": (2, "llama", 0.0, {"zero": 2, "num_microbatches": 2}),

@@ -4,6 +4,7 @@ The launchers are in `tests/launched`.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -64,6 +65,32 @@ def test_lightning_cli_parses_every_option() -> None:
     assert given.activations.recompute == "full"
     assert given.compile.scope == "block"
     assert strategy._connection.timeout_s == 20
+
+
+@pytest.mark.filterwarnings("ignore:LightningCLI's args")
+def test_lightning_cli_takes_numbers(tmp_path: Path) -> None:
+    """On the command line and in files, where a later option of an axis joins those before."""
+    file = tmp_path / "config.yaml"
+    file.write_text("trainer: {strategy: {class_path: MegatronStrategy, init_args: {pp: 2}}}")
+    later = (
+        f"--config={file}",
+        "--trainer.strategy.pp.degree=4",
+        "--trainer.strategy.pp.schedule=zbv",
+    )
+    number = "--trainer.strategy=MegatronStrategy", "--trainer.strategy.pp=2"
+    for args, pp in (
+        ([f"--config={file}"], PipelineConfig(degree=2)),
+        (number, PipelineConfig(degree=2)),
+        (later, PipelineConfig(degree=4, schedule="zbv")),
+    ):
+        cli = LightningCLI(
+            Small,
+            args=[*args, "--trainer.accelerator=cpu", "--trainer.logger=false"],
+            run=False,
+            save_config_callback=None,
+            seed_everything_default=False,
+        )
+        assert cli.trainer.strategy.options.pp == pp
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args")

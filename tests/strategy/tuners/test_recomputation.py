@@ -13,7 +13,7 @@ from tests.strategy.small import WIDTH, Small, loader, make_trainer, samples, tu
 
 ROW = WIDTH * 8
 """Bytes of a sample in a block."""
-ADAPTIVE = {"recompute": "adaptive", "activation_gib": 1.0}
+ADAPTIVE = {"recompute": "adaptive", "limit_gib": 1.0}
 
 
 class Skipping(Small):

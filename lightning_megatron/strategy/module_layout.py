@@ -1,0 +1,259 @@
+"""The part of the strategy that builds the module, puts it on its layout and gives it back.
+
+A run goes through it in this order: `ModuleLayout.topology` forms the groups; `building` surrounds
+``configure_model``, on the meta device where that is possible; `put` transforms the module; after
+the run `give_back` makes the module what a user expects. A module remembers its layout, so that a
+second Trainer goes on with it.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_megatron import env
+from lightning_megatron._lightning import call_module_hook, set_device_mesh
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.batch_norm import synchronize_batch_norm
+from lightning_megatron.layers.sequential import RemoteItem
+from lightning_megatron.layers.written_values import WrittenValues
+from lightning_megatron.parallel.activations.config import blocks_to_recompute
+from lightning_megatron.parallel.apply import (
+    ParallelModule,
+    Transforms,
+    layout_of,
+    parallelize,
+    remember_layout,
+)
+from lightning_megatron.parallel.block_transforms import transform_blocks
+from lightning_megatron.parallel.layer_skeletons import spare_items
+from lightning_megatron.parallel.plan import MEASURED
+from lightning_megatron.parallel.unparallelize import allow_calls, is_whole, refuse_calls, restore
+from lightning_megatron.strategy import collectives
+from lightning_megatron.strategy.meta_build import Attempt, refuse_spread
+from lightning_megatron.strategy.model_summary import leave_summaries, remember_whole
+from lightning_megatron.strategy.preflight.averaging import averages
+from lightning_megatron.strategy.preflight.checks import LayoutOptions
+from lightning_megatron.strategy.run import Run
+from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
+
+
+class ModuleLayout:
+    """The way of a module to its layout and back.
+
+    Args:
+        run: whose module it is.
+        options: of the layout.
+    """
+
+    def __init__(self, run: Run, options: LayoutOptions) -> None:
+        self._run = run
+        self._options = options
+        self._defers = False
+        self._written: WrittenValues | None = None
+
+    def topology(self, timeout_s: float, nodes: list[str]) -> Topology:
+        """A new topology, or the one that an earlier run put the module on.
+
+        Args:
+            timeout_s: of its groups.
+            nodes: name of the node of every rank.
+        """
+        run, options = self._run, self._options
+        degrees = options.degrees(run.world_size)
+        close_outlived()
+        earlier = layout_of(run.module)
+        if earlier is not None:
+            asked = options.lasting(run.world_size, run.precision)
+            if asked != (held := earlier.transforms.lasting):
+                raise ConfigError(
+                    f"{asked}: an earlier Trainer has put this module on {held}; nearest valid: "
+                    "the same, or a new module into which a checkpoint is loaded"
+                )
+            return earlier.topology
+        seed = env.global_seed()
+        if seed is None:
+            seed = int(collectives.broadcast(random.SystemRandom().getrandbits(31), 0))
+        topology = Topology(
+            degrees,
+            run.root_device,
+            sequence_parallel=options.sequence_parallel,
+            seed=seed,
+            timeout=timedelta(seconds=timeout_s),
+            nodes=nodes,
+        )
+        close_with(topology, run.module)
+        return topology
+
+    def defer(self, real_because: str | None) -> None:
+        """Build the module on the meta device, unless something speaks against it."""
+        self._defers = real_because is None and layout_of(self._run.module) is None
+        if real_because is not None:
+            _warn_of_real_weights(real_because)
+
+    @contextmanager
+    def building(self, module: LightningModule | None) -> Iterator[None]:
+        """Context of ``configure_model``, which is called again if it needs real tensors."""
+        self._written, precision = None, self._run.precision
+        deferred, self._defers = self._defers, False
+        if not self._all_agree(deferred):
+            with _built_once(module), torch.device("cpu"), precision.tensor_init_context():
+                yield
+            return
+        assert module is not None
+        attempt = Attempt(module)
+        with attempt.running(), precision.tensor_init_context():
+            yield
+        if attempt.error is None:
+            refuse_spread(module)
+        self._written = attempt.written()
+        if self._is_written_alike():
+            return
+        reason, self._written = attempt.reason, None
+        attempt.undo()
+        with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
+            call_module_hook(module.trainer, "configure_model")
+        refuse_spread(module)
+        _warn_of_real_weights(reason)
+
+    def _is_written_alike(self) -> bool:
+        """Whether ``configure_model`` gave the same values everywhere, as far as it is noted."""
+        if self._run.world_size == 1:
+            return self._written is not None
+        mine = None if self._written is None else self._written.signature()
+        return self._all_agree(mine is not None and mine == collectives.broadcast(mine, 0))
+
+    def _all_agree(self, decision: bool) -> bool:
+        return collectives.agree(decision, self._run.root_device, all=True)
+
+    def put(self, *, sync_batch_norm: bool) -> ParallelModule:
+        """The module on its layout; collective.
+
+        Args:
+            sync_batch_norm: whether batch norms compute over all samples of a batch.
+        """
+        run, options, module = self._run, self._options, self._run.module
+        topology = run.topology
+        if layout_of(module) is None:
+            remember_whole(module)
+        allow_calls(module)
+        earlier = layout_of(module)
+        if earlier is not None:
+            return self._put_again(earlier)
+        if sync_batch_norm:
+            synchronize_batch_norm(module, topology.batch, run.root_device)
+        transforms = Transforms(
+            lasting=options.lasting(run.world_size, run.precision),
+            types=replace(run.precision.types, parameters=None)
+            if averages(module.trainer)
+            else run.precision.types,
+            pipeline=options.pp,
+            sharding=options.zero,
+            activations=options.activations,
+            compile=options.compile,
+            stage_ranks=options.stage_ranks,
+            manual_optimization=not module.automatic_optimization,
+        )
+        converted = run.precision.convert_module(module)
+        written, self._written = self._written, None
+        if topology.pp.size == 1 or options.pp.partition != MEASURED:
+            return parallelize(converted, topology, transforms, written)
+        spare = spare_items(converted)
+        return replace(parallelize(converted, topology, transforms, written), spare=spare)
+
+    def _put_again(self, earlier: ParallelModule) -> ParallelModule:
+        """The layout of an earlier run, with the options of this one for activations."""
+        options, module = self._options, self._run.module
+        earlier.data.resume()
+        transform_blocks(
+            module,
+            blocks_to_recompute(module, options.activations),
+            options.activations,
+            self._run.root_device,
+            self._run.topology.tp,
+            options.compile,
+        )
+        transforms = replace(
+            earlier.transforms, activations=options.activations, compile=options.compile
+        )
+        return replace(earlier, transforms=transforms)
+
+    def give_back(self, parallel: ParallelModule) -> None:
+        """Leave the module as a user finds it after a run; the next run destroys the groups."""
+        run, module = self._run, self._run.module
+        failed = run.trainer.state.status == TrainerStatus.INTERRUPTED
+        parallel.data.release(collective=not failed)
+        leave_summaries(run.trainer, module, spread=not is_whole(parallel))
+        if not is_whole(parallel):
+            refuse_calls(parallel, self._options.lasting(run.world_size, run.precision))
+            return
+        restore(parallel)
+        collectives.unshare_metrics(module, run.topology)
+        remember_layout(module, None)
+        set_device_mesh(module, None)
+        parallel.gradients.forget_shard_specs()
+        run.precision.use(parallel.gradients)
+        # At once, a rank that has fewer batches than others would cut these off in the midst of a
+        # collective, where a hang names it.
+        close_later(parallel.topology)
+
+
+def host_group_along_pp(topology: Topology) -> dist.ProcessGroup | None:
+    """A gloo group along pp, where the device's own backend is another."""
+    if topology.pp.group is None or dist.get_backend(topology.pp.group) == "gloo":
+        return None
+    return topology.new_group("pp", backend="gloo")
+
+
+@contextmanager
+def stand_ins(run: Run) -> Iterator[None]:
+    """Make optimizers of a few items, on whatever stage they are, not fail on an empty list.
+
+    ``SGD(self.trunk.head.parameters())`` gets a parameter without elements on other stages.
+    Where it is all that an optimizer has, it stays.
+    """
+    remote = [m for m in run.module.modules() if isinstance(m, RemoteItem)]
+    made: dict[Tensor, RemoteItem] = {
+        p: item for item in remote if (p := item.stand_in()) is not None
+    }
+    yield
+    for optimizer in run.optimizers:
+        groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+        held = [p for group in groups for p in group]
+        kept = [] if any(p not in made for p in held) else held[:1]
+        for group in groups:
+            group[:] = [p for p in group if p not in made or any(p is k for k in kept)]
+        for parameter in kept:
+            made.pop(parameter, None)
+    for item in made.values():
+        item.stand_back()
+
+
+@contextmanager
+def _built_once(module: LightningModule | None) -> Iterator[None]:
+    """Refuse to build anew what an earlier run has put on a layout."""
+    earlier = None if module is None or layout_of(module) is None else list(module.parameters())
+    yield
+    if earlier is None and module is not None:
+        refuse_spread(module)
+    if module is None or earlier is None:
+        return
+    if list(map(id, module.parameters())) != list(map(id, earlier)):
+        raise ConfigError(
+            f"{type(module).__name__}.configure_model builds layers anew for a module that an "
+            "earlier Trainer has put on its layout, and would lose what was trained; nearest "
+            "valid: return at once where the layers are there, as in `if hasattr(self, 'net'): "
+            "return`"
+        )
+
+
+def _warn_of_real_weights(reason: str) -> None:
+    rank_zero_warn(f"configure_model builds real weights on every rank, because {reason}")
