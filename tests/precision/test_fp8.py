@@ -205,7 +205,7 @@ def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         module=Odd(),
         data=None,
         topology=SimpleNamespace(device=device),
-        transforms=SimpleNamespace(sharding=ShardingConfig()),
+        transforms=SimpleNamespace(sharding=ShardingConfig(stage=1)),
     )
     with pytest.raises(ConfigError, match=r"A card \(8\.0\) has no FP8 units.*nearest valid"):
         Fp8Precision("rowwise").prepare(layout)
