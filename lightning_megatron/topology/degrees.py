@@ -78,8 +78,7 @@ def divisibility_problem(name: str, value: int, degree_name: str, degree: int) -
     """Sentence for ``value % degree != 0``, or None when it divides.
 
     >>> print(divisibility_problem("num_heads", 6, "tp", 4))
-    num_heads=6, tp=4: num_heads must be divisible by tp; nearest valid: tp=3 or 6, or num_heads=4
-    or 8
+    num_heads=6, tp=4: num_heads must be divisible by tp; nearest valid: tp=3 or 6, or num_heads=4 or 8
     """
     if degree >= 1 and value % degree == 0:
         return None
