@@ -88,8 +88,8 @@ def fit_twice_with_other_options() -> str:
 def test_options_of_a_second_trainer_are_compared_as_well(pool: WorkerPool) -> None:
     """Where the ranks have met before, and the group is there."""
     [text] = set(pool.run(2, fit_twice_with_other_options))
-    assert "different options: zero=2 on rank 1 (" in text
-    assert ", zero=1 on rank 0 (" in text
+    assert "different options: zero.stage=2 on rank 1 (" in text
+    assert ", zero.stage=1 on rank 0 (" in text
 
 
 def start_without_the_last_rank(seconds: float, folder: Path) -> str:
