@@ -9,8 +9,8 @@ single-device strategy.
 
 FLOPs per token are `models.flops.training_flops_per_token`: matrix products of forward and backward
 (three forwards), with all scores of attention counted (``causal="full"``) and nothing for what is
-recomputed. The peak is that of dense bfloat16 (`hardware.py`; 989 TFLOP/s on H100 and H200), for
-the FP8 rung too, so that its MFU may be compared with the others'. Peak memory is the allocator's
+recomputed. The peak is that of dense bfloat16 (`monitoring.flops`; 989 TFLOP/s on H100 and H200),
+for the FP8 rung too, so that its MFU may be compared with the others'. Peak memory is the allocator's
 on a GPU; on a CPU it is not counted.
 
     python -m benchmarks.ladder --model 1b [--steps 20] [--seconds 540] [--output FOLDER]
@@ -48,9 +48,9 @@ from typing_extensions import override
 
 from benchmarks.harness import WARMUP, Tokens, parser, write
 from lightning_megatron import CompileConfig, Fp8Precision, LanguageModel, MegatronStrategy
-from lightning_megatron.hardware import peak_flops
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import count_parameters, training_flops_per_token
+from lightning_megatron.monitoring.flops import peak_flops
 from lightning_megatron.parallel.activations.config import ActivationConfig, Mode
 
 BYTES_PER_PARAMETER = 16

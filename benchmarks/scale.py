@@ -23,8 +23,7 @@ from benchmarks.harness import parser, report
 from lightning_megatron._torch import HashStore, PrefixStore, Store, connect_gloo
 from lightning_megatron.comm.tree import branches
 from lightning_megatron.comm.votes import PerBatchVotes
-from lightning_megatron.fault_tolerance.failures.board import EndingBoard
-from lightning_megatron.fault_tolerance.failures.search import find_cause
+from lightning_megatron.fault_tolerance.failures.board import EndingBoard, find_cause
 from lightning_megatron.launch.attempt import Peer
 from lightning_megatron.launch.rendezvous import join
 from lightning_megatron.launch.rendezvous_store import host_store, reach_store

@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 LAYERS = {
     # 0: facts of the outside world
     "errors": 0,
-    "hardware": 0,
     "lazy_names": 0,
     "_torch": 0,
     "_lightning": 0,

@@ -4,11 +4,6 @@ Every use of such a name stands in this package, with the versions it concerns a
 that a new torch release is met in one place. Others import from here, whichever file holds a name.
 """
 
-from lightning_megatron._torch.allocations import dump_allocations as dump_allocations
-from lightning_megatron._torch.allocations import record_allocations as record_allocations
-from lightning_megatron._torch.batch_norm import AnyBatchNorm as AnyBatchNorm
-from lightning_megatron._torch.checkpoints import DCP_METADATA_GLOBALS as DCP_METADATA_GLOBALS
-from lightning_megatron._torch.checkpoints import StorageInfo as StorageInfo
 from lightning_megatron._torch.collectives import gather_now as gather_now
 from lightning_megatron._torch.collectives import reduce_scatter_now as reduce_scatter_now
 from lightning_megatron._torch.collectives import start_all_gather as start_all_gather
@@ -61,6 +56,8 @@ from lightning_megatron._torch.groups import group_ranks as group_ranks
 from lightning_megatron._torch.groups import is_known as is_known
 from lightning_megatron._torch.groups import own_connection as own_connection
 from lightning_megatron._torch.groups import split_world as split_world
+from lightning_megatron._torch.kernels import dump_allocations as dump_allocations
+from lightning_megatron._torch.kernels import end_kernel_threads as end_kernel_threads
 from lightning_megatron._torch.kernels import foreach_clamp_ as foreach_clamp_
 from lightning_megatron._torch.kernels import foreach_lerp as foreach_lerp
 from lightning_megatron._torch.kernels import foreach_lerp_ as foreach_lerp_
@@ -68,6 +65,7 @@ from lightning_megatron._torch.kernels import foreach_mul_ as foreach_mul_
 from lightning_megatron._torch.kernels import foreach_norm as foreach_norm
 from lightning_megatron._torch.kernels import foreach_sub_signs_ as foreach_sub_signs_
 from lightning_megatron._torch.kernels import in_shape as in_shape
+from lightning_megatron._torch.kernels import record_allocations as record_allocations
 from lightning_megatron._torch.kernels import scaled_mm as scaled_mm
 from lightning_megatron._torch.kernels import unscale_ as unscale_
 from lightning_megatron._torch.loader import LoaderIterator as LoaderIterator
@@ -75,7 +73,10 @@ from lightning_megatron._torch.loader import StandInIterator as StandInIterator
 from lightning_megatron._torch.loader import copy_with_indices as copy_with_indices
 from lightning_megatron._torch.loader import end_queue as end_queue
 from lightning_megatron._torch.loader import replace_iterator as replace_iterator
+from lightning_megatron._torch.state_dicts import DCP_METADATA_GLOBALS as DCP_METADATA_GLOBALS
+from lightning_megatron._torch.state_dicts import AnyBatchNorm as AnyBatchNorm
 from lightning_megatron._torch.state_dicts import IncompatibleKeys as IncompatibleKeys
+from lightning_megatron._torch.state_dicts import StorageInfo as StorageInfo
 from lightning_megatron._torch.state_dicts import call_as_tensor as call_as_tensor
 from lightning_megatron._torch.state_dicts import first_load_hook as first_load_hook
 from lightning_megatron._torch.state_dicts import first_state_hook as first_state_hook
@@ -85,4 +86,3 @@ from lightning_megatron._torch.state_dicts import saves_itself as saves_itself
 from lightning_megatron._torch.state_dicts import state_hooks as state_hooks
 from lightning_megatron._torch.state_dicts import tensor_without_memory as tensor_without_memory
 from lightning_megatron._torch.state_dicts import tree_any as tree_any
-from lightning_megatron._torch.threads import end_kernel_threads as end_kernel_threads

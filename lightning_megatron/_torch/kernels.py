@@ -1,6 +1,9 @@
-"""Kernels without a public name: over lists of tensors, and of FP8 matrices."""
+"""Kernels without a public name, the threads that they use, and the history of allocations."""
 
+import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,3 +105,34 @@ def scaled_mm(
             left, right, scale_left, scale_right, out_dtype=dtype, use_fast_accum=fast
         )
     return product
+
+
+def record_allocations(on: bool) -> None:
+    """Keep, or no longer keep, the history of allocations on GPUs (documented, 2.11-2.13)."""
+    torch.cuda.memory._record_memory_history("all" if on else None)
+
+
+def dump_allocations(path: str) -> None:
+    """Write the kept history to a file, for torch's memory viewer (documented, 2.11-2.13)."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+_HARD = 2
+"""``omp_pause_hard`` of OpenMP 5: end the threads and forget them."""
+
+
+def end_kernel_threads() -> None:
+    """End the threads that kernels on the CPU share out work to; the next kernel starts new ones.
+
+    A fork has none of them, but GNU's OpenMP, which torch's wheels for Linux bring along, would
+    wait for them in its first kernel, for ever (https://gcc.gnu.org/PR58378). torch has no function
+    for this (2.11-2.13). Other implementations of OpenMP see to forks themselves.
+    """
+    with suppress(OSError, AttributeError):
+        loaded = {
+            line.split()[-1]
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "libgomp" in line
+        }
+        for path in loaded:
+            ctypes.CDLL(path).omp_pause_resource_all(_HARD)

@@ -1,14 +1,16 @@
-"""The insides of ``Module.state_dict`` and ``Module.load_state_dict`` (torch 2.11 to 2.13)."""
+"""Insides of modules and of checkpoints: state_dicts, batch norms, the index of DCP (2.11-2.13)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.utils._pytree import tree_any as tree_any
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 __all__ = ["IncompatibleKeys", "tree_any"]
 
@@ -62,3 +64,44 @@ def first_load_hook(module: nn.Module, hook: Callable[..., None]) -> RemovableHa
     handle: RemovableHandle = module.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
     module._load_state_dict_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
+
+
+StorageInfo = _StorageInfo
+"""Where the bytes of a chunk are, in the index of a distributed checkpoint (2.11-2.13)."""
+
+DCP_METADATA_GLOBALS = frozenset(
+    {
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+                *("StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        # Where the writer of torch wrote; `pathlib._local` since Python 3.13.
+        *((home, "PosixPath") for home in ("pathlib", "pathlib._local")),
+    }
+)
+"""All that the pickled index of a distributed checkpoint refers to, beside dtypes (2.11-2.13).
+
+Its reader unpickles it without restriction; ours allows these names only."""
+
+
+class AnyBatchNorm(nn.BatchNorm1d):
+    """BatchNorm1d, BatchNorm2d and BatchNorm3d in one (2.11-2.13).
+
+    They differ in `_check_input_dim` alone, by which `_BatchNorm.forward` checks its input.
+    """
+
+    def check_input(self, input: Tensor) -> None:
+        """Raise a ValueError where there are no channels."""
+        if input.dim() < 2:
+            raise ValueError(f"expected an input of at least 2 dims, got {input.dim()}")
+
+    @override
+    def _check_input_dim(self, input: Tensor) -> None:
+        self.check_input(input)

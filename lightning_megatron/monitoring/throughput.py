@@ -19,9 +19,9 @@ under `MegatronStrategy`, does saving checkpoints; their time is reported by its
 The global batch is this rank's batch times the number of data-parallel ranks: tensor and pipeline
 peers work on the same batch and must not be counted again. That number is what the strategy tells
 the distributed sampler (`distributed_sampler_kwargs["num_replicas"]`), so the callback is right
-under any strategy, Lightning's own included. What FLOPs are is said in `monitoring.flops`. The peak
-comes from `hardware`; where it is unknown (a CPU, a GPU that is not in the table, products in FP8)
-there is no MFU unless ``peak_tflops`` is given.
+under any strategy, Lightning's own included. What FLOPs are is said in `monitoring.flops`, which
+also knows the peaks of devices; where a peak is unknown (a CPU, a GPU that is not in the table,
+products in FP8) there is no MFU unless ``peak_tflops`` is given.
 
 Nothing is communicated but one number, once; no device is synchronised: on an asynchronous device
 the queue keeps a constant depth, over which the window averages.
@@ -39,7 +39,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_megatron.errors import raise_if_any
-from lightning_megatron.hardware import peak_flops
 from lightning_megatron.monitoring.flops import (
     COUNTED,
     ModelFlops,
@@ -47,6 +46,7 @@ from lightning_megatron.monitoring.flops import (
     count_both,
     count_tokens,
     model_flops,
+    peak_flops,
 )
 from lightning_megatron.monitoring.rank_stats import number_device
 from lightning_megatron.monitoring.sections import CHECKPOINT

@@ -18,15 +18,16 @@ from lightning_megatron import env
 from lightning_megatron._torch import default_store, own_connection
 from lightning_megatron.errors import MegatronError
 from lightning_megatron.fault_tolerance.announce import announce
-from lightning_megatron.fault_tolerance.failures.board import Ending, EndingBoard
-from lightning_megatron.fault_tolerance.failures.peer_watch import PeerWatch
-from lightning_megatron.fault_tolerance.failures.root_cause import is_echo, write_error_file
-from lightning_megatron.fault_tolerance.failures.search import (
+from lightning_megatron.fault_tolerance.failures.board import (
     SEARCH_S,
     VERDICT_S,
+    Ending,
+    EndingBoard,
     find_cause,
     looks,
 )
+from lightning_megatron.fault_tolerance.failures.peer_watch import PeerWatch
+from lightning_megatron.fault_tolerance.failures.root_cause import is_echo, write_error_file
 from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt

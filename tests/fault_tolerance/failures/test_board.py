@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from lightning_megatron._torch import TCPStore
-from lightning_megatron.fault_tolerance.failures.board import Ending, EndingBoard, _absent
-from lightning_megatron.fault_tolerance.failures.search import find_cause
+from lightning_megatron.fault_tolerance.failures.board import (
+    Ending,
+    EndingBoard,
+    _absent,
+    find_cause,
+)
 from lightning_megatron.launch.attempt import Peer
 from lightning_megatron.launch.rendezvous_store import host_store
 
