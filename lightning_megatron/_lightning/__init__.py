@@ -16,7 +16,8 @@ Trainer of a run:
 * ``log`` of the module, while a step runs on microbatches;
 * ``_summary`` and ``summarize`` of ModelSummary callbacks, where a rank holds a part of the module;
 * ``_on_before_fetch`` of the ``epoch_loop``, with the callback ChaosMonkey only;
-* the methods of loggers, with the callback LoggerGuard only.
+* the methods of loggers, with the callback LoggerGuard only;
+* ``process_dataloader`` of the strategy, with the callback WorkerGuard only.
 
 Values are set that have no public setter, or none that holds:
 

@@ -192,7 +192,9 @@ class InlineChannel:
         self._meter = Meter() if meter is None else meter
         self._rank = peer
         # The group's own methods: torch.distributed.isend adds as much Python as all of a message.
-        self._peer, self._group, self._tag = dist.get_group_rank(group, peer), group, tag
+        self._peer = dist.get_group_rank(group, peer)
+        self._group = group
+        self._tag = tag
         self._base = _FIRST_CAPACITY
         self._sizes: list[int] = []
         self._count = 0
@@ -204,7 +206,8 @@ class InlineChannel:
     def expect(self, count: int) -> None:
         """Start a step of ``count`` messages."""
         self._base = max([self._base, *self._sizes])
-        self._sizes, self._count = [], count
+        self._sizes = []
+        self._count = count
 
     def prepost(self) -> None:
         """Receiver: post the first receives of the step."""
@@ -318,8 +321,12 @@ class DeviceChannel:
         meter: Meter | None = None,
     ) -> None:
         self._meter = Meter() if meter is None else meter
-        self._peer, self._group, self._host, self._device = peer, group, host, device
-        self._outbox, self._sent = _Outbox(self._meter), 0
+        self._peer = peer
+        self._group = group
+        self._host = host
+        self._device = device
+        self._outbox = _Outbox(self._meter)
+        self._sent = 0
 
     def expect(self, count: int) -> None:
         """Start a step of ``count`` messages."""

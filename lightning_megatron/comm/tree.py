@@ -109,7 +109,8 @@ class Tree:
         connect: Callable[[Branch], Any],
         fan: int = FAN,
     ) -> None:
-        self.rank, self.size = rank, len(machines)
+        self.rank = rank
+        self.size = len(machines)
         self.branches = branches(machines, fan)
         self.groups = [(b, connect(b)) for b in self.branches if rank in b.ranks]
         """Branches that this rank is in, the lowest first; it leads all but perhaps the last."""

@@ -76,7 +76,9 @@ class TreeGroup(dist.ProcessGroup):
         self, store: Any, rank: int, timeout: timedelta, name: str, machines: Sequence[Hashable]
     ) -> None:
         super().__init__(rank, len(machines))  # type: ignore[call-arg]
-        self._store, self._timeout, self._name = store, timeout, name
+        self._store = store
+        self._timeout = timeout
+        self._name = name
         self._pairs: dict[int, Any] = {}
         self.ranks_of_branches: dict[str, list[int]] = {}
         """Ranks of this rank's groups, by the names that the flight recorder has for them."""

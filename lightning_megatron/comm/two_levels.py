@@ -52,7 +52,8 @@ class TwoLevelSum:
         fill: Callable[[Tensor, int], None],
         dtype: torch.dtype,
     ) -> None:
-        self._wires, self._dtype = wires, dtype
+        self._wires = wires
+        self._dtype = dtype
         levels = wires.levels
         columns = [[sizes[nodes[place]] for nodes in levels.table] for place in levels.places]
         lengths = [sum(column) for column in columns]
@@ -88,7 +89,8 @@ class TwoLevelSum:
         to_send = [0 if node == levels.node else size for node, size in enumerate(self._sizes)]
         own = self._sizes[levels.node]
         to_receive = [0 if node == levels.node else own for node in range(len(self._sizes))]
-        self._sent, self._received = self._take(sum(to_send)), self._take(sum(to_receive))
+        self._sent = self._take(sum(to_send))
+        self._received = self._take(sum(to_receive))
         for part, run in zip(self._parts, torch.split(self._sent, to_send), strict=True):
             if run.numel():
                 run.copy_(part)

@@ -38,7 +38,9 @@ class Vote:
     """
 
     def __init__(self, name: str, default: float = 0.0, *, by_rank: bool = True) -> None:
-        self.name, self._default, self.by_rank = name, default, by_rank
+        self.name = name
+        self._default = default
+        self.by_rank = by_rank
         self._values: tuple[float, ...] = ()
         self.reset()
 
@@ -67,7 +69,8 @@ class Vote:
 
     def reset(self) -> None:
         """Forget what was put and settled."""
-        self._values, self.max = (), math.nan
+        self._values = ()
+        self.max = math.nan
         self._mine = self._default
 
     def take(self) -> float:
@@ -102,7 +105,8 @@ class PerBatchVotes:
             self._votes[name] = Vote(name, default, by_rank=by_rank)
             self._compared = False
         elif by_rank and not self._votes[name].by_rank:
-            self._votes[name].by_rank, self._compared = True, False
+            self._votes[name].by_rank = True
+            self._compared = False
         return self._votes[name]
 
     def on_settled(self, listener: Callable[[], None]) -> None:
@@ -121,7 +125,8 @@ class PerBatchVotes:
         """
         together = dist.is_initialized() and dist.get_world_size() > 1
         self._tree = tree_of(group) if together else None
-        self._group, self._compared = group, False
+        self._group = group
+        self._compared = False
         for vote in self._votes.values():
             vote.reset()
 

@@ -99,7 +99,9 @@ class ResumableSampler(Sampler[int]):
         self._shuffle = shuffle
         self._seed = seed
         self._division = Division()
-        self._epoch = self._start = self._position = 0
+        self._epoch = 0
+        self._start = 0
+        self._position = 0
 
     @property
     def epoch(self) -> int:

@@ -118,7 +118,8 @@ class ParallelLayer(nn.Module):
         """Undo `distribute` for a layer that holds all of its parameters (tp of 1)."""
         self.topology = None
         self.tensor_shards = {}
-        self.wgrad_queue = self.without_graphs = None
+        self.wgrad_queue = None
+        self.without_graphs = None
 
     @override
     def extra_repr(self) -> str:

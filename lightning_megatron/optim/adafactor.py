@@ -107,8 +107,11 @@ class _Update:
         self, p: Tensor, spec: ShardSpec, state: dict[str, Any], group: Mapping[str, Any]
     ) -> None:
         assert p.grad is not None
-        self._p, self._gradient, self._shard_spec = p, p.grad, spec
-        self._state, self._group = state, group
+        self._p = p
+        self._gradient = p.grad
+        self._shard_spec = spec
+        self._state = state
+        self._group = group
         self._factored = p.ndim > 1
         if not state:
             state["step"] = torch.zeros(())

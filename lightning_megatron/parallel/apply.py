@@ -256,7 +256,7 @@ def _spread(
 
 def _warn_of_idle_options(transforms: Transforms, device: torch.device) -> None:
     """Say which options of sharding have no effect in this run."""
-    sharding, plain = transforms.sharding, ShardingConfig()
+    sharding, plain = transforms.sharding, ShardingConfig(stage=1)
     for option in ("offload_optimizer", "offload_parameters"):
         if getattr(sharding, option) and device.type == "cpu":
             warnings.warn(

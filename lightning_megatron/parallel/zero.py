@@ -38,7 +38,7 @@ from lightning_megatron.parallel.plan import class_name
 class ShardingConfig:
     """ZeRO: what it divides, over how many ranks, in which units, and where it keeps its part."""
 
-    stage: Literal[0, 1, 2, 3] = 1
+    stage: Literal[0, 1, 2, 3]
     """0 replicates; 1 shards optimizer state and reduces gradients once per step; 2 reduces them
     every microbatch; 3 shards parameters too (`parallel.zero`)."""
     wrap: list[str] | None = None

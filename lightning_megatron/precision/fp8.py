@@ -38,7 +38,7 @@ from lightning_megatron.precision.fp8_gather import Fp8Codec, Fp8Extension, Weig
 from lightning_megatron.precision.fp8_gemm import (
     DelayedGemm,
     RowwiseGemm,
-    Split,
+    SplitOperands,
     TensorwiseGemm,
 )
 from lightning_megatron.precision.fp8_recipes import (
@@ -225,7 +225,7 @@ class Fp8Precision(MixedShardedPrecision):
         if self.backend == "te":
             rows, columns = _local_sizes(layer)
             return TransformerEngineGemm(self.recipe, rows, columns, group)
-        split: Split = (False, False, False)
+        split: SplitOperands = (False, False, False)
         if isinstance(layer, ColumnParallelLinear):
             split = (False, True, True)
         elif isinstance(layer, RowParallelLinear):

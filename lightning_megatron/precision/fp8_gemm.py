@@ -39,7 +39,7 @@ from lightning_megatron.precision.scaling import (
 
 X, WEIGHT, GRADIENT = range(3)
 """Operands of a layer."""
-Split = tuple[bool, bool, bool]
+SplitOperands = tuple[bool, bool, bool]
 """Whether each operand is a part of a tensor that is split over tp."""
 
 
@@ -81,7 +81,7 @@ class TensorwiseGemm:
     """
 
     def __init__(
-        self, gradient_format: torch.dtype, group: dist.ProcessGroup | None, split: Split
+        self, gradient_format: torch.dtype, group: dist.ProcessGroup | None, split: SplitOperands
     ) -> None:
         self._formats = (E4M3, E4M3, gradient_format)
         self._group = group
@@ -153,7 +153,7 @@ class DelayedGemm(TensorwiseGemm):
         self,
         gradient_format: torch.dtype,
         group: dist.ProcessGroup | None,
-        split: Split,
+        split: SplitOperands,
         history: int,
         device: torch.device,
     ) -> None:

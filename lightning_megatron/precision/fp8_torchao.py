@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_megatron.precision.fp8_gemm import GRADIENT, WEIGHT, Split, X
+from lightning_megatron.precision.fp8_gemm import GRADIENT, WEIGHT, SplitOperands, X
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class TorchaoGemm:
         split: whether each operand is a part of a tensor.
     """
 
-    def __init__(self, recipe: str, mesh: DeviceMesh | None, split: Split) -> None:
+    def __init__(self, recipe: str, mesh: DeviceMesh | None, split: SplitOperands) -> None:
         self._ao: Any = importlib.import_module("torchao.float8.float8_scaling_utils")
         config: Any = importlib.import_module("torchao.float8.config")
         chosen = config.Float8LinearConfig.from_recipe_name(recipe)

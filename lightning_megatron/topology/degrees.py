@@ -78,9 +78,8 @@ def divisibility_problem(name: str, value: int, degree_name: str, degree: int) -
     """Sentence for ``value % degree != 0``, or None when it divides.
 
     >>> print(divisibility_problem("num_heads", 6, "tp", 4))
-    num_heads=6, tp=4: num_heads must be divisible by tp; nearest valid: tp=3 or 6, or num_heads=4
-    or 8
-    """
+    num_heads=6, tp=4: num_heads must be divisible by tp; nearest valid: tp=3 or 6, or num_heads=4 or 8
+    """  # noqa: E501 (the doctest shows the whole sentence)
     if degree >= 1 and value % degree == 0:
         return None
     degrees = " or ".join(str(d) for d in nearest_divisors(value, degree))

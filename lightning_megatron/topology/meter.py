@@ -72,8 +72,11 @@ class Meter:
     def __init__(self, nodes: Nodes | None = None) -> None:
         self._nodes = nodes if nodes is not None and nodes.count > 1 else None
         self._shares: dict[str, tuple[float, float, float]] = {}
-        self.calls = self.bytes = self.inter_node_bytes = 0
-        self.exposed_s = self.hidden_s = 0.0
+        self.calls = 0
+        self.bytes = 0
+        self.inter_node_bytes = 0
+        self.exposed_s = 0.0
+        self.hidden_s = 0.0
         self.timed = False
         self._events: list[tuple[Any, Any]] = []
         self._flying: dict[dist.Work, _Flight] = {}

@@ -110,8 +110,8 @@ FAULTS = {
     "forbidden": (forbidden, "[Errno 13] Permission denied"),
     "deleted": (
         deleted,
-        "[Errno 2] No such file or directory; it was deleted meanwhile, or not all machines share "
-        "it",
+        "[Errno 2] No such file or directory; it was deleted during the save, or not all machines "
+        "share it",
     ),
 }
 

@@ -128,7 +128,10 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         problems_of(ActivationConfig(recompute="full", blocks="Linear")),  # type: ignore[arg-type]
         ("blocks=['Linear']",),
     ),
-    "a string of units": (problems_of(ShardingConfig(wrap="Linear")), ("wrap=['Linear']",)),  # type: ignore[arg-type]
+    "a string of units": (
+        problems_of(ShardingConfig(stage=3, wrap="Linear")),
+        ("wrap=['Linear']",),
+    ),  # type: ignore[arg-type]
 }
 
 

@@ -115,7 +115,7 @@ def train(
     deferred: list[Any] = []
     limits = {"recompile_limit": 3, "fail_on_recompile_limit_hit": True}
     layout = {**options, "activations": memory, "compile": compiled}
-    layout["zero"] = ShardingConfig(min_numel=1)
+    layout["zero"] = ShardingConfig(stage=1, min_numel=1)
     noting = patch.object(WgradQueue, "add", _noting(deferred))
     with noting, torch._dynamo.config.patch(limits):
         trainer, module = make_trainer(layout, processes, max_steps=2), Net()

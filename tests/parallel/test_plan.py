@@ -199,7 +199,7 @@ def test_stages_of_a_v_are_even_not_ranks() -> None:
 def test_a_length_is_needed() -> None:
     (problem,) = plan(Net(*linears(4)), partition="flops").problems()
     assert "sequence_length=None" in problem
-    assert "nearest valid: pipeline.sequence_length=" in problem
+    assert "nearest valid: sequence_length=" in problem
     told = Net(*linears(4), example=torch.zeros(1, 4, WIDTH))
     assert plan(told, partition="flops").problems() == []
 

@@ -154,7 +154,7 @@ def test_stages_of_a_pipeline_communicate_alike(pool: WorkerPool, zero: int) -> 
 
 def test_hybrid_sharding_reduces_twice(pool: WorkerPool) -> None:
     """Over the shards, then over the copies."""
-    for batches, held in pool.run(4, count_job, {"zero": ShardingConfig(dp_replicate=2)}):
+    for batches, held in pool.run(4, count_job, {"zero": ShardingConfig(stage=1, dp_replicate=2)}):
         assert set(batches) == {(1, 1, 1)}
         assert set(held) == {UNITS * (WIDTH + 1) * WIDTH}
 

@@ -124,7 +124,7 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
     "hybrid sharding, zbv": (8, {**two("zbv"), "zero": ShardingConfig(stage=3, dp_replicate=2)}),
     "hybrid sharding, interleaved": (
         8,
-        {**two("interleaved"), "zero": ShardingConfig(dp_replicate=2)},
+        {**two("interleaved"), "zero": ShardingConfig(stage=1, dp_replicate=2)},
     ),
     "zero 2, zb-h1": (4, {**two("zb-h1"), "zero": 2}),
     "zero 2, dualpipev": (4, {**two("dualpipev"), "zero": 2}),

@@ -205,7 +205,7 @@ def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         module=Odd(),
         data=None,
         topology=SimpleNamespace(device=device),
-        transforms=SimpleNamespace(sharding=ShardingConfig()),
+        transforms=SimpleNamespace(sharding=ShardingConfig(stage=1)),
     )
     with pytest.raises(ConfigError, match=r"A card \(8\.0\) has no FP8 units.*nearest valid"):
         Fp8Precision("rowwise").prepare(layout)
@@ -218,7 +218,7 @@ def test_a_gpu_without_units_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shards_in_host_memory_are_not_gathered_in_fp8() -> None:
     """FSDP2 would look for the way to send them on a copy that does not know it."""
     [problem] = offload_problems("fp8", True, torch.device("cuda"))
-    assert "sharding.offload_parameters=True" in problem
+    assert "zero.offload_parameters=True" in problem
     assert "nearest valid: gather='bf16'" in problem
     assert offload_problems("bf16", True, torch.device("cuda")) == []
     assert offload_problems("fp8", False, torch.device("cuda")) == []

@@ -320,7 +320,7 @@ def test_a_run_without_a_good_batch_ends(pool: WorkerPool) -> None:
     with pytest.raises(FloatingPointError, match="3 steps in a row were skipped"):
         fit({}, 1, data, guard)
     twice = RollbackConfig(steps=1, skip_batches=0, max_rollbacks=2)
-    with pytest.raises(FloatingPointError, match="after 2 rollbacks"):
+    with pytest.raises(FloatingPointError, match="max_rollbacks=2 rollbacks are done"):
         fit({}, 1, data, NumberGuard(nonfinite="rollback", rollback=twice))
 
 
@@ -334,9 +334,9 @@ def test_wrong_options() -> None:
     ]
     with pytest.raises(ConfigError, match="it needs the losses and gradients of a MegatronStr"):
         make_trainer(None, callbacks=[NumberGuard()]).fit(Small(), loader())
-    with pytest.raises(ConfigError, match="the batches before the last are gone"):
+    with pytest.raises(ConfigError, match="only the last of the accumulated batches"):
         fit({}, 1, batches(2), NumberGuard("rerun"), accumulate_grad_batches=2)
-    with pytest.raises(ConfigError, match="a batch that steps by itself cannot be taken back"):
+    with pytest.raises(ConfigError, match="steps the optimizer itself cannot be undone"):
         fit({}, 1, batches(2), NumberGuard("rollback"), make=Manual)
-    with pytest.raises(ConfigError, match="one fault has one answer"):
+    with pytest.raises(ConfigError, match="both respond to the same fault"):
         fit({}, 1, batches(2), NumberGuard(), GradientMonitor(nonfinite="skip"))

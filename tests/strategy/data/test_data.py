@@ -116,7 +116,7 @@ def test_trap_03_a_loader_that_does_not_shuffle_keeps_its_order(
 
 
 def test_trap_04_the_sampler_follows_the_batch_coordinate(pool: WorkerPool) -> None:
-    hybrid = ShardingConfig(dp_replicate=2)
+    hybrid = ShardingConfig(stage=1, dp_replicate=2)
     for layout in ({"tp": 2}, {"pp": 2}, {"pp": 2, "zero": hybrid}):
         ranks = pool.run(4, readings, layout, 4, epochs=1)
         # tp peers are neighbours, pipeline stages are world / pp apart.

@@ -164,7 +164,8 @@ CASES = {
     "pp is nothing": Case(layout={"pp": None}, says=("pp=None", "whole number", "pp=1")),
     "zero is nothing": Case(layout={"zero": None}, says=("zero=None", "0, 1, 2 or 3", "zero=1")),
     "the config of another axis": Case(
-        layout={"pp": ShardingConfig()}, says=("pp=ShardingConfig(", "a number or a PipelineConfig")
+        layout={"pp": ShardingConfig(stage=1)},
+        says=("pp=ShardingConfig(", "a number or a PipelineConfig"),
     ),
     "a negative degree in a config": Case(
         layout={"pp": PipelineConfig(degree=-2, schedule="zbv")}, says=("pp=-2", "pp=1")
@@ -180,7 +181,7 @@ CASES = {
     "no such ZeRO stage": Case(layout={"zero": 4}, says=("zero=4", "0, 1, 2 or 3", "zero=3")),
     "negative ZeRO stage": Case(layout={"zero": -1}, says=("zero=-1", "zero=0")),
     "dp_replicate does not divide dp": Case(
-        layout={"zero": ShardingConfig(dp_replicate=3)},
+        layout={"zero": ShardingConfig(stage=1, dp_replicate=3)},
         says=("zero.dp_replicate=3", "dp=4", "dp_replicate=2 or 4"),
     ),
     "dp_replicate under ZeRO 0": Case(
@@ -442,7 +443,7 @@ CASES = {
         says=("timeout_s=0", "positive", "nearest valid"),
     ),
     "negative unit size": Case(
-        layout={"zero": ShardingConfig(min_numel=-5)},
+        layout={"zero": ShardingConfig(stage=1, min_numel=-5)},
         says=("min_numel=-5", "nearest valid: min_numel=0"),
     ),
     "unknown class to wrap": Case(
@@ -465,7 +466,7 @@ CASES = {
         layout={
             "sequence_parallel": "no",
             "activations": ActivationConfig(offload="no"),
-            "zero": ShardingConfig(offload_optimizer="false"),
+            "zero": ShardingConfig(stage=1, offload_optimizer="false"),
         },
         says=("sequence_parallel='no'", "activations.offload='no'", "zero.offload_optimizer"),
         count=3,
