@@ -10,11 +10,15 @@ tensors that are read when they are looked at, and what it leaves is what is loa
 While training runs, a `Saver` writes them, perhaps in the background. Lightning may then delete,
 load or overwrite a checkpoint that is not there yet, which the saver puts in order; it is drained
 at the end of training, before anything is loaded, after an exception and in teardown.
+
+The file is long because saving and loading stand beside each other: what one collects, the other
+has to find.
 """
 
 import logging
 import os
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,6 +38,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_megatron._lightning import call_module_hook, collect_checkpoint, uploads_checkpoints
+from lightning_megatron._torch import default_store
 from lightning_megatron.checkpoint.chunks import (
     Chunk,
     chunks_of,
@@ -60,14 +65,17 @@ from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.monitoring.sections import CHECKPOINT
 from lightning_megatron.parallel.apply import ParallelModule
-from lightning_megatron.strategy.checkpoint_rotation import rotations
-from lightning_megatron.strategy.checkpoint_search import AUTO, NoCheckpoint, find_checkpoint
+from lightning_megatron.strategy.checkpoint_paths import (
+    AUTO,
+    NoCheckpoint,
+    find_checkpoint,
+    rotations,
+)
 from lightning_megatron.strategy.data.loaders import DataLoading
 from lightning_megatron.strategy.local_checkpoints import LocalCheckpoints
 from lightning_megatron.strategy.preflight.averaging import leave_schedulers_to_averages
 from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.run import Run
-from lightning_megatron.strategy.save_on_exception import all_ranks_end
 from lightning_megatron.topology.degrees import AXES
 from lightning_megatron.topology.mesh import Topology
 
@@ -78,6 +86,14 @@ KEY = "lightning_megatron"
 
 _LEAVE_S = 5.0
 """Seconds that a run which ends with an error waits for a local checkpoint in flight."""
+
+
+PATIENCE_S = 20.0
+"""How long a rank that fails waits for the others to fail as well."""
+
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+"""Between two looks at the store, which thousands of ranks ask: at first, and at last."""
+_ENDING_KEY = "lightning_megatron/ending"
 
 
 @dataclass(frozen=True)
@@ -575,3 +591,31 @@ class Checkpointing:
             if group is not None:
                 topology.keep(group)
         self._background_group = self._local_group = None
+
+
+def all_ranks_end() -> bool:
+    """Whether all ranks call this for the same time; waits for them, but not for ever.
+
+    ModelCheckpoint(save_on_exception=True) saves when training ends with an error, and saving is
+    collective. An interrupt, or an error that comes of the data, reaches all ranks; but where one
+    rank fails alone its peers wait for it in a collective of training, with which those of the save
+    would pair up: all of them would hang until the timeout, and nobody would read the error. So the
+    ranks first ask each other, by way of the store through which they found each other, which no
+    collective blocks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        store = default_store()
+        number = store.add(f"{_ENDING_KEY}/rank {dist.get_rank()}", 1)
+        key = f"{_ENDING_KEY}/{number}"
+        count = store.add(key, 1)
+        pause = _PAUSE_S
+        while count < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+            count = store.add(key, 0)
+    except RuntimeError:  # whoever held the store is gone
+        return False
+    return bool(count >= dist.get_world_size())

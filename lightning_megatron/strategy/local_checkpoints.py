@@ -20,7 +20,7 @@ from lightning_megatron.checkpoint.local.run import LocalRun
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.save.saver import SaveOutcome
 from lightning_megatron.comm.votes import Vote
-from lightning_megatron.strategy.checkpoint_search import checkpoint_places
+from lightning_megatron.strategy.checkpoint_paths import checkpoint_places
 
 _DUE, _BUSY = 1.0, 2.0
 

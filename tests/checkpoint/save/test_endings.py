@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.directory.commit import hidden_target
 from lightning_megatron.checkpoint.directory.manifest import read_manifest
 from lightning_megatron.checkpoint.offline.export import load_full_state_dict
-from lightning_megatron.strategy import save_on_exception as joint_ending
+from lightning_megatron.strategy import checkpointing
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.strategy.small import Small, loader, make_trainer, weights
 
@@ -108,7 +108,7 @@ def test_endings_with_a_save_in_flight(pool: WorkerPool, tmp_path: Path) -> None
 def alone_job(base: Path, mode: str) -> None:
     """One rank fails, its peers wait for it in a collective of training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joint_ending, "PATIENCE_S", 0.3)
+        patch.setattr(checkpointing, "PATIENCE_S", 0.3)
         kind = "by an error, saving" if os.environ["RANK"] == "1" else "at its end"
         run(base, Ending(kind), mode=mode, every=STEPS + 1)
 

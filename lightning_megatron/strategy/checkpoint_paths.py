@@ -1,4 +1,4 @@
-"""Which checkpoint ``ckpt_path`` means.
+"""Which checkpoint ``ckpt_path`` means, and which ones ModelCheckpoint makes in turn.
 
 Lightning resolves ``"best"``, ``"last"`` and ``"hpc"`` to a path, by names and dates alone, and
 hands any other text to the strategy as it is. So ``"auto"`` arrives here as it was given, and
@@ -6,6 +6,7 @@ hands any other text to the strategy as it is. So ``"auto"`` arrives here as it 
 """
 
 import os
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_megatron._lightning import show_checkpoint_path
 from lightning_megatron.checkpoint.directory.discovery import Places
+from lightning_megatron.checkpoint.directory.retention import Rotation
 from lightning_megatron.checkpoint.directory.storage import AnyPath, storage_path
 from lightning_megatron.checkpoint.load.newest import open_newest, open_or_go_back
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
@@ -25,6 +27,10 @@ from lightning_megatron.errors import ConfigError
 
 AUTO = "auto"
 """Value of ``ckpt_path`` for the newest valid checkpoint, shared or local."""
+
+
+_NUMBER = r"[-+]?(?:\d[\d.]*(?:e[-+]?\d+)?|nan|inf)"
+_FIELD = re.compile(r"\{([^{}:]*)(?::[^{}]*)?\}")
 
 
 class NoCheckpoint(dict[str, Any]):
@@ -125,3 +131,44 @@ def _is_last(path: AnyPath, trainer: pl.Trainer) -> bool:
         and path.name.startswith(callback.CHECKPOINT_NAME_LAST)
         for callback in trainer.checkpoint_callbacks
     )
+
+
+def rotations(trainer: pl.Trainer) -> tuple[Rotation, ...]:
+    """Return what `retention.rotate` has to know of the Trainer's callbacks, as they are now."""
+    spared = frozenset(path for callback in _callbacks(trainer) for path in _held(callback))
+    if trainer.ckpt_path:
+        spared |= {storage_path(trainer.ckpt_path)}
+    return tuple(
+        Rotation(directory=storage_path(callback.dirpath), names=names_of(callback), spared=spared)
+        for callback in _callbacks(trainer)
+        if callback.dirpath is not None
+    )
+
+
+def names_of(callback: ModelCheckpoint) -> str:
+    """Return a regular expression of the paths that a callback makes below its directory.
+
+    A field of the name is a number, after its own name and "=" if the callback puts them there. So
+    ``{step}`` stands for ``step=7`` and not for every text.
+    """
+    template = callback.filename or f"{{epoch}}{callback.CHECKPOINT_JOIN_CHAR}{{step}}"
+    parts, end = [], 0
+    for field in _FIELD.finditer(template):
+        parts.append(re.escape(template[end : field.start()]))
+        if callback.auto_insert_metric_name:
+            parts.append(re.escape(field[1] + callback.CHECKPOINT_EQUALS_CHAR))
+        parts.append(_NUMBER)
+        end = field.end()
+    version = rf"(?:{re.escape(callback.CHECKPOINT_JOIN_CHAR)}v\d+)?"
+    return "".join(parts) + re.escape(template[end:]) + version + re.escape(callback.FILE_EXTENSION)
+
+
+def _held(callback: ModelCheckpoint) -> set[AnyPath]:
+    # With save_top_k=-1 all of them are in best_k_models, which is no choice.
+    best = callback.best_k_models if callback.save_top_k != -1 else ()
+    held = {*best, callback.best_model_path, callback.last_model_path}
+    return {storage_path(path) for path in held if path}
+
+
+def _callbacks(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
