@@ -10,8 +10,8 @@ single-device strategy.
 FLOPs per token are `models.flops.training_flops_per_token`: matrix products of forward and backward
 (three forwards), with all scores of attention counted (``causal="full"``) and nothing for what is
 recomputed. The peak is that of dense bfloat16 (`monitoring.flops`; 989 TFLOP/s on H100 and H200),
-for the FP8 rung too, so that its MFU may be compared with the others'. Peak memory is the allocator's
-on a GPU; on a CPU it is not counted.
+for the FP8 rung too, so that its MFU may be compared with the others'. Peak memory is the
+allocator's on a GPU; on a CPU it is not counted.
 
     python -m benchmarks.ladder --model 1b [--steps 20] [--seconds 540] [--output FOLDER]
     python -m benchmarks.ladder --model 8b        # in another call

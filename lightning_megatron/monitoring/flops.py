@@ -144,7 +144,7 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("L40S", 362.0),
 )
 """Names and dense bfloat16 matrix products in 1e12 operations per second; the first match counts.
-(H100 is the SXM model.) Figures "with sparsity", twice as high, need weights half of which are 0."""
+(H100 is the SXM model.) Figures "with sparsity", twice as high, need sparse weights."""
 
 
 def peak_flops(device_name: str) -> float | None:
