@@ -10,10 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser
+
+from lightning_megatron.parallel.plan import PipelineConfig
+from lightning_megatron.parallel.zero import ShardingConfig
 
 STRATEGY = "--trainer.strategy"
 NUMBERS = {"pp": "degree", "zero": "stage"}
 """Field of the config that holds the number, by axis."""
+
+
+def help_of_axis(args: Sequence[str]) -> str | None:
+    """Help for the config of an axis, if a command line asks for it; else None.
+
+    jsonargparse offers ``--trainer.strategy.pp.help``, but does not accept it inside of a class.
+
+    >>> "--trainer.strategy.pp.schedule" in help_of_axis(["fit", "--trainer.strategy.pp.help"])
+    True
+    """
+    configs = {"pp": PipelineConfig, "zero": ShardingConfig}
+    for axis, config in configs.items():
+        option = f"{STRATEGY}.{axis}"
+        if any(arg.partition("=")[0] == f"{option}.help" for arg in args):
+            parser = ArgumentParser(prog="lightning-megatron fit", usage="%(prog)s [options]")
+            parser.add_class_arguments(config, option.lstrip("-"))
+            return str(parser.format_help())
+    return None
 
 
 def with_degrees(args: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from typing_extensions import override
 
 from lightning_megatron._lightning.cli import BaseCLI
-from lightning_megatron.cli.axis_options import with_degrees
+from lightning_megatron.cli.axis_options import help_of_axis, with_degrees
 from lightning_megatron.cli.end_summary import Outcome, report
 from lightning_megatron.cli.option_errors import explain, unknown_strategy
 from lightning_megatron.data.text import TextDataModule as TextDataModule
@@ -118,6 +118,9 @@ class MegatronCLI(BaseCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        if (told := help_of_axis(self._args)) is not None:
+            print(told)
+            sys.exit(0)
         try:
             self.config = parser.parse_args(with_degrees(_with_recipes(self._args)))
         except ArgumentError as error:

@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from lightning_megatron.cli import _COMMANDS, _TRAINER_COMMANDS, error_in, main
+from lightning_megatron.cli.axis_options import NUMBERS
 from lightning_megatron.errors import ConfigError
 from tests.cli.tiny import TINY
 
@@ -155,7 +156,16 @@ def test_help_of_the_strategy_explains_nested_options(
     nested = r"--trainer\.strategy\.\w+\.\w+ \S+ "
     assert len(re.findall(nested, printed)) > 40
     assert re.findall(nested + r"\(type", printed) == []  # each has a text before its type
-    assert "(what None stands for)" in printed
+    [*axes] = re.findall(r"--trainer\.strategy\.(\w+)\.help ", printed)
+    assert axes == ["pp", "zero"]
+    for axis in axes:
+        with pytest.raises(SystemExit) as end:
+            main(["fit", f"--trainer.strategy.{axis}.help"])
+        assert end.value.code == 0
+        printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert f"--trainer.strategy.{axis}.{NUMBERS[axis]} " in printed
+        assert re.findall(nested + r"\(type", printed) == []
+    assert "copies of the shards (hybrid sharding)" in printed
 
 
 @pytest.mark.parametrize(

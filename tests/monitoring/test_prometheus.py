@@ -117,9 +117,9 @@ def test_a_port_in_use_costs_one_warning_and_is_tried_again(
         trainer.fit(Small(), loader())
         assert trainer.global_step == 4
         (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-        assert f"PrometheusEndpoint(port={port}): 127.0.0.1 has no endpoint" in record.message
+        assert f"PrometheusEndpoint(port={port}): 127.0.0.1 is not served" in record.message
         assert "the port is in use; training goes on" in record.message
-        assert "port=0 takes any" in record.message
+        assert "port=0, which takes any" in record.message
 
         class Waiting(Watched):
             def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -283,7 +283,7 @@ class Halved:
         self.traced.append(torch.compiler.is_compiling())
         return x @ weight.t() / 2, None
 
-    def gradient(self, grad: Tensor, kept: None) -> Tensor:
+    def prepare_gradient(self, grad: Tensor, kept: None) -> Tensor:
         return grad / 2
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[int], int]] = {
 def test_the_curve_goes_on_after_the_move(pool: WorkerPool, layout: str) -> None:
     world, options, to, accumulate = LAYOUTS[layout]
     data = Data(steps=(MOVES_BEFORE + 3) * accumulate)
-    options = {"pp": 2, "num_microbatches": 2, **options}
+    options = {"pp": measured(), "num_microbatches": 2, **options}
     outcomes = pool.run(world, forced_job, options, data, to, accumulate)
     check(outcomes, reference_curve("deep", data, accumulate))
     assert outcomes[0].extra.after == tuple(to)

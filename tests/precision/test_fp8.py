@@ -168,16 +168,16 @@ def chosen_job(arguments: dict[str, Any]) -> tuple[list[str], str]:
 
     def look(*_: Any) -> None:
         modules = module.named_modules()
-        names.extend(n for n, m in modules if getattr(m, "products", None) is not None)
+        names.extend(n for n, m in modules if getattr(m, "gemm", None) is not None)
 
     module.on_train_batch_end = look  # type: ignore[method-assign]
     trainer.fit(module)
     del module.on_train_batch_end
     # A second run, in another precision, is not to inherit it.
-    assert not any(getattr(m, "products", None) for m in module.modules())
+    assert not any(getattr(m, "gemm", None) for m in module.modules())
     again = quiet_trainer(MegatronStrategy(), precision="bf16-mixed", max_steps=1)
     again.fit(module)
-    assert not any(getattr(m, "products", None) for m in module.modules())
+    assert not any(getattr(m, "gemm", None) for m in module.modules())
     return names, "\n".join(lines)
 
 

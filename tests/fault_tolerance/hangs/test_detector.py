@@ -101,7 +101,7 @@ def train_until_aborted(run_dir: str) -> None:
 def train_on_two_nodes(run_dir: str, rank: int) -> int:
     trainer = trainer_with(run_dir, 4)
     node = str(trainer.global_rank // 2)
-    with mock.patch.object(hang_detector, "_node", return_value=(node,)):
+    with mock.patch.object(hang_detector, "_node_key", return_value=(node,)):
         trainer.fit(Hanging({4: ("forward", "sleep")}, run_dir, rank), loader(samples(8 * 6), dp=4))
     return int(trainer.global_step)
 
@@ -126,7 +126,7 @@ def test_every_hang_names_rank_section_and_stacks(pool: WorkerPool, tmp_path: Pa
             assert "stopped" in report["reason"]
             assert culprit["stack"] == []
         else:
-            assert ("lock" in report["reason"]) == (kind == "lock")
+            assert ("holds the GIL" in report["reason"]) == (kind == "lock")
             assert any("hanging.py" in frame for frame in culprit["stack"])
         assert culprit["collectives"]
     assert any("number" in (report["waiting_in"] or "") for report in found)
