@@ -146,7 +146,7 @@ def test_kills_that_let_nothing_be_done(launched: dict[str, Left]) -> None:
     assert [rank for _, rank, _ in left.kills] == [1, 0, 1, 0]
     assert launch.code != 0
     assert not launch.left_over
-    assert "3 attempts in a row ended without a step beyond step 5" in text
+    assert "restarts end: 3 attempts in a row ended without a step beyond step 5" in text
 
 
 @scenarios

@@ -106,8 +106,8 @@ def test_names_that_lead_nowhere_and_mistakes(tmp_path: Path) -> None:
     )
     ended["out_of_range"].said("NODE_RANK=5 on node1, Trainer(num_nodes=2)")
     ended["options"].said(
-        "different options: zero.stage=2, max_steps=3 on rank 1 (node1), zero.stage=1, max_steps=2 on "
-        "rank 0 (node0)"
+        "different options: zero.stage=2, max_steps=3 on rank 1 (node1), zero.stage=1, "
+        "max_steps=2 on rank 0 (node0)"
     )
 
 
