@@ -157,8 +157,10 @@ class _Presence:
     """The claim of a process to be a rank."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self.token, self.peer = secrets.token_hex(8), Peer.here()
-        self._store, self._rank = store, rank
+        self.token = secrets.token_hex(8)
+        self.peer = Peer.here()
+        self._store = store
+        self._rank = rank
         self._key = _hello(rank, world_size)
         self._text = json.dumps({"token": self.token, **asdict(self.peer)})
         self._rival: str | None = None
@@ -210,7 +212,9 @@ class _Host:
         run_id: str | None,
         fresh: bool,
     ) -> None:
-        self._store, self._world_size, self._options = store, world_size, options
+        self._store = store
+        self._world_size = world_size
+        self._options = options
         self._number = int(store.add("attempts", 1)) - 1
         # Those before it are of the dead, unless this is the first.
         self._reports_read = 0 if fresh or not self._number else int(store.add("reports", 0))
@@ -380,8 +384,11 @@ class _Guest:
         options: Mapping[str, str],
         fresh: bool,
     ) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._options, self._fresh = options, fresh
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._options = options
+        self._fresh = fresh
         self._number: int | None = None
         self._has_reported = False  # and waits for what rank 0 makes of it
         self._presence = _Presence(store, rank, world_size)

@@ -70,7 +70,8 @@ class Alerts(WindowCallback):
 
     def _begin(self, step: int) -> None:
         self._states = [RuleState(rule) for rule in self.rules]
-        self._windows, self._step = 0, step
+        self._windows = 0
+        self._step = step
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -39,7 +39,8 @@ class CheckpointMonitor(WindowCallback):
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         super().__init__(every_n_steps)
-        self._shared, self._local = _Saves(), _Saves()
+        self._shared = _Saves()
+        self._local = _Saves()
         self._verify_s: float | None = None
         self._events: EventLog | None = None
 

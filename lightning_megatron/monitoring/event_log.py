@@ -68,7 +68,8 @@ class EventLogWriter(pl.Callback):
             raise ConfigError(
                 f"every_n_steps={every_n_steps}: must be at least 1; nearest valid: 1"
             )
-        self._run_dir, self._every = run_dir, every_n_steps
+        self._run_dir = run_dir
+        self._every = every_n_steps
         self.ledger = Ledger()
         self._log = EventLog()
         self._formula: str | None = None
@@ -76,7 +77,9 @@ class EventLogWriter(pl.Callback):
 
     def _clear(self, step: int, now: float, sections: dict[str, float]) -> None:
         """Begin to count what the next line is to tell."""
-        self._from_step, self._begin, self._sections = step, now, sections
+        self._from_step = step
+        self._begin = now
+        self._sections = sections
         self._batch_end = now
         self._data_s = self._apart = 0.0
         self._tokens = 0

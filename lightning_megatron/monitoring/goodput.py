@@ -69,7 +69,9 @@ class _Kept:
     """The steps that count, as spans ``(from, to, seconds, attempt)`` that do not overlap."""
 
     def __init__(self) -> None:
-        self.low, self.high, self.attempt = array("q"), array("q"), array("l")
+        self.low = array("q")
+        self.high = array("q")
+        self.attempt = array("l")
         self.seconds = array("d")
 
     @property
@@ -229,8 +231,11 @@ class Ledger:
         if over and position is not None and low < position:
             self.attempts = self.attempts[-1:]
             self.attempts[0].number = 0
-            self.steps_lost, self._idle_s, self._kept = 0, 0.0, _Kept()
-            self.rollbacks, self._reports = 0, set()
+            self.steps_lost = 0
+            self._idle_s = 0.0
+            self._kept = _Kept()
+            self.rollbacks = 0
+            self._reports = set()
 
     def undo(self, step: int) -> None:
         """Take back what was done above ``step``: it does not count any more."""

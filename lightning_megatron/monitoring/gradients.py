@@ -63,8 +63,11 @@ class GradientMonitor(pl.Callback):
                 "clip=PercentileClip() (a constant limit is the Trainer's gradient_clip_val)"
             )
         raise_if_any(problems)
-        self._every, self._steps, self._logging = every, 0, LoggingSteps()
-        self._clip, self.nonfinite = clip, nonfinite
+        self._every = every
+        self._steps = 0
+        self._logging = LoggingSteps()
+        self._clip = clip
+        self.nonfinite = nonfinite
         self.skipped = 0
 
     @property

@@ -60,7 +60,9 @@ class MemoryMonitor(pl.Callback):
     def __init__(self, every: int = 50, directory: str | None = None, record: bool = False) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: must be at least 1; nearest valid: every=1")
-        self._every, self._directory, self._record = every, directory, record
+        self._every = every
+        self._directory = directory
+        self._record = record
         self._batches = 0
 
     @override

@@ -134,15 +134,18 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int, deadline_s: float, per_second: float) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._deadline_s, self._per_second = deadline_s, per_second
-        self._left, self._counted = float(BURST), time.monotonic()
+        self._deadline_s = deadline_s
+        self._per_second = per_second
+        self._left = float(BURST)
+        self._counted = time.monotonic()
         self._open: dict[int, tuple[float, socket.socket]] = {}
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
         """Bind like `HTTPServer`, but without a DNS request for the name."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.server_name = str(self.server_address[0])
+        self.server_port = self.server_address[1]
         self.setup_environ()
 
     def get_request(self) -> tuple[Any, Any]:

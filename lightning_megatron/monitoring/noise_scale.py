@@ -55,7 +55,8 @@ class GradientNoiseScale(pl.Callback):
         if window < 1:
             problems.append(f"window={window}: must be at least 1; nearest valid: window=1")
         raise_if_any(problems)
-        self._every, self._keep = every, 1.0 - 1.0 / window
+        self._every = every
+        self._keep = 1.0 - 1.0 / window
         self._first: tuple[list[Tensor], float] | None = None
         self._samples = self._steps = 0
         self._weight = self._signal = self._noise = 0.0
@@ -71,7 +72,9 @@ class GradientNoiseScale(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first, self._samples, self._steps = None, 0, 0
+        self._first = None
+        self._samples = 0
+        self._steps = 0
 
     @override
     def on_train_batch_start(
@@ -86,7 +89,8 @@ class GradientNoiseScale(pl.Callback):
     ) -> None:
         gradients = services_of(trainer, self, _NEEDS).gradients
         samples, first = self._samples, self._first
-        self._samples, self._first = 0, None
+        self._samples = 0
+        self._first = None
         self._steps += 1
         if self._steps % self._every == 0:
             own = [gradient.detach().clone() for gradient in gradients.counted()]
@@ -121,4 +125,5 @@ class GradientNoiseScale(pl.Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._weight = float(state_dict["weight"])
-        self._signal, self._noise = float(state_dict["signal"]), float(state_dict["noise"])
+        self._signal = float(state_dict["signal"])
+        self._noise = float(state_dict["noise"])

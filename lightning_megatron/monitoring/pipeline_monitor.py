@@ -42,7 +42,8 @@ class PipelineMonitor(pl.Callback):
     def __init__(self, every: int = 50) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: must be at least 1; nearest valid: every=1")
-        self._every, self._batches = every, 0
+        self._every = every
+        self._batches = 0
         self.latest: Bubble | None = None
 
     @override

@@ -55,9 +55,12 @@ class ProfilerWindow(pl.Callback):
         if steps < 1:
             problems.append(f"steps={steps}: must be at least 1; nearest valid: steps=1")
         raise_if_any(problems)
-        self._start, self._end = start, start + steps
+        self._start = start
+        self._end = start + steps
         self._ranks = None if ranks is None else frozenset(ranks)
-        self._directory, self._memory, self._stacks = directory, memory, stacks
+        self._directory = directory
+        self._memory = memory
+        self._stacks = stacks
         self._profile: profile | None = None
 
     @override

@@ -135,8 +135,11 @@ class PrometheusEndpoint(WindowCallback):
     ) -> None:
         super().__init__(every_n_steps)
         raise_if_any(_problems(port, host, token, stale_s))
-        self._port, self._host, self._token = port, host, token
-        self._stale_s, self._also = stale_s, tuple(also)
+        self._port = port
+        self._host = host
+        self._token = token
+        self._stale_s = stale_s
+        self._also = tuple(also)
         self._server: MetricsServer | None = None
         self._closed = threading.Event()
         self._values: dict[str, float] = {}
@@ -162,7 +165,8 @@ class PrometheusEndpoint(WindowCallback):
         self._log = events_of(trainer)
         self._log.subscribe(self._count)
         self._closed = threading.Event()
-        self._values, self._counts = {}, Counter()
+        self._values = {}
+        self._counts = Counter()
         application = self._application()
         try:
             self._listen(application)

@@ -130,7 +130,8 @@ class Stay:
     """Context of `SectionClock.section`."""
 
     def __init__(self, clock: SectionClock, name: str) -> None:
-        self._clock, self._name = clock, name
+        self._clock = clock
+        self._name = name
 
     def __enter__(self) -> None:
         self._before = self._clock.current

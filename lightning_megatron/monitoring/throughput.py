@@ -114,9 +114,12 @@ class ThroughputMonitor(pl.Callback):
                 ),
             ]
         )
-        self._every, self._logging, self._bar_at = every, LoggingSteps(), 0.0
+        self._every = every
+        self._logging = LoggingSteps()
+        self._bar_at = 0.0
         self._marks: deque[_Mark] = deque(maxlen=window + 1)
-        self._given, self._peak_tflops = flops_per_token, peak_tflops
+        self._given = flops_per_token
+        self._peak_tflops = peak_tflops
         self._clock = time.perf_counter
         self._left_out = self._paused_at = self._waited = self._ended_at = 0.0
         self._saving = 0.0

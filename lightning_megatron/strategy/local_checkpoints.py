@@ -57,8 +57,11 @@ class LocalCheckpoints(pl.Callback):
         save: Callable[[], None],
         report: Callable[[SaveOutcome], None],
     ) -> None:
-        self._every, self._decides = config.every_n_steps, peers.is_first
-        self._vote, self._save, self._report = vote, save, report
+        self._every = config.every_n_steps
+        self._decides = peers.is_first
+        self._vote = vote
+        self._save = save
+        self._report = report
         self._last_step = self._step_before = -1
         self._begun = self._stall_s = self._duration_s = 0.0
         self.run = LocalRun(
@@ -107,7 +110,8 @@ class LocalCheckpoints(pl.Callback):
         due = told == _DUE if every is None else told < _BUSY and step - self._last_step >= every
         if not due or step == self._step_before:  # amid an accumulation of gradients
             return
-        self._last_step, self._begun = step, time.monotonic()
+        self._last_step = step
+        self._begun = time.monotonic()
         self._save()
         self._stall_s = time.monotonic() - self._begun
 

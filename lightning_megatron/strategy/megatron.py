@@ -169,7 +169,8 @@ class MegatronStrategy(LaunchingStrategy):
             activations=activations,
             compile=compile,
         )
-        self._connection, self._checkpoint = connection, checkpoint
+        self._connection = connection
+        self._checkpoint = checkpoint
         self.events = EventLog()
         self.clock = SectionClock()
         self.votes = PerBatchVotes()
@@ -360,7 +361,8 @@ class MegatronStrategy(LaunchingStrategy):
         summarise_layout(trainer, module, spread=not is_whole(self.parallel))
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
-            self.optimizers, self.lr_scheduler_configs = [], []
+            self.optimizers = []
+            self.lr_scheduler_configs = []
             self.setup_optimizers(trainer)
             if not (self.on_one_machine or trainer.fast_dev_run):  # type: ignore[attr-defined]
                 check_shared(trainer, Peers(self.host_group))

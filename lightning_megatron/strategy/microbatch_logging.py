@@ -220,10 +220,14 @@ class LogReplay:
         host_group: dist.ProcessGroup | None = None,
     ) -> None:
         self._host_group = host_group
-        self._module, self._pp, self._device, self._dtype = module, pp, device, dtype
+        self._module = module
+        self._pp = pp
+        self._device = device
+        self._dtype = dtype
         self._schemas: dict[str, list[Replay]] = {}
         self._metrics: dict[str, StageMetric] = {}
-        self._source, self._is_last = source, pp.rank == source
+        self._source = source
+        self._is_last = pp.rank == source
         self._tell = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
 
     def share(

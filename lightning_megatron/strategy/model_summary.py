@@ -90,7 +90,8 @@ class LayoutSummary(Summary):
     total_flops = 0
 
     def __init__(self, module: nn.Module, census: Census, max_depth: int) -> None:
-        self._module, self._census = module, census
+        self._module = module
+        self._census = census
         self._names = [n for n in census.rows if max_depth == -1 or n.count(".") < max_depth]
         self.total_parameters = census.count()
         self.trainable_parameters = census.trained()

@@ -28,7 +28,7 @@ from lightning_megatron.topology.rng import HostRandomness, derive_seed, seed_ge
 
 
 @dataclass(frozen=True)
-class Moment:
+class RngSnapshot:
     """Where the generators of this process stood."""
 
     host: HostRandomness
@@ -40,7 +40,7 @@ class _Window:
     """What changes within an accumulation of gradients, as it was when that began."""
 
     at: tuple[int, int]
-    moment: Moment
+    moment: RngSnapshot
     statistics: dict[str, Tensor]
     loss_per_token: bool | None
 
@@ -55,7 +55,7 @@ class RandomState:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._began: _Window | None = None
-        self._training: Moment | None = None
+        self._training: RngSnapshot | None = None
         self._row: dict[str, Tensor] | None = None
         self._anew: tuple[int, int] | None = None
 
@@ -79,14 +79,14 @@ class RandomState:
         if training is not None:
             self.return_to(training)
 
-    def now(self) -> Moment:
+    def now(self) -> RngSnapshot:
         """Where the generators of this process stand."""
         others = self._topology.rng.state_dict()
         if self._topology.device.type == "cuda":
             others["cuda"] = torch.cuda.get_rng_state(self._topology.device)
-        return Moment(HostRandomness.capture(), others)
+        return RngSnapshot(HostRandomness.capture(), others)
 
-    def return_to(self, moment: Moment) -> None:
+    def return_to(self, moment: RngSnapshot) -> None:
         """Draw from now on as from then on."""
         moment.host.restore()
         if "cuda" in moment.others:
@@ -142,7 +142,7 @@ class RandomState:
         row, self._row = self._row, None
         anew, self._anew = self._anew, None
         if row is not None:
-            self.return_to(Moment(HostRandomness.from_tensors(row), row))
+            self.return_to(RngSnapshot(HostRandomness.from_tensors(row), row))
         elif anew is not None:
             seed, step = anew
             torch.manual_seed(derive_seed(seed, "default", step))

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import local_tensor
-from lightning_megatron.strategy.rng_state import Moment
+from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.run import Run
 
 
@@ -37,7 +37,7 @@ class _Copy:
     batches: int
     of: Any
     """What has to be the same object for the copy to be of use."""
-    moment: Moment
+    moment: RngSnapshot
     precision: dict[str, Any]
     schedules: list[dict[str, Any] | None]
     options: list[list[dict[str, Any]]]

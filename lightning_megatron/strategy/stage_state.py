@@ -162,7 +162,9 @@ class StepState(Callback):
     ) -> None:
         self._before: dict[_Key, bytes] = {}
         self._warned: set[str] = set()
-        self._module, self._device, self._gives = module, device, pp.rank == source
+        self._module = module
+        self._device = device
+        self._gives = pp.rank == source
         self._broadcast = ObjectBroadcast(pp, pp.ranks[source], device, host_group)
         observers = (module, *callbacks)
         in_hooks, in_steps = _names_of_hooks(observers), _names_of_steps(module)

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from lightning_megatron._lightning import initial_states, training_sums
-from lightning_megatron.strategy.rng_state import Moment
+from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.rollback import Rollback, counts_steps
 from lightning_megatron.strategy.run import Run
 
@@ -176,7 +176,7 @@ class _Before:
     """
 
     def __init__(
-        self, moment: Moment, statistics: list[Tensor], results: dict[str, dict[str, Tensor]]
+        self, moment: RngSnapshot, statistics: list[Tensor], results: dict[str, dict[str, Tensor]]
     ) -> None:
         self.moment = moment
         self.statistics = statistics

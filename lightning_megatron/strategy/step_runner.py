@@ -377,9 +377,11 @@ class SampleCoupling:
     """
 
     def __init__(self, module: LightningModule, *, speaks: bool) -> None:
-        self._module, self._speaks = module, speaks
+        self._module = module
+        self._speaks = speaks
         self._told: bool | None = getattr(module, "couples_samples", None)
-        self._checked, self._done = False, self._told is False
+        self._checked = False
+        self._done = self._told is False
 
     def check(self, count: int) -> None:
         """Look for what couples samples, before the first batch of ``count`` microbatches."""

@@ -39,7 +39,8 @@ class StopConnector(SignalConnector):
         replaces_requeue: bool,
     ) -> None:
         super().__init__(trainer)
-        self._flag, self._signals = flag, signals
+        self._flag = flag
+        self._signals = signals
         self._replaces_requeue = replaces_requeue
         self.requeue_signal: int | None = None
         """What Slurm sends when the job is to be saved and queued again; None if others see to it.

@@ -75,7 +75,8 @@ class _Guest:
         self.connection = connection
         self.node: int | None = None
         self.since = time.monotonic()
-        self.incoming, self.outgoing = bytearray(), bytearray()
+        self.incoming = bytearray()
+        self.outgoing = bytearray()
         self.is_full = False
         """Whether more is to be sent when the connection takes it."""
 
@@ -100,7 +101,9 @@ class LineServer:
         nodes: int,
         receive: Callable[[int, Message], Message | None],
     ) -> None:
-        self._listening, self._token, self._nodes = listening, token, nodes
+        self._listening = listening
+        self._token = token
+        self._nodes = nodes
         self._receive = receive
         self._selector = selectors.DefaultSelector()
         self._wakes, self._awakens = socket.socketpair()
@@ -272,12 +275,15 @@ class LineClient:
         say: Callable[[], Message],
         receive: Callable[[Message], None],
     ) -> None:
-        self._address, self._hello = address, {"node": node, "token": token}
-        self._say, self._receive = say, receive
+        self._address = address
+        self._hello = {"node": node, "token": token}
+        self._say = say
+        self._receive = receive
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self.heard, self.refused = 0, False
+        self.heard = 0
+        self.refused = False
         self._thread = threading.Thread(target=self._run, name="board", daemon=True)
         self._thread.start()
 

@@ -195,11 +195,14 @@ class BoardGuest:
         views: Sequence[RankView],
     ) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.news, self._go = threading.Event(), threading.Event()
-        self._holder, self._hold = holder, hold
+        self.news = threading.Event()
+        self._go = threading.Event()
+        self._holder = holder
+        self._hold = hold
         self._post: Message = {"rows": [pack(view) for view in views]}
         self._answer: Message = {}
-        self._silence, self._heard = 0.0, 0
+        self._silence = 0.0
+        self._heard = 0
         self._client = LineClient(address, token, node, lambda: self._post, self._receive)
 
     @property
@@ -349,10 +352,13 @@ class BoardHolder:
         views: Sequence[RankView],
     ) -> None:
         self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.news, self._go = threading.Event(), threading.Event()
-        self._hold, self.posts = hold, Posts(nodes)
+        self.news = threading.Event()
+        self._go = threading.Event()
+        self._hold = hold
+        self.posts = Posts(nodes)
         self._rows = [pack(view) for view in views]
-        self._left, self.asleep = False, False
+        self._left = False
+        self.asleep = False
         self._unconfirmed: frozenset[int] = frozenset()
         self._reports = self._requests = 0
         self._evidence: dict[int, Message] = {}

@@ -220,7 +220,8 @@ class NumberGuard(pl.Callback):
         """Whether to make the update; called on every rank after the backward."""
         fault = self._find_fault()
         go_on = fault is None or self._respond(fault)
-        self._window, self._finite = Window(), False
+        self._window = Window()
+        self._finite = False
         if go_on:
             self._in_a_row = 0
         return go_on
@@ -370,7 +371,8 @@ class NumberGuard(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.skipped, self.rollbacks = state_dict["skipped"], state_dict["rollbacks"]
+        self.skipped = state_dict["skipped"]
+        self.rollbacks = state_dict["rollbacks"]
         self._in_a_row = state_dict["in_a_row"]
         self._skip_after_resume = state_dict["to_pass_over"]
         self._history.load_state_dict(state_dict["history"])

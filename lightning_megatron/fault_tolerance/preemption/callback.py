@@ -89,8 +89,10 @@ class Preemption(pl.Callback):
         problems += [f for f in found if isinstance(f, str)]
         raise_if_any(problems)
         self._signals = tuple(number for number in found if isinstance(number, int))
-        self._grace_s, self._exit_code = grace_s, exit_code
-        self._requeue, self._dirpath = requeue, dirpath
+        self._grace_s = grace_s
+        self._exit_code = exit_code
+        self._requeue = requeue
+        self._dirpath = dirpath
         self._trainer: pl.Trainer | None = None
 
     @override

@@ -63,7 +63,8 @@ class StopFlag:
         self.exit_code = exit_code
         self.grace_s: float | None = None
         self.speaks = False
-        self.same_s, self.same_interrupt_s = SAME_S, SAME_INTERRUPT_S
+        self.same_s = SAME_S
+        self.same_interrupt_s = SAME_INTERRUPT_S
         self._process = os.getpid()
         self._since: float | None = None
         self._first = 0  # as the thread has it; the main thread may hang and never note it
@@ -92,7 +93,9 @@ class StopFlag:
 
     def clear(self) -> None:
         """Begin anew, in this process: the next signal is a first one."""
-        self.number, self._since, self._process = 0, None, os.getpid()
+        self.number = 0
+        self._since = None
+        self._process = os.getpid()
 
     def watch(self, numbers: Collection[int]) -> None:
         """Have a thread see signals, also while the main thread hangs, and keep time."""
@@ -160,7 +163,8 @@ class StopFlag:
         now = time.monotonic()
         same_s = self.same_interrupt_s if number == signal.SIGINT else self.same_s
         if self._since is None:
-            self._since, self._first = now, number
+            self._since = now
+            self._first = number
             if self.speaks and number == signal.SIGINT:
                 self._say("interrupt: the run ends after this batch; once more: at once, unsaved")
         elif now - self._since > same_s:

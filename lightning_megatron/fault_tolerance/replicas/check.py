@@ -172,7 +172,8 @@ class ReplicaCheck(pl.Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.checks, self.healed = state_dict["checks"], state_dict["healed"]
+        self.checks = state_dict["checks"]
+        self.healed = state_dict["healed"]
 
 
 def _shared_tensors(services: MegatronServices) -> list[SharedTensor]:

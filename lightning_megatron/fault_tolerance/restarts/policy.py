@@ -61,7 +61,8 @@ class RestartPolicy(pl.Callback):
                 raise ConfigError(
                     f"RestartPolicy({name}={value}): must be 0 or more; nearest valid: {name}=0"
                 )
-        self._max_restarts, self._cycles = max_restarts, cycles
+        self._max_restarts = max_restarts
+        self._cycles = cycles
         self._run_dir = run_dir
         self._log: AttemptLog | None = None
         self._failed: AttemptLog | None = None

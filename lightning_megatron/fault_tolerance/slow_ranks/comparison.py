@@ -109,7 +109,8 @@ class SlowRanks:
     """
 
     def __init__(self, threshold: float, windows: int) -> None:
-        self._threshold, self._windows = threshold, windows
+        self._threshold = threshold
+        self._windows = windows
         self._in_a_row: dict[tuple[int, str], int] = {}
 
     def add(self, window: Sequence[Score]) -> list[Score]:

@@ -93,7 +93,8 @@ class _Indices:
     """Indices of a sampler, with a record of those whose batches have not come back."""
 
     def __init__(self, source: Any, generator: torch.Generator) -> None:
-        self._source, self._generator = source, generator
+        self._source = source
+        self._generator = generator
         self._rest: Iterator[Any] = iter(())
         self._state = generator.get_state()
         self.out: deque[Any] = deque()
@@ -218,7 +219,8 @@ class _Watched(LoaderIterator):
     asked: float
 
     def __init__(self, loader: DataLoader[Any], indices: _Indices, rules: GuardRules) -> None:
-        self._indices, self._rules = indices, rules
+        self._indices = indices
+        self._rules = rules
         self._faults: list[WorkerFault] = []
         self._over = threading.Event()
         self.asked = time.monotonic()

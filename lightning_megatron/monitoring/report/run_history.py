@@ -262,7 +262,8 @@ class _Sorter:
     """Sorts events into a history."""
 
     def __init__(self, history: RunHistory, reference: int) -> None:
-        self._history, self._reference = history, reference
+        self._history = history
+        self._reference = reference
         self._starts = [a.started for a in history.ledger.attempts]
         self._told: dict[tuple[Any, ...], Incident] = {}
         self._failed_saves: list[Incident] = []

@@ -84,7 +84,8 @@ class _Reading:
     def seek(self, epoch: int, consumed: int) -> None:
         """Go on reading there."""
         assert self.share.order is not None
-        self.before, self.epoch = consumed, epoch
+        self.before = consumed
+        self.epoch = epoch
         self.first = self.batches_after(0) - self.batches_after(consumed)
         self.share.order.seek(epoch, consumed)
 
@@ -195,8 +196,10 @@ class DataPosition:
         if "combined_loader" in state and mine is not None:
             loaders = state["combined_loader"]
             state["combined_loader"] = [s for s in mine if s is not None][: len(loaders)]
-        self._seed, self._order_seed = saved["seed"], saved["order_seed"]
-        self._moved, self._discard = 0, []
+        self._seed = saved["seed"]
+        self._order_seed = saved["order_seed"]
+        self._moved = 0
+        self._discard = []
         combined, fetcher = training_loader(trainer), training_fetcher(trainer)
         if combined is not None and fetcher is not None:
             # `trainer.estimated_stepping_batches` in configure_optimizers has prepared the loader,
@@ -224,7 +227,8 @@ class DataPosition:
             divide: see `share_of`.
         """
         if self._seed is None:
-            self._seed, self._order_seed = topology.seed, seed
+            self._seed = topology.seed
+            self._order_seed = seed
         assert self._order_seed is not None
         share = share_of(dataloader, topology, self._order_seed, divide=divide)
         history = trainer.accumulate_grad_batches + 2
@@ -303,14 +307,16 @@ class DataPosition:
         combined = training_loader(trainer)
         if saved is None or saved["batch"] or combined is None:
             return
-        self._saved, self._moved = saved, 0
+        self._saved = saved
+        self._moved = 0
         for loader in combined.flattened:
             self._resume(loader)
             known = isinstance(loader, DataLoader)
             batches = _stateful_batches(self._readings.get(loader)) if known else None
             if batches is not None:  # the first batch may have been fetched
                 batches.go_to(0, batches.state_before(0))
-        self._saved, self._discard = None, []
+        self._saved = None
+        self._discard = []
 
     def _count_batches(self, saved: dict[str, Any], loaders: list[Any], trainer: Trainer) -> None:
         """Have the epoch end with its last sample, if batches have another size than before."""

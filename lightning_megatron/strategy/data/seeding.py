@@ -87,7 +87,8 @@ class SeededBatches(BatchSampler):
     ) -> None:
         self.batches = batches
         self.sampler: Any = sampler
-        self.batch_size, self.drop_last = loader.batch_size or 1, loader.drop_last
+        self.batch_size = loader.batch_size or 1
+        self.drop_last = loader.drop_last
         self.seed = seed
         self._rank = rank
         self._generator = generator
@@ -127,7 +128,8 @@ class SeededBatches(BatchSampler):
         if self._generator is not None:
             names = ("data", "workers", self._rank, self.sampler.epoch)
             self._generator.manual_seed(derive_seed(self.seed, *names))
-        self._next, self._first = self._first, 0
+        self._next = self._first
+        self._first = 0
         self._states.clear()
         return self._batches()
 

@@ -47,7 +47,8 @@ class DrawnOrder(Sampler[Any]):
 
     def __init__(self, sampler: Any, seed: int, division: Division | None = None) -> None:
         self.sampler = sampler
-        self._seed, self._division = seed, division or Division()
+        self._seed = seed
+        self._division = division or Division()
         self._epoch = self._start = 0
         self._begun: tuple[int, Any] = (-1, None)
         self._restored: Any = None
@@ -106,12 +107,14 @@ class DrawnOrder(Sampler[Any]):
     def seek(self, epoch: int, consumed: int) -> None:
         """Begin the next pass in ``epoch``, after ``consumed`` samples of all ranks."""
         self.set_epoch(epoch)
-        self._start, self._is_open = consumed, False
+        self._start = consumed
+        self._is_open = False
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the user's sampler too."""
         if epoch != self._epoch:
-            self._epoch, self._start = epoch, 0
+            self._epoch = epoch
+            self._start = 0
         inner: Any = getattr(self.sampler, "sampler", None)
         for sampler in (self.sampler, inner):
             if hasattr(sampler, "set_epoch"):

@@ -78,7 +78,8 @@ class ForkLauncher(LauncherBase):
     """
 
     def __init__(self, strategy: ParallelStrategy, processes: int) -> None:
-        self._strategy, self._count = strategy, processes
+        self._strategy = strategy
+        self._count = processes
         self._processes: list[BaseProcess] = []
         self._killed = False
 
@@ -141,7 +142,8 @@ class ForkLauncher(LauncherBase):
 
     def _start(self, folder: Path, trainer: pl.Trainer, job: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("fork")
-        self._killed, self._processes = False, []
+        self._killed = False
+        self._processes = []
         for rank in range(self._count):
             process = context.Process(
                 target=_be_rank, args=(rank, os.getpid(), folder, trainer, job), name=f"rank {rank}"

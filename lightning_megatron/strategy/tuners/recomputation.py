@@ -91,8 +91,10 @@ class AdaptiveMemory(Tuner):
         *,
         compiled: bool = False,
     ) -> None:
-        self._parallel, self._config = parallel, config
-        self._schedule, self._report = schedule, report
+        self._parallel = parallel
+        self._config = config
+        self._schedule = schedule
+        self._report = report
         names = {child: name for name, child in parallel.module.named_modules()}
         self._blocks = {
             names[block]: block
@@ -166,7 +168,8 @@ class AdaptiveMemory(Tuner):
                 plan |= dict(zip(own, ways, strict=True))
         if least:
             raise_if_any([self._too_little(limit, least, memory)])
-        self.ways, self.measured = plan, blocks
+        self.ways = plan
+        self.measured = blocks
         kept: dict[RecomputeMode, tuple[str, ...]] = {"selective": self._selection, "full": ()}
         chosen = {block: plan.get(name, "full") for name, block in self._blocks.items()}
         again = {block: kept[way] for block, way in chosen.items() if way in kept}

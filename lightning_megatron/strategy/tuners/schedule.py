@@ -56,8 +56,11 @@ class AutoSchedule(Tuner):
         limit_gib: float | None,
         report: Callable[[str], None],
     ) -> None:
-        self._pipeline, self._pp, self._stages = pipeline, pp, stages_per_rank
-        self._limit, self._report = limit_gib, report
+        self._pipeline = pipeline
+        self._pp = pp
+        self._stages = stages_per_rank
+        self._limit = limit_gib
+        self._report = report
         self._steps: list[Bubble] = []
         self._seen = 0
         self.chosen: str | None = None

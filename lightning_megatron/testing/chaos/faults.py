@@ -362,7 +362,8 @@ class FaultLog:
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.directory, self._rank = directory, rank
+        self.directory = directory
+        self._rank = rank
         self._mine: set[str] = set()
 
     def claim(self, index: int, fault: Fault, now: RunPosition) -> bool:

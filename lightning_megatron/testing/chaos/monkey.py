@@ -289,7 +289,8 @@ class ChaosMonkey(pl.Callback):
             if self._filled == index:
                 return
             self._make_room()
-            self._full_disk, self._filled = fill_disk(), index
+            self._full_disk = fill_disk()
+            self._filled = index
             done = "no space left for checkpoints"
         else:
             ACTIONS[fault.kind](fault)
