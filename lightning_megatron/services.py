@@ -139,7 +139,7 @@ class MegatronServices(Protocol):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """What runs the pipeline; None without one."""
+        """Runner of the pipeline; None without one."""
         ...
 
     @property
@@ -156,7 +156,7 @@ class MegatronServices(Protocol):
 
     @property
     def clock(self) -> SectionClock:
-        """What this rank is doing."""
+        """Clock of the sections that this rank is in."""
         ...
 
     @property
@@ -183,7 +183,7 @@ class MegatronServices(Protocol):
 
     @property
     def global_rank(self) -> int:
-        """Of this process."""
+        """Rank of this process in the run."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What is between a Trainer and the strategy, the module, and the precision plugin."""
+"""Private names between a Trainer and the strategy, the module, and the precision plugin."""
 
 from collections.abc import Callable
 from typing import Any

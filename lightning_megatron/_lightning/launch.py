@@ -1,4 +1,4 @@
-"""What starts processes, and how a strategy gets it."""
+"""Base classes of launchers, and the way in which a strategy gets its launcher."""
 
 import atexit
 import subprocess

@@ -80,7 +80,7 @@ def makes_training_loader(trainer: Trainer) -> bool:
 
 
 def training_source(trainer: Trainer) -> Any:
-    """What the Trainer was given to train on: a loader, a module that makes one, or None.
+    """Source of the training data: a loader, a module that makes one, or None.
 
     Private: `_FitLoop._data_source`. Needed to check sizes before any process group forms.
     """

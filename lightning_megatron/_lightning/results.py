@@ -1,4 +1,4 @@
-"""What ``self.log`` collects, and the metrics in it; and loggers.
+"""Results that ``self.log`` collects, the metrics in them, and loggers.
 
 Metrics are of torchmetrics, which Lightning builds its own results on: of its private names are
 used `_forward_cache`, `_update_count`, `_computed` and `_defaults` of ``Metric`` (1.0 to 1.9).

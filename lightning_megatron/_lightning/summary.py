@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import _format_summ
 
 
 class Summary:
-    """What the callback prints, instead of a summary of Lightning's.
+    """Summary that the callback prints, in place of Lightning's.
 
     The callback reads ``total_parameters``, ``trainable_parameters``, ``model_size``,
     ``total_training_modes`` and ``total_flops``, too.

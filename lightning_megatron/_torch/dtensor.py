@@ -1,4 +1,4 @@
-"""What DTensors hold, and what torch remembers of the operations on them."""
+"""Shards of DTensors, and torch's memory of the operations on them."""
 
 import sys
 from collections.abc import Sequence

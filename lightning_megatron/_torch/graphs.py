@@ -1,4 +1,4 @@
-"""What torch sees of computations: nested containers, operators, autograd and compiled graphs."""
+"""Views of computations: nested containers, operators, autograd and compiled graphs."""
 
 import importlib
 from contextlib import AbstractContextManager
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 WRAPPER_NAMES = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and the checkpoint wrapper insert into parameter names (2.11-2.13)."""
+"""Parts of names that torch.compile and the checkpoint wrapper insert (2.11-2.13)."""
 
 
 class CallersMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ def default_store() -> Any:
 
 
 def own_connection(store: Any) -> Any:
-    """The same store, by a connection that does not wait for what others ask it (2.11-2.13)."""
+    """Another connection to the store, which does not wait for others' requests (2.11-2.13)."""
     clone = getattr(store, "clone", None)
     return store if clone is None else clone()
 
@@ -124,7 +124,7 @@ def abandon_process_groups() -> list[Any]:
 
 
 def flight_recorder(*, entries: bool) -> dict[str, Any]:
-    """What the flight recorder of this process knows about its collectives (2.11-2.13).
+    """Records of this process' collectives from the flight recorder (2.11-2.13).
 
     Args:
         entries: list the latest collectives (the recorder's 2000 take a tenth of a second), or tell

@@ -23,7 +23,7 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 
 
 def foreach_lerp(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> list[Tensor]:
-    """What lies between tensors and ``ends``, a part ``weight`` of the way (2.11-2.13)."""
+    """Interpolation between tensors and ``ends``, a part ``weight`` of the way (2.11-2.13)."""
     return list(torch._foreach_lerp(list(tensors), list(ends), weight))
 
 

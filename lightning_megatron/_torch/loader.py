@@ -88,7 +88,7 @@ class LoaderIterator(_MultiProcessingDataLoaderIter):
 
 
 class StandInIterator:
-    """What a DataLoader takes for its iterator where `replace_iterator` makes one."""
+    """Result of ``iter(loader)`` where `replace_iterator` makes the iterator."""
 
     def begin_epoch(self, *, first: bool) -> None:
         """Begin another epoch with workers that persist."""

@@ -1,4 +1,4 @@
-"""What is put around the forwards of blocks, from the inside to the outside.
+"""Transforms around the forwards of blocks, from the inside to the outside.
 
 1. `parallel.compile`: the forward becomes other code;
 2. `parallel.activations.checkpointing`: it runs again in the backward

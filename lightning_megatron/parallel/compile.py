@@ -63,7 +63,7 @@ Scope = Literal["none", "block", "model"]
 
 @dataclass(frozen=True, kw_only=True)
 class CompileConfig:
-    """What of the network runs through ``torch.compile``, and by which compiler."""
+    """Parts of the network that run through ``torch.compile``, and the compiler."""
 
     scope: Scope = "none"
     """Whether the blocks of the network, one by one, or all of it (each stage of a pipeline) are
@@ -71,7 +71,7 @@ class CompileConfig:
     recomputes what ``ActivationConfig(recompute=...)`` names, unless it is whole blocks that are
     compiled one by one."""
     backend: str = "inductor"
-    """What makes code of their graphs, as ``torch.compile`` names it."""
+    """Backend that makes code of their graphs, as ``torch.compile`` names it."""
 
     def contains_recomputation(self, activations: ActivationConfig) -> bool:
         """Whether what is recomputed lies inside of what is compiled."""

@@ -1,4 +1,4 @@
-"""What stands in for the ``forward`` of a block.
+"""Wrappers in the place of a block's ``forward``.
 
 Blocks are changed on the instance: their class, what looks at it, and the names of their parameters
 stay as they are, and hooks, those of ZeRO among them, lie outside and run once. Several changes lie

@@ -1,4 +1,4 @@
-"""What FSDP2's units send, where it lets its user decide how.
+"""Communication of FSDP2's units, where FSDP2 lets its user decide about it.
 
 FSDP2 calls an object of its user's to gather a unit's parameters and to reduce its gradients. Ours
 count what passes and how long the host stands still (`topology.meter`), and exchange pieces

@@ -1,4 +1,4 @@
-"""What remains to be done to gradients after backward and data-parallel reduction.
+"""Completion of gradients after backward and data-parallel reduction.
 
 Rule: after `GradientSet.finish`, the gradient of every parameter (`ParameterRole.gradient`) is this
 rank's part of the exact global gradient, whatever the layout. Data parallelism leaves four kinds

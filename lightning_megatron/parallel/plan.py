@@ -1,4 +1,4 @@
-"""What will happen to a module, worked out on its structure alone.
+"""Plan of what will happen to a module, worked out on its structure alone.
 
 A `ModulePlan` is made from a module whose parameters may be on the meta device, before any process
 group exists: which item goes to which pipeline stage, which names are aliases of one tied

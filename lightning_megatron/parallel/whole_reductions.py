@@ -1,4 +1,4 @@
-"""What code of the user's finds out about weights and gradients that this rank has in part.
+"""Reductions in user's code over weights and gradients that this rank has in part.
 
 Under tensor parallelism a parameter of a parallel layer, and its gradient, is this rank's slice: a
 plain tensor whose ``norm()`` is a part of the norm, without anybody noticing. Under ZeRO 3 it is a

@@ -1,4 +1,4 @@
-"""What a rank holds of its stages, at the moments of a schedule when it may hold the most.
+"""Activations that a rank holds, at the moments of a schedule when it may hold the most.
 
 The forward of a microbatch on a stage leaves activations, which *wait* for its backward. While a
 backward in one piece *runs*, it frees them from the last to the first. Of one in two halves the

@@ -1,4 +1,4 @@
-"""What a schedule costs, without running it: timeline, bubble and live activations.
+"""Costs of a schedule without running it: timeline, bubble and live activations.
 
 The model: a rank does its actions one after the other and starts each as soon as the actions that
 it needs (`Schedule.needs`) have ended, plus the time of the transfer if they ran on another rank.

@@ -1,4 +1,4 @@
-"""Which checkpoint ``ckpt_path`` means, and which ones ModelCheckpoint makes in turn.
+"""Paths of checkpoints: the one that ``ckpt_path`` means, and those that ModelCheckpoint rotates.
 
 Lightning resolves ``"best"``, ``"last"`` and ``"hpc"`` to a path, by names and dates alone, and
 hands any other text to the strategy as it is. So ``"auto"`` arrives here as it was given, and
@@ -34,7 +34,7 @@ _FIELD = re.compile(r"\{([^{}:]*)(?::[^{}]*)?\}")
 
 
 class NoCheckpoint(dict[str, Any]):
-    """What is loaded when there is nothing to load.
+    """Stand-in for a checkpoint where there is nothing to load.
 
     Lightning asks it for the version that wrote it, and restores nothing from a checkpoint that is
     false.

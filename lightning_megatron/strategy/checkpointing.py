@@ -82,17 +82,17 @@ from lightning_megatron.topology.mesh import Topology
 logger = logging.getLogger(__name__)
 
 KEY = "lightning_megatron"
-"""Of our entry in Lightning's checkpoint dictionary."""
+"""Key of our entry in Lightning's checkpoint dictionary."""
 
 _LEAVE_S = 5.0
 """Seconds that a run which ends with an error waits for a local checkpoint in flight."""
 
 
 PATIENCE_S = 20.0
-"""How long a rank that fails waits for the others to fail as well."""
+"""Seconds that a rank that fails waits for the others to fail as well."""
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-"""Between two looks at the store, which thousands of ranks ask: at first, and at last."""
+"""Seconds between two looks at the store, which thousands of ranks ask: at first, and at last."""
 _ENDING_KEY = "lightning_megatron/ending"
 
 
@@ -116,7 +116,7 @@ class _Opened:
 
 @dataclass(frozen=True)
 class _Content:
-    """What a checkpoint is made of; arguments of `Saver.save` and `save_directory`."""
+    """Content of a checkpoint; arguments of `Saver.save` and `save_directory`."""
 
     model: Mapping[str, Any]
     state: Mapping[str, Any]
@@ -157,7 +157,7 @@ class Checkpointing:
         self._opened: _Opened | None = None
         """The checkpoint that is being loaded."""
         self._section_before: str | None = None
-        """What the rank was doing when Lightning began to collect a checkpoint."""
+        """Section of the rank when Lightning began to collect a checkpoint."""
 
     # Saving --------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class Checkpointing:
         return checkpoint, model
 
     def _refuse_to_save_alone(self, path: str | os.PathLike[str]) -> None:
-        """After an error of this rank alone, end with it instead of waiting for the others."""
+        """End with the error of this rank, if it alone has failed; it would wait for the others."""
         cause = sys.exc_info()[1]  # which Lightning is handling
         if cause is None or self._run.trainer.state.status != TrainerStatus.INTERRUPTED:
             return

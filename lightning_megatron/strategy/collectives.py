@@ -174,5 +174,5 @@ def _reduce_op(op: ReduceOp | str | None) -> tuple[bool, Any]:
 
 
 def _nobody_else() -> bool:
-    """What a metric is told that has no ranks to be synchronised with."""
+    """Answer to a metric that has no ranks to be synchronised with."""
     return False

@@ -52,7 +52,7 @@ from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.stop_connector import StopConnector
 
 _PATIENCE_S = 20.0
-"""How long the processes that Lightning started may take to leave by themselves."""
+"""Seconds in which the processes that Lightning started may leave by themselves."""
 
 
 class CoordinatedStop:

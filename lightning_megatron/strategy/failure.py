@@ -1,4 +1,4 @@
-"""What a rank does when the run breaks off: find out who began, say so, and let nobody wait.
+"""Failure of a run: each rank finds out who failed first, says so, and lets nobody wait.
 
 The rank that failed by itself posts that (`fault_tolerance.failures.board`). The others, whose
 exceptions are echoes, look for the cause, mark their own exception as secondary, and the first of
@@ -35,9 +35,9 @@ from lightning_megatron.strategy.processes.launcher import Launcher
 from lightning_megatron.strategy.processes.placement import Placement
 
 _GRACE_S = 3.0
-"""How long after a failure of rank 0 the processes that it started may go on."""
+"""Seconds after a failure of rank 0 in which the processes that it started may go on."""
 _LAUNCHER_S = 0.5
-"""How long a rank with an echo lives on, for torchrun to see first who died before."""
+"""Seconds that a rank with an echo lives on, for torchrun to see first who died before."""
 _PAUSE_S = 0.05
 
 

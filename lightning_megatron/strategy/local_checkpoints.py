@@ -1,4 +1,4 @@
-"""When local checkpoints are made.
+"""Times at which local checkpoints are made.
 
 That is between two batches, when every other callback has seen the first, so that what
 ModelCheckpoint did in this step is part of it. All ranks must decide alike, though each is done

@@ -203,7 +203,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """What runs the pipeline of the current run; None without one."""
+        """Runner of the pipeline in the current run; None without one."""
         executor = None if self._steps is None else self._steps.executor
         return executor if isinstance(executor, Pipeline) else None
 
@@ -231,7 +231,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @property
     def steps(self) -> StepRunner:
-        """What runs steps on the layout; exists once the module is on it."""
+        """Runner of steps on the layout; exists once the module is on it."""
         assert self._steps is not None
         return self._steps
 
@@ -254,7 +254,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @property
     def attempt(self) -> Attempt:
-        """Which start of the processes this is; exists once they are connected."""
+        """Attempt that this start of the processes is; exists once they are connected."""
         return self.processes.attempt
 
     @property
@@ -399,7 +399,7 @@ class MegatronStrategy(LaunchingStrategy):
         collectives.share_metrics(module, self.topology)
 
     def _tuners_of(self, parallel: ParallelModule) -> Iterator[Tuner]:
-        """Whatever is to be tuned on a new layout."""
+        """Tuners for a new layout."""
         options, config = self.options, self.options.pp
         if options.activations.recompute == "adaptive":
             yield AdaptiveMemory(
@@ -437,14 +437,14 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Nothing: the layout put every parameter where it belongs."""
+        """No-op: the layout put every parameter where it belongs."""
 
     # Data -----------------------------------------------------------------------------------------
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Who reads what share, for the samplers that Lightning makes itself.
+        """Number and rank of the readers, for the samplers that Lightning makes itself.
 
         Raises:
             ConfigError: the layout does not fit the number of processes.
@@ -688,7 +688,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_model_state_dict` has loaded the optimizers."""
+        """No-op: `load_model_state_dict` has loaded the optimizers."""
 
     @override
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
@@ -705,7 +705,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which of them this is: the index of this rank's tensor in what `all_gather` returns.
+        """Index of this rank's tensor in the result of `all_gather`.
 
         Under tp and pp several processes have the same one, so ``self.global_rank`` is no index.
 

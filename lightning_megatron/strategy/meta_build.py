@@ -47,17 +47,17 @@ _CONSTRUCTORS = _FROM_DATA | {
     torch.randint,
     torch.randperm,
 }
-"""What makes a tensor from no other."""
+"""Functions that make a tensor from no other."""
 _ASKS_FOR_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SETS_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 OTHER_AXES = ("tensor_parallel", "data_parallel")
-"""What ``ModelParallelStrategy`` calls the axes of its mesh."""
+"""Names of the axes of ``ModelParallelStrategy``'s mesh."""
 
 
 def axis_problem(name: object) -> str:
-    """What to say to a module that asks for an axis of ``ModelParallelStrategy``."""
+    """Message for a module that asks for an axis of ``ModelParallelStrategy``."""
     return (
         f"device_mesh[{name!r}]: that is an axis of ModelParallelStrategy; MegatronStrategy splits "
         "layers itself, and its axes are 'pp', 'dp_replicate', 'dp_shard' and 'tp'; nearest valid: "
@@ -196,7 +196,7 @@ class Attempt:
         self._host.restore()
 
     def written(self) -> WrittenValues | None:
-        """What the call wrote; None if the module has to be built with real tensors."""
+        """Values that the call wrote; None if the module has to be built with real tensors."""
         if self.error is not None or uninitialisable(self._module):
             return None
         if any(type(m).__module__.startswith("transformers.") for m in self._module.modules()):
@@ -211,7 +211,7 @@ class Attempt:
 
     @property
     def reason(self) -> str:
-        """Why the module has to be built with real tensors."""
+        """Reason why the module has to be built with real tensors."""
         without_rule = uninitialisable(self._module)
         if self._tape.reason is not None:
             return f"configure_model needs values: {self._tape.reason}"

@@ -47,7 +47,7 @@ class LogCall:
     weights: list[float] = field(default_factory=list)
     """Share of the batch's samples in each of these microbatches."""
     batch_sizes: list[Any] = field(default_factory=list)
-    """What the user gave as ``batch_size``: numbers, or tensors of one."""
+    """Values that the user gave as ``batch_size``: numbers, or tensors of one."""
 
     @property
     def metric(self) -> Metric | None:

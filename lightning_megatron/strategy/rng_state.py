@@ -29,7 +29,7 @@ from lightning_megatron.topology.rng import HostRandomness, derive_seed, seed_ge
 
 @dataclass(frozen=True)
 class RngSnapshot:
-    """Where the generators of this process stood."""
+    """State of the generators of this process."""
 
     host: HostRandomness
     others: dict[str, Tensor]
@@ -37,7 +37,7 @@ class RngSnapshot:
 
 @dataclass(frozen=True)
 class _Window:
-    """What changes within an accumulation of gradients, as it was when that began."""
+    """State at the beginning of an accumulation of gradients, of what changes within it."""
 
     at: tuple[int, int]
     moment: RngSnapshot
@@ -70,7 +70,7 @@ class RandomState:
         self._began = _Window(at, self.now(), _statistics(module), loss_per_token)
 
     def begin_validation(self) -> None:
-        """What is drawn from now on shall not change what training draws afterwards."""
+        """Keep validation's draws from now on from changing what training draws afterwards."""
         self._training = self.now()
 
     def end_validation(self) -> None:
@@ -80,7 +80,7 @@ class RandomState:
             self.return_to(training)
 
     def now(self) -> RngSnapshot:
-        """Where the generators of this process stand."""
+        """Present state of the generators of this process."""
         others = self._topology.rng.state_dict()
         if self._topology.device.type == "cuda":
             others["cuda"] = torch.cuda.get_rng_state(self._topology.device)

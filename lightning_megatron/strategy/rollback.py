@@ -1,4 +1,4 @@
-"""What training has made, kept in the memory of the host, and brought back.
+"""Copies of the training state in host memory, and the way back to them.
 
 Two copies of this rank's share of the trainable weights, the buffers and the optimizer state are
 kept, the older of which is overwritten every ``every`` updates: one is then always at least so old,
@@ -36,14 +36,14 @@ class _Copy:
     updates: int
     batches: int
     of: Any
-    """What has to be the same object for the copy to be of use."""
+    """Identity of the layout; a copy is of use only for the same one."""
     moment: RngSnapshot
     precision: dict[str, Any]
     schedules: list[dict[str, Any] | None]
     options: list[list[dict[str, Any]]]
-    """Of the parameter groups of each optimizer."""
+    """Options of the parameter groups of each optimizer."""
     others: list[dict[Tensor, dict[str, Any]]]
-    """What is no tensor in the state of each optimizer, by parameter."""
+    """Values in the state of each optimizer that are no tensors, by parameter."""
     tensors: dict[Any, Tensor] = field(default_factory=dict)
 
 
@@ -154,7 +154,7 @@ class Rollback:
         run.random_state.return_to(copy.moment)
 
     def _restore_schedules(self, copy: _Copy) -> None:
-        """Those that count steps, with what they have set in the optimizers."""
+        """Restore schedules that count steps, with what they have set in the optimizers."""
         configs = self._run.lr_scheduler_configs
         moved = []
         for config, state in zip(configs, copy.schedules, strict=True):
@@ -184,7 +184,7 @@ class Rollback:
 
 
 _COUNTS = ("left_out", "skipped_steps")
-"""Of the state of precision plugins: they count what has happened, and never go back."""
+"""Entries of the precision plugins' state that count what has happened, and never go back."""
 
 
 def _tensors_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

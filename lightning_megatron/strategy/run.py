@@ -1,4 +1,4 @@
-"""What the parts of the strategy ask of the run that they take part in."""
+"""Protocol of a run for the parts of the strategy."""
 
 from typing import Protocol
 
@@ -66,11 +66,11 @@ class Run(Protocol):
 
     @property
     def steps(self) -> StepRunner:
-        """What runs steps on the layout; exists once the module is on it."""
+        """Runner of steps on the layout; exists once the module is on it."""
 
     @property
     def launcher(self) -> LauncherBase | None:
-        """What has started the other processes of this node; None where nothing of ours has."""
+        """Launcher of the other processes of this node; None where it is not one of ours."""
 
     @property
     def world_size(self) -> int:

@@ -1,4 +1,4 @@
-"""What users are told who treat weights or gradients in parts as if they were whole.
+"""Explanations for users who treat weights or gradients in parts as if they were whole.
 
 Under ZeRO 3 parameters and gradients are DTensors, of which a rank holds a part; weights are whole
 only while the forward of the module runs that owns them. torch says so in words that name neither
@@ -21,14 +21,14 @@ _WHOLE = "zero=2 or lower keeps parameters whole"
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an error of torch's means under ZeRO 3."""
+    """Meaning of an error of torch under ZeRO 3."""
 
     pattern: str
-    """In the text of the error."""
+    """Words in the text of the error."""
     happened: str
-    """What its cause is."""
+    """Its cause."""
     remedy: str
-    """What to do instead of `_WHOLE`."""
+    """Remedy, where it is another than `_WHOLE`."""
 
 
 EXPLANATIONS = (
@@ -121,7 +121,7 @@ def _place(exception: BaseException, module: LightningModule) -> str:
 
 
 def _frames(exception: BaseException) -> Iterator[FrameType]:
-    """From the outermost to the innermost."""
+    """Frames of the traceback, from the outermost to the innermost."""
     trace = exception.__traceback__
     while trace is not None:
         yield trace.tb_frame

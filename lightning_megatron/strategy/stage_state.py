@@ -99,7 +99,7 @@ class _Value:
         self._leaves = [leaf.detach() for leaf in leaves]
 
     def keep(self) -> "_Value":
-        """Itself, whatever becomes of the tensors."""
+        """Return itself, safe from later changes of the tensors."""
         self._leaves = [leaf.clone() for leaf in self._leaves]
         return self
 
@@ -118,7 +118,7 @@ class _Value:
 
 
 def _value_of(content: Any, device: torch.device) -> _Value | None:
-    """None where the value cannot travel, not in parts either."""
+    """Value as it can travel; None where it cannot, not in parts either."""
     try:
         return _Value(content, device)
     except Exception:  # whatever a class raises that is not meant to be pickled
@@ -195,7 +195,7 @@ class StepState(Callback):
         self._note()
 
     def _note(self) -> None:
-        """Before the first step after such hooks, which have changed all stages alike."""
+        """Note attributes before the first step after hooks, which change all stages alike."""
         if self._hooks_ran and self._gives:
             self._changed()
         self._hooks_ran = False

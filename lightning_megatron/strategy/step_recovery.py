@@ -119,7 +119,7 @@ class StepRecovery:
         self._run.precision.forget_batch()
 
     def _collection(self) -> Any:
-        """What is logged in training, as Lightning keeps it."""
+        """Sums of what is logged in training, as Lightning keeps them."""
         return training_sums(self._run.trainer)
 
     def _results(self) -> dict[str, dict[str, Tensor]]:
@@ -154,7 +154,7 @@ class StepRecovery:
         return [value.detach().clone() for value in self._statistics_now()]
 
     def _statistics_now(self) -> list[Tensor]:
-        """What batch norms and the like gather in every forward."""
+        """Buffers that batch norms and the like update in every forward."""
         if self._tracked[0] is not self._run.parallel:
             found = [
                 value
@@ -167,7 +167,7 @@ class StepRecovery:
 
 
 class _Before:
-    """How things were before a batch.
+    """State before a batch.
 
     Args:
         moment: of the generators.

@@ -200,7 +200,7 @@ class StepRunner:
         return _Batch(microbatches, LogRecorder(self._module), [] if first else older, divisor)
 
     def _loss_of(self, batch: _Batch) -> Callable[[Any, int], Tensor | None]:
-        """What to differentiate of the output of a microbatch's step."""
+        """Function that gives what to differentiate of the output of a microbatch's step."""
         microbatches, scaled = batch.microbatches, self._precision.scale_loss
 
         def loss_of(output: Any, index: int) -> Tensor | None:
@@ -286,7 +286,7 @@ class StepRunner:
             return self._parallel.step(name, *args)
 
     def _whole(self, output: Any) -> Any:
-        """What an evaluation step returns may be pickled, or looked at by one rank alone."""
+        """Output as whole tensors, as it may be pickled, or used by one rank alone."""
         return whole(output) if self._topology.tp.size > 1 else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:

@@ -21,7 +21,7 @@ _INTERRUPTS = (signal.default_int_handler, interrupt_once)
 
 
 class StopConnector(SignalConnector):
-    """What a Trainer installs when it runs, and takes back at the end.
+    """Handlers that a Trainer installs when it runs, and takes back at the end.
 
     Args:
         trainer: whose handlers these are.
@@ -43,7 +43,7 @@ class StopConnector(SignalConnector):
         self._signals = signals
         self._replaces_requeue = replaces_requeue
         self.requeue_signal: int | None = None
-        """What Slurm sends when the job is to be saved and queued again; None if others see to it.
+        """Signal of Slurm to save the job and queue it again; None if others see to it.
         """
 
     @override

@@ -36,7 +36,7 @@ class WeightWatch:
             self.start(steps=in_step)
 
     def start(self, *, steps: bool) -> None:
-        """From now on look at what hooks do, and at what steps do where ``steps``."""
+        """Look at what hooks do from now on, and at what steps do where ``steps``."""
         self._reductions = WholeReductions(self._run.parallel.gradients, self._run.module)
         self._sees_steps = steps
         self._run.precision.around_step = self._reductions.lifted

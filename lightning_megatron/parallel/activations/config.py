@@ -1,4 +1,4 @@
-"""What becomes of the activations of which modules: options, and how they fail."""
+"""Options of activation memory, and their faults."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ Mode = Literal["none", "full", "selective", "adaptive"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationConfig:
-    """What is done with activations to train with less memory."""
+    """Recomputation and offloading of activations, to train with less memory."""
 
     recompute: Mode = "none"
     """Activations that are computed again in the backward: none, all inside a block (full), or all
@@ -28,7 +28,7 @@ class ActivationConfig:
     """For adaptive: most that the activations of a rank's blocks may take. What is outside of
     blocks, parameters, gradients and optimizer state come on top."""
     limit_fraction: float | None = None
-    """The same, as a part of the memory of the device (on CPUs: that of the host, divided by the
+    """Limit as a part of the memory of the device (on CPUs: that of the host, divided by the
     processes on it)."""
     keep: list[str] | None = None
     """For selective, and adaptive of blocks that are not compiled: ``attention`` (fused, without

@@ -60,7 +60,7 @@ class DataLoading:
 
 
 def sampler_kwargs(options: LayoutOptions, world_size: int, rank: int) -> dict[str, Any]:
-    """Who reads what share, before there is a topology.
+    """Number and rank of the readers, before there is a topology.
 
     Raises:
         ConfigError: the layout does not fit the number of processes.

@@ -1,4 +1,4 @@
-"""Where a resumed run goes on reading, whatever its layout.
+"""Position in the training data from which a resumed run reads on, whatever its layout.
 
 Lightning restores how many batches of the epoch are done, but iterates the loader from its start,
 and creates the iterator before it tells the sampler which epoch it is. Here every training loader
@@ -51,7 +51,7 @@ from lightning_megatron.topology.mesh import Topology
 
 @dataclass(kw_only=True)
 class _Reading:
-    """What is known of a loader."""
+    """Knowledge about one loader."""
 
     share: Share
     batches: SeededBatches | None
@@ -60,10 +60,10 @@ class _Reading:
     first: int = 0
     """Number of the first batch after that."""
     epoch: int = -1
-    """When that was."""
+    """Time of that."""
 
     def batches_after(self, consumed: int) -> int:
-        """How many there are in the rest of an epoch."""
+        """Number of batches in the rest of an epoch."""
         left, size = self.share.items - consumed, self.share.per_batch
         return left // size if self.share.loader.drop_last else -(-left // size)
 
@@ -97,12 +97,12 @@ class DataPosition:
         self._readings: WeakKeyDictionary[Any, _Reading] = WeakKeyDictionary()
         self._saved: dict[str, Any] | None = None
         self._awaits: dict[str, Any] | None = None
-        """The same, until the validation at an epoch's end is over that the run goes on with."""
+        """Position for when the validation at an epoch's end is over with which the run goes on."""
         self._moved = 0
-        """How many of the training loaders are where they were when the checkpoint was saved."""
+        """Number of training loaders that are where they were when the checkpoint was saved."""
         self._discard: list[Any] = []
         self._used: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """Of loaders with a state, that after the last batch that a step has used."""
+        """State of each stateful loader after the last batch that a step used."""
         self._seed: int | None = None
         self._order_seed: int | None = None
 
@@ -111,7 +111,7 @@ class DataPosition:
     def save(
         self, checkpoint: dict[str, Any], trainer: Trainer, topology: Topology, group: Any
     ) -> dict[str, Any]:
-        """What a checkpoint must hold beside Lightning's own progress; collective.
+        """Position for a checkpoint, beside Lightning's own progress; collective.
 
         Args:
             checkpoint: Lightning's; its progress is taken back to the last optimizer step.

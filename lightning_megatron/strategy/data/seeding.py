@@ -48,7 +48,7 @@ def seed_dataloader(dataloader: DataLoader[Any], topology: Topology) -> bool:
 
 
 class Endless(Sampler[int]):
-    """What an iterable dataset is read by: as many indices as are asked for, all the same."""
+    """Sampler of an iterable dataset: as many indices as are asked for, all the same."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -114,7 +114,7 @@ class SeededBatches(BatchSampler):
         return self._iterable and self._in_process and isinstance(self._dataset, Stateful)
 
     def state_before(self, batch: int) -> Any:
-        """Of a stateful dataset, before it read a batch of this epoch; None if unknown."""
+        """State of a stateful dataset before it read a batch of this epoch; None if unknown."""
         if batch == self._next:
             assert isinstance(self._dataset, Stateful)
             return deepcopy(self._dataset.state_dict())

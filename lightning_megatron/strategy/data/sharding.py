@@ -1,4 +1,4 @@
-"""Which samples a rank reads: its data-parallel share, in an order that no layout changes.
+"""Share of the samples that a rank reads, in an order that no layout changes.
 
 Lightning's own insertion of a ``DistributedSampler`` shuffles every training loader, whatever the
 user chose, and leaves a single process to its own random order; a run would then see other batches
@@ -83,11 +83,11 @@ class DrawnOrder(Sampler[Any]):
 
     @property
     def epoch(self) -> int:
-        """Whose order is read."""
+        """Sampler whose order is read."""
         return self._epoch
 
     def state_before(self, epoch: int) -> Any:
-        """What the user's sampler was when that epoch began; None if it keeps nothing."""
+        """State of the user's sampler when that epoch began; None if it keeps nothing."""
         begun, state = self._begun
         return state if begun == epoch else self._state()
 
@@ -121,7 +121,7 @@ class DrawnOrder(Sampler[Any]):
                 sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Of a whole pass, on this rank."""
+        """Number of batches of a whole pass, on this rank."""
         return self._division.length(len(self.sampler))
 
 
@@ -132,13 +132,13 @@ class Share:
     loader: DataLoader[Any]
     """Reads this part only."""
     order: ResumableSampler | DrawnOrder | None
-    """What says where it reads; None where the user's loader says so itself."""
+    """Sampler that knows the position; None where the user's loader knows it itself."""
     items: int = 0
     """Samples (or batches, where a batch sampler of the user's makes them) in an epoch."""
     per_batch: int = 0
-    """How many of these all ranks that share ``items`` read in a batch."""
+    """Number of these that all ranks that share ``items`` read in a batch."""
     sets: int = 1
-    """How many such sets of ``items`` the ranks read; more than one where the user divides them."""
+    """Number of such sets of ``items``; more than one where the user divides them."""
 
 
 def share_of(

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions:
-    """What the user asked of the strategy, by the names of its arguments."""
+    """Options of the strategy, by the names of its arguments."""
 
     tp: int
     pp: PipelineConfig
@@ -83,7 +83,7 @@ class LayoutOptions:
         return replace(degrees, origin=self.stage_ranks[-1])
 
     def lasting(self, world_size: int, precision: Precision) -> str:
-        """What a module keeps for all Trainers that it meets."""
+        """Description of the layout that a module keeps for all Trainers that it meets."""
         degrees = self.degrees(world_size)
         return (
             f"tp={degrees.tp}, pp={degrees.pp}, dp={degrees.dp}, dp_replicate="
@@ -92,7 +92,7 @@ class LayoutOptions:
         )
 
     def microbatches(self) -> MicrobatchRule:
-        """How batches are cut."""
+        """Rule by which batches are cut."""
         default = 1 if self.pp.degree == 1 else DEFAULT_PER_RANK * self.pp.degree
         return MicrobatchRule(
             size=self.microbatch_size, number=self.num_microbatches, default=default
@@ -219,12 +219,12 @@ class LayoutOptions:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the rehearsal showed."""
+    """Findings of the rehearsal."""
 
     problems: tuple[str, ...]
     """Everything that is wrong."""
     real_because: str | None
-    """Why ``configure_model`` cannot run on the meta device, if that is known."""
+    """Reason why ``configure_model`` cannot run on the meta device, if it is known."""
 
 
 def examine(

@@ -32,7 +32,7 @@ from lightning_megatron.launch.attempt import Peer
 from lightning_megatron.launch.rendezvous import named_ranks
 
 _PATIENCE_S = 5.0
-"""How long a rank looks for what rank 0 has written."""
+"""Seconds that a rank looks for what rank 0 has written."""
 _PAUSE_S = 0.2
 
 
@@ -57,7 +57,7 @@ class _Place:
     """A directory of this machine's file system."""
 
     owner: str
-    """Whoever writes into it, as a message names him."""
+    """Writer of the directory, as messages name it."""
     path: Path
     is_required: bool
     """Whether the run is of no use where it is not shared."""
@@ -146,7 +146,7 @@ def _put(places: Sequence[_Place], host: str) -> tuple[list[str | None], list[st
 
 
 def _see(files: Sequence[Path]) -> list[bool]:
-    """Which of these are there, by now or within some seconds."""
+    """Subset of these that is there, by now or within some seconds."""
     until = time.monotonic() + _PATIENCE_S
     while True:
         seen = [_is_there(file) for file in files]

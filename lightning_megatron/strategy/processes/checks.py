@@ -22,7 +22,7 @@ from lightning_megatron.launch.rendezvous import report
 from lightning_megatron.launch.rendezvous_store import reach_store
 
 REACH_S = 5.0
-"""How long a process that cannot take part tries to tell the others so: they may come later."""
+"""Seconds in which a process that cannot take part tries to tell the others, who may come later."""
 
 
 def start_problems(

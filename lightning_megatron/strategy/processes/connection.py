@@ -1,4 +1,4 @@
-"""How the processes of a run find each other and connect."""
+"""Connection of the processes of a run."""
 
 import difflib
 import hashlib
@@ -36,12 +36,12 @@ from lightning_megatron.strategy.processes.checks import (
 logger = logging.getLogger(__name__)
 
 _OWN_PATIENCE_S = 30.0
-"""How long a rank of another node than the first waits for rank 0 on its own machine."""
+"""Seconds that a rank of another node than the first waits for rank 0 on its own machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionConfig:
-    """How the processes find and talk to each other."""
+    """Options of how processes find and talk to each other."""
 
     backend: str | None = None
     """``torch.distributed`` backend; None: nccl on GPUs, gloo on CPUs."""
@@ -55,7 +55,7 @@ class ConnectionConfig:
     Debian, the one that leads to MASTER_ADDR. "0.0.0.0": the store of rank 0 listens on all, as it
     has to where MASTER_ADDR is forwarded to it from an address of another machine."""
     start: Literal["auto", "script", "fork"] = "auto"
-    """How the processes of this machine are started unless torchrun, Slurm or MPI has done so:
+    """Way to start the processes of this machine unless torchrun, Slurm or MPI has done so:
     ``"script"`` starts the script again for each rank but the first; ``"fork"`` forks every rank
     from this process, as notebooks need it; ``"auto"`` takes ``"fork"`` in an interactive session
     with several devices. One device needs no further process unless ``"fork"`` asks for one."""

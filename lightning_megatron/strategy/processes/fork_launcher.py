@@ -60,7 +60,7 @@ from lightning_megatron.fault_tolerance.failures.root_cause import describe_exit
 from lightning_megatron.fault_tolerance.preemption.signals import interrupt_once
 
 _PATIENCE_S = 20.0
-"""How long ranks may take to end once one of them has ended with an error."""
+"""Seconds in which ranks may end once one of them has ended with an error."""
 _PERIOD_S = 0.25
 _PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 """Signals to the interactive process that are meant for the run."""

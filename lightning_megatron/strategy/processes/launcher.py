@@ -74,7 +74,7 @@ class Launcher(ScriptLauncher):
         return function(*args, **kwargs)
 
     def codes(self) -> dict[int, int]:
-        """How children have ended: exit code or minus a signal, by rank; those that have."""
+        """Exit code, or minus a signal, of each child that has ended, by rank."""
         first = self._first_rank() + 1
         codes = {rank: process.poll() for rank, process in enumerate(self.procs, first)}
         return {rank: code for rank, code in codes.items() if code is not None}

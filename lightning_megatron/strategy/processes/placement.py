@@ -1,4 +1,4 @@
-"""What the parts of a strategy that deal with processes ask of it."""
+"""Protocol of the strategy for its parts that deal with processes."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,7 +11,7 @@ from lightning_megatron.monitoring.events import EventLog
 
 
 class Placement(Protocol):
-    """Where this process stands among those of the run; the strategy has all of it.
+    """Place of this process among those of the run; the strategy has all of it.
 
     Attributes:
         num_nodes: nodes of the run as the Trainer was told.
@@ -40,4 +40,4 @@ class Placement(Protocol):
 
     @property
     def launcher(self) -> LauncherBase | None:
-        """What has started the other processes of this node; None where nothing of ours has."""
+        """Launcher of the other processes of this node; None where it is not one of ours."""

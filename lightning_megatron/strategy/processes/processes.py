@@ -82,7 +82,7 @@ class Processes:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the run has, also before the ranks are numbered."""
+        """Number of nodes of the run, also before the ranks are numbered."""
         elastic = env.torch_elastic()
         return self._placement.num_nodes if elastic is None else elastic.nodes
 

@@ -40,7 +40,7 @@ SKIPPED, MEASURED = 1, 3
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionReport:
-    """What measuring led to."""
+    """Result of the measurement."""
 
     before: tuple[int, ...]
     """Items on every stage at first."""
@@ -51,13 +51,13 @@ class PartitionReport:
     step_before: float
     """Seconds of forward and backward of a batch with the first stages, measured."""
     step_expected: float
-    """The same with the new stages, as planned."""
+    """Step time with the new stages, as planned."""
     step_after: float | None = None
-    """The same, measured; None until then, and if nothing moved."""
+    """Step time with the new stages, as measured; None until then, and if nothing moved."""
 
 
 class Host(Protocol):
-    """What the strategy gives."""
+    """Protocol of the strategy for this tuner."""
 
     optimizers: list[Optimizer]
 
@@ -68,7 +68,7 @@ class Host(Protocol):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """What runs its pipeline."""
+        """Runner of its pipeline."""
         ...
 
     def let_go(self) -> None:
@@ -126,7 +126,7 @@ class MeasuredPartition(Tuner):
 
     @override
     def after_batch(self, count: int) -> None:
-        """Nothing: the pipeline collects the times of the items."""
+        """No-op: the pipeline collects the times of the items."""
 
     def _decide(self, times: ItemTimes) -> None:
         parallel = self._host.parallel

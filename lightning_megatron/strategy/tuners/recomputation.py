@@ -53,7 +53,7 @@ _MEASURED = 2
 _PATIENCE = 10
 """Batches after which is chosen, even if some rank's blocks have not run in any of them."""
 _EVERYWHERE = -1
-"""In place of a stage, for what all of them run: what lies outside of the trunk."""
+"""Stands for a stage where all stages run a block: it lies outside of the trunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class AdaptiveMemory(Tuner):
         return time.perf_counter()
 
     def _note(self, count: int) -> None:
-        """What was measured in a batch; ends the measurement."""
+        """Measured costs of a batch; ends the measurement."""
         rank = self._parallel.topology.pp.rank
         results = measure(self._blocks.values(), None)
         for (name, block), runs in zip(self._blocks.items(), results, strict=True):
@@ -207,7 +207,7 @@ class AdaptiveMemory(Tuner):
         )
 
     def _stage(self, block: nn.Module) -> int:
-        """Where a block of this rank is."""
+        """Stage and place of a block of this rank."""
         parallel = self._parallel
         pp, trunk = parallel.topology.pp, parallel.trunk
         if pp.size == 1 or trunk is None:
@@ -222,7 +222,7 @@ class AdaptiveMemory(Tuner):
     def _moments_of(
         self, rank: int, blocks: Sequence[BlockCosts], count: int
     ) -> tuple[LiveCount, ...]:
-        """When a pipeline rank may hold the most, of so many microbatches."""
+        """Counts of what a pipeline rank holds at its fullest, of so many microbatches."""
         if self._parallel.topology.pp.size == 1:
             return ALONE
         found = moments(self._schedule(count).row(rank))
@@ -288,7 +288,7 @@ def _merged(one: Measured, other: Measured, time: Callable[..., float]) -> Measu
 
 
 def _of_all_runs(block: Measured) -> Measured:
-    """The same, with the costs of all runs in a microbatch."""
+    """Blocks with the costs of all their runs in a microbatch."""
     costs, runs = block.costs, block.runs
     again = costs.selective_seconds
     return replace(

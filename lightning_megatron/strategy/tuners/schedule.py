@@ -28,7 +28,7 @@ assert all(name in SCHEDULES for names in PLACED.values() for name in names)
 
 
 def first_schedule(stages_per_rank: int | None, limited: bool) -> str:
-    """What is used until the choice: the one that keeps least, where memory is limited."""
+    """Schedule until the choice: the one that keeps least, where memory is limited."""
     if stages_per_rank == 1:
         return PLACED[1][0]
     return "v-min" if limited else PLACED[2][0]
