@@ -70,7 +70,12 @@ _AROUND_A_BATCH = frozenset(
     )
 )
 _Names: TypeAlias = frozenset[str]
-_ANY: _Names = frozenset(("getattr", "setattr", "__dict__", "vars", "eval", "exec"))
+_ANY: _Names = frozenset(
+    (
+        *("getattr", "setattr", "__getattribute__", "attrgetter", "methodcaller"),
+        *("__dict__", "vars", "eval", "exec"),
+    )
+)
 """Ways to attributes that code does not mention: one of them stands for all names."""
 _Shape: TypeAlias = tuple[tuple[int, int], ...]
 _BUILDERS = ("__init__", "configure_model", "configure_optimizers", "setup", "prepare_data")
@@ -421,15 +426,15 @@ def _names_of_steps(module: LightningModule) -> frozenset[str]:
 def _names_of_hooks(
     observers: Iterable[object], hooks: frozenset[str] | None = None
 ) -> frozenset[str]:
-    """Names that hooks mention, or methods that they call; all hooks, or those given."""
+    """Names that hooks mention, or functions that they call; all hooks, or those given."""
     found: set[str] = set()
     for observer in observers:
-        methods = dict(own_functions(observer))
         to_read: list[FunctionType] = [
             function
             for name, function in own_functions(observer)
             if (name in hooks if hooks else name.startswith("on_") or name in _AROUND_A_BATCH)
         ]
+        methods = _functions_within_reach(observer) if to_read else {}
         seen = set()
         while to_read:
             function = to_read.pop()
@@ -437,8 +442,20 @@ def _names_of_hooks(
                 seen.add(function)
                 names = names_in(function)
                 found |= names
-                to_read += [methods[name] for name in names & methods.keys()]
+                for name in names & methods.keys():
+                    to_read += methods[name]
     return frozenset(found)
+
+
+def _functions_within_reach(observer: object) -> dict[str, list[FunctionType]]:
+    """Functions by name, of an object and of those that it holds, to which it may be handed."""
+    held = (*vars(observer).values(), *getattr(observer, "_modules", {}).values())
+    found: dict[str, list[FunctionType]] = {}
+    for owner in (observer, *held):
+        if hasattr(owner, "__dict__") and not isinstance(owner, type):
+            for name, function in own_functions(owner):
+                found.setdefault(name, []).append(function)
+    return found
 
 
 def _meant_by_both(some: _Names, others: _Names) -> _Names:

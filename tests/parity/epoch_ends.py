@@ -1,6 +1,7 @@
 """Modules that compute at the end of an epoch from what their steps have filled."""
 
 from collections import Counter, defaultdict
+from operator import attrgetter
 from typing import Any
 
 import lightning as L
@@ -230,3 +231,34 @@ class NotedByRank(AfterBatches):
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.noted.append(self.global_rank)
+
+
+class Reporter:
+    """Looks into a module for it."""
+
+    def report(self, module: Any) -> float:
+        return sum(module.train_losses) / len(module.train_losses)
+
+
+class ReadByOther(AfterBatches):
+    """The hook has an object read what the step fills, and mentions no name of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reporter = Reporter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.train_losses.append(float(loss.detach()))
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.noted.append(self.reporter.report(self))
+
+
+class ReadByName(ReadByOther):
+    """The hook makes a function that reads an attribute by its name."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        losses = attrgetter("train_losses")(self)
+        self.noted.append(sum(losses) / len(losses))

@@ -20,6 +20,8 @@ from tests.parity.epoch_ends import (
     ByHand,
     NamedByStage,
     NotedByRank,
+    ReadByName,
+    ReadByOther,
     WithFunctions,
     WithMeter,
 )
@@ -140,7 +142,13 @@ def test_hooks_after_a_batch_see_what_the_step_has_filled_on_every_stage(
         assert ours == [pytest.approx(expected, abs=1e-5) for expected in values]
 
 
-FILLING: tuple[type[AfterBatches], ...] = (NamedByStage, WithMeter, WithFunctions)
+FILLING: tuple[type[AfterBatches], ...] = (
+    NamedByStage,
+    WithMeter,
+    WithFunctions,
+    ReadByOther,
+    ReadByName,
+)
 
 
 def noted_by(kind: type[AfterBatches], options: dict[str, Any] | str) -> list[Any]:
