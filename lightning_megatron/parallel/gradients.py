@@ -18,6 +18,8 @@ that it cannot know about:
 
 Each kind costs one coalesced all-reduce per group, and one for each gradient of more than a million
 elements, in float32 for narrower gradients.
+
+The file is long because the kinds, the global norm and clipping go through the same roles.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -295,7 +295,7 @@ class Checkpointing:
         if all_ranks_end():
             return
         logger.warning("%s is not saved: not all ranks have failed", path)
-        self.close(CheckpointConfig.drain_timeout_s)  # teardown is not reached
+        self.abandon()  # teardown is not reached
         raise cause
 
     # The saver -----------------------------------------------------------------------------------
@@ -366,6 +366,7 @@ class Checkpointing:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for what is in flight; from now on saving takes place at once. Not collective."""
+        self.end_view()
         if self.saver is None:
             return
         with self._run.clock.section(CHECKPOINT):
@@ -376,7 +377,6 @@ class Checkpointing:
         self.close(self._config.drain_timeout_s)
 
     def _close(self, saver: Saver, timeout_s: float | None) -> None:
-        self.end_view()
         self.saver = None
         saver.close(timeout_s=timeout_s)
         local, self.local = self.local, None

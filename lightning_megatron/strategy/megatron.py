@@ -778,7 +778,7 @@ class MegatronStrategy(LaunchingStrategy):
         if self.options.zero.stage == 3:
             explain(exception, self.module)
         self.processes.failures.note(exception)
-        self.checkpoints.close(self._checkpoint.drain_timeout_s)
+        self.checkpoints.abandon()
         self.processes.failures.end_children(exception)
         self.stop.after(exception)
 

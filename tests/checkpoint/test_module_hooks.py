@@ -325,6 +325,31 @@ def test_what_cannot_be_done_is_refused_by_name(pool, tmp_path):
         assert re.search(r"net.layers.0.0.weight: .* in on_save_checkpoint only", late)
 
 
+class FailsToLoad(Net):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        raise RuntimeError("not this one")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def failed_load_job(folder: str) -> tuple[int, int]:
+    """Hooks of ``state_dict`` that a module has before and after a validation that cannot load."""
+    path = f"{folder}/saved.ckpt"
+    trainer = make_trainer({"tp": 2}, 2)
+    trainer.fit(Net(), loader())
+    trainer.save_checkpoint(path)
+    module = FailsToLoad()
+    before = sum(len(child._state_dict_hooks) for child in module.modules())
+    with pytest.raises(RuntimeError, match="not this one"):
+        make_trainer({"tp": 2}, 2).validate(module, loader(), ckpt_path=path)
+    return before, sum(len(child._state_dict_hooks) for child in module.modules())
+
+
+def test_a_load_that_fails_leaves_the_state_dict_alone(pool, tmp_path):
+    for before, after in pool.run(2, failed_load_job, str(tmp_path)):
+        assert after == before
+
+
 def test_values_are_fetched_when_they_are_looked_at_and_let_go_afterwards():
     fetched = []
 
