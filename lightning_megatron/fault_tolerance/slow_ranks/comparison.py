@@ -8,7 +8,9 @@ which they waited for others (`monitoring.sections`). The score of a rank in a s
 
 It is 1 for the fastest and 0.5 for one that takes twice as long (as in NVIDIA's resiliency
 extension). Medians leave out the odd slow step. Peers are the ranks of the same pipeline stage, as
-other stages have other work. A difference of at most a twentieth of the step's work has score 1.
+other stages have other work. A difference of at most a tenth of the step's work has score 1: a rank
+that costs its peers less is not worth a report, and a busy machine delays short sections by more
+than they take.
 
 Work and waiting are measured on the host. On a GPU forward and backward last as long as the host
 takes to launch their kernels, so that a slow GPU shows in no section.
@@ -22,7 +24,7 @@ from lightning_megatron.monitoring import sections as names
 from lightning_megatron.monitoring.sections import SectionClock
 
 WATCHED = (names.DATA, names.FORWARD, names.BACKWARD, names.OPTIMIZER)
-_MATTERS = 0.05
+_MATTERS = 0.1
 
 
 class OwnWork:

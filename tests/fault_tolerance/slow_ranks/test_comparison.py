@@ -75,9 +75,9 @@ def test_two_windows_in_a_row_make_a_slow_rank_once() -> None:
     assert (told[3][0].rank, told[3][0].section) == (1, "forward")
 
 
-def test_a_twentieth_of_the_longest_step_matters() -> None:
-    # 0.6 is more than a twentieth of the shortest step, and less than one of the longest.
-    work = [[0.0, 1.0, 1.0, 0.0], [0.0, 1.6, 1.0, 18.0]]
+def test_a_tenth_of_the_longest_step_matters() -> None:
+    # 0.6 is more than a tenth of the shortest step, and less than one of the longest.
+    work = [[0.0, 1.0, 1.0, 0.0], [0.0, 1.6, 1.0, 8.0]]
     by_section = {s.section: s for s in scores(work, [0.0, 0.0]) if s.rank == 1}
     assert by_section["forward"].score == 1.0
     assert by_section["optimizer"].score == 0.0
