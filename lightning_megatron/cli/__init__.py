@@ -34,6 +34,7 @@ _COMMANDS = {
     "ckpt": "list, show and verify checkpoints",
     "schedule": "draw a pipeline schedule and say what it costs",
     "report": "make an HTML page of a run from the events it left",
+    "dashboards": "write files for Prometheus and Grafana",
     "doctor": "say whether this machine is fit to train",
     "chaos": "run a command and make it fail, to see whether it recovers",
 }
