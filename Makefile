@@ -2,6 +2,7 @@
 # make test    the suite
 # make test-all  the suite, and tests that take longer than one waits for before each commit
 # make lint    ruff, mypy and the layering test
+# make docs    the pages of docs/, as HTML in build/docs
 # make gpu     on a machine with a GPU: the tests that need one, and the ladder of options
 #              (GPU_PYTHON=python3 takes that interpreter, OUTPUT=FOLDER is where the tables go)
 #
@@ -14,7 +15,7 @@ TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 PIP_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: train test test-all lint gpu clean
+.PHONY: train test test-all lint docs gpu clean
 
 train: .venv/train-$(TORCH)
 	$(BIN)/lightning-megatron fit --config recipes/quickstart.yaml
@@ -32,6 +33,10 @@ lint: .venv/dev-$(TORCH)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_layering.py
+
+# A warning is an error. Without -E a second call writes what has changed alone.
+docs: .venv/dev-$(TORCH)
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -q -W --keep-going -b html -d build/doctrees docs build/docs
 
 # All run, whatever the others find: such machines may be lent for an hour, a call for minutes. A
 # machine's own Python is taken where it can run them: it may have no way to a registry. They need

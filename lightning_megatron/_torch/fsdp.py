@@ -1,22 +1,33 @@
 """FSDP2, the engine of ZeRO: when it reduces gradients, in which formats, and what it gathers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+
+# Until 2.14 FSDP2 adds gradients up beside ``.grad`` where they are reduced in another format than
+# they come in. 2.15 does it in ``.grad``, which autograd then keeps in that format, and takes the
+# format of reduced gradients from the ``grad_dtype`` of each parameter. Remove the older way when
+# 2.15 is the oldest version supported.
+_ADDS_BESIDE = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 
 
 def reduce_gradients(root: FSDPModule) -> None:
-    """Do what FSDP2 does at the end of a backward, for ``root`` and the units in it (2.11-2.13).
+    """Do what FSDP2 does at the end of a backward, for ``root`` and the units in it (2.11-2.15).
 
     Its hooks run when the gradients of a unit's inputs are there; weight gradients that come later
-    would never be reduced.
+    would never be reduced. (2.15 has ``finalize_backward``, which also ends the iteration: there it
+    forgets the forwards of other microbatches in a pipeline.)
     """
     accumulate_gradients(root)
-    state = root._get_fsdp_state()
+    state: Any = root._get_fsdp_state()
+    # 2.15 asks who ends the backward; a backward that has ended leaves no answer.
+    state._state_ctx.manual_backward_finalization_active = False
     for inner in state._state_ctx.all_states:
         for group in reversed(parameter_groups(inner)):
             group.post_backward()
@@ -24,11 +35,13 @@ def reduce_gradients(root: FSDPModule) -> None:
 
 
 def accumulate_gradients(root: FSDPModule) -> None:
-    """Add the latest gradients to those that wait to be reduced, in their format (2.11-2.13).
+    """Add the latest gradients to those that wait to be reduced, in their format (2.11-2.14).
 
     FSDP2 does so at the end of a backward. Weight gradients that come later would be added up in
-    the format of the parameters until the next one.
+    the format of the parameters until the next one. From 2.15 on autograd does so.
     """
+    if not _ADDS_BESIDE:
+        return
     for inner in root._get_fsdp_state()._state_ctx.all_states:
         for group in parameter_groups(inner):
             for parameter in group.fsdp_params:
@@ -86,14 +99,18 @@ def gathers_through(weight: Tensor) -> bool:
 
 
 def keep_reduced_gradients_wide(module: FSDPModule) -> None:
-    """Have FSDP2 leave the gradients of narrow parameters in float32 (2.11-2.13).
+    """Have FSDP2 leave gradients in the ``grad_dtype`` of their parameters (2.11-2.15).
 
-    It casts what it has reduced to the format of the parameters and adds the microbatches up in
-    that. The parameters' ``grad_dtype`` must be float32 then. And it takes the formats from the
-    parameters that are trained when it reads them, which are none where all are frozen for a while.
+    That is float32 for narrow parameters while a batch runs. Until 2.14 FSDP2 casts what it has
+    reduced to the format of the parameters, and adds the microbatches up in that. And it takes the
+    formats from the parameters that are trained when it reads them, which are none where all are
+    frozen for a while. 2.15 reads ``grad_dtype``, but once, before the first forward.
     """
     for group in parameter_groups(module._get_fsdp_state()):
-        _keep_group_wide(group)
+        if _ADDS_BESIDE:
+            _keep_group_wide(group)
+        else:
+            _follow_gradient_types(group)
 
 
 def _keep_group_wide(group: Any) -> None:
@@ -110,6 +127,17 @@ def _keep_group_wide(group: Any) -> None:
 
     # FSDP2 reads the formats when a module runs first, and when its parameters have changed.
     group._init_mp_dtypes = read_formats_and_adjust
+
+
+def _follow_gradient_types(group: Any) -> None:
+    reduce = group.post_backward
+
+    def follow_and_reduce(*args: Any) -> None:
+        for parameter in group.fsdp_params:
+            parameter.sharded_grad_dtype = parameter.sharded_param.grad_dtype
+        reduce(*args)
+
+    group.post_backward = follow_and_reduce
 
 
 def let_units_run_first(root: FSDPModule) -> None:
@@ -155,14 +183,19 @@ def _fill_group(group: Any, lacked: set[Any]) -> None:
         nonlocal later
         # Where gradients are reduced later (`reduce_gradients`), the unit has been freed by then.
         later = later or not group.reduce_grads
-        if group.reduce_grads and (later or group.is_unsharded):
-            _fill(group, lacked)
-        reduce(*args)
+        if not group.reduce_grads or not (later or group.is_unsharded):
+            reduce(*args)
+        elif _ADDS_BESIDE:
+            _fill_beside(group, lacked)
+            reduce(*args)
+        else:
+            with _filled(group, lacked):
+                reduce(*args)
 
     group.post_backward = fill_and_reduce
 
 
-def _fill(group: Any, lacked: set[Any]) -> None:
+def _fill_beside(group: Any, lacked: set[Any]) -> None:
     parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     for parameter in parameters:
         parameter.accumulate_unsharded_grad_if_needed()
@@ -173,15 +206,43 @@ def _fill(group: Any, lacked: set[Any]) -> None:
     dtype = next((gradient.dtype for gradient in held.values() if gradient is not None), None)
     for parameter, gradient in held.items():
         whole = parameter.unsharded_param
-        if gradient is not None:
-            lacked.discard(parameter)
-        elif whole.requires_grad:
-            if parameter.sharded_param.grad is None:
-                lacked.add(parameter)
+        if _lacks_gradient(parameter, gradient, lacked):
             # There, as `whole` may be a subclass of Tensor whose ``.grad`` must be of it, too.
             parameter.unsharded_accumulated_grad = torch.zeros(
                 whole.shape, dtype=dtype or whole.dtype, device=whole.device
             )
+
+
+@contextmanager
+def _filled(group: Any, lacked: set[Any]) -> Iterator[None]:
+    take = group._get_unsharded_grad_to_reduce
+
+    def take_or_fill(parameter: Any) -> Tensor | None:
+        if not hasattr(parameter, "_unsharded_param"):
+            return None
+        if _lacks_gradient(parameter, parameter.unsharded_param.grad, lacked):
+            zeros: Tensor = parameter.unsharded_zero_grad_data
+            return zeros
+        found: Tensor | None = take(parameter)
+        return found
+
+    group._get_unsharded_grad_to_reduce = take_or_fill
+    try:
+        yield
+    finally:
+        del group._get_unsharded_grad_to_reduce  # the method is seen again
+
+
+def _lacks_gradient(parameter: Any, gradient: Tensor | None, lacked: set[Any]) -> bool:
+    """Whether zeros must be reduced; writes into ``lacked`` what of that is known of this rank."""
+    if gradient is not None:
+        lacked.discard(parameter)
+        return False
+    if not parameter.unsharded_param.requires_grad:
+        return False
+    if parameter.sharded_param.grad is None:
+        lacked.add(parameter)
+    return True
 
 
 def _gradient_to_reduce(parameter: Any) -> Tensor | None:

@@ -28,17 +28,19 @@ _TRAINER_COMMANDS = {
 }
 """Commands of LightningCLI."""
 _COMMANDS = {
+    "init": "write a recipe into this folder, or list the recipes",
     "generate": "continue a text with the model of a checkpoint",
     "convert": "take weights to and from Hugging Face, Lightning and one file",
     "ckpt": "list, show and verify checkpoints",
     "schedule": "draw a pipeline schedule and say what it costs",
     "report": "make an HTML page of a run from the events it left",
+    "dashboards": "write files for Prometheus and Grafana",
     "doctor": "say whether this machine is fit to train",
     "chaos": "run a command and make it fail, to see whether it recovers",
 }
 """Each is a function of its name."""
 
-_ALIASES = {"train": "fit", "evaluate": "validate", "sample": "generate"}
+_ALIASES = {"train": "fit", "evaluate": "validate", "sample": "generate", "new": "init"}
 """Other names that users may try, with the right one, which the error then tells them."""
 
 _NEEDED = ("torch", "lightning", "jsonargparse", "numpy", "safetensors", "torchmetrics")

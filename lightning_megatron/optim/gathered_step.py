@@ -28,8 +28,8 @@ from lightning_megatron.optim.shard_spec import ShardSpec
 from lightning_megatron.optim.sharded_step import RowShard, steps_on_shards
 
 _OURS = {
-    "Muon": "lightning_megatron.optim.muon.Muon",
-    "Adafactor": "lightning_megatron.optim.adafactor.Adafactor",
+    "Muon": "lightning_megatron.optim.Muon",
+    "Adafactor": "lightning_megatron.optim.Adafactor",
 }
 
 

@@ -1,7 +1,8 @@
-"""Learning-rate schedules as small objects, whose state is a handful of numbers.
+"""Learning-rate schedules as small objects, whose numbers are those of the present run.
 
-``LambdaLR`` saves nothing of a function, and the ``__dict__`` of a callable object, which can be
-written as JSON and read under any layout.
+A checkpoint keeps how far a schedule is and the peak. A run that goes on with another
+``total_steps`` (``--trainer.max_steps``) therefore follows the rule that it was given, from the
+step at which the other one stopped.
 """
 
 import math
@@ -13,7 +14,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from lightning_megatron.errors import at_least, raise_if_any
 
 
-class WarmupCosine:
+class _Rule:
+    """Base of the rules, which keep their numbers in slots.
+
+    ``LambdaLR`` saves the ``__dict__`` of a callable object, and puts it into the one that a resumed
+    run has made: the learning rate would follow the end of the earlier run.
+    """
+
+
+class WarmupCosine(_Rule):
     """Factor of the peak learning rate: a linear rise, then half a cosine (arXiv 1608.03983).
 
     Step 0 already learns (``1 / warmup_steps`` of the peak); the peak is reached at step
@@ -31,6 +40,8 @@ class WarmupCosine:
         >>> [round(WarmupCosine(2, 6)(step), 2) for step in (0, 1, 2, 4, 6, 9)]
         [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
+
+    __slots__ = ("min_lr_ratio", "total_steps", "warmup_steps")
 
     def __init__(self, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.0) -> None:
         raise_if_any(_problems(warmup_steps, total_steps, min_lr_ratio))
@@ -65,7 +76,7 @@ def warmup_cosine(
     return LambdaLR(optimizer, WarmupCosine(warmup_steps, total_steps, min_lr_ratio))
 
 
-class WarmupStableDecay:
+class WarmupStableDecay(_Rule):
     """Factor of the peak: a linear rise, a plateau, a fall (arXiv 2404.06395, 2405.18392).
 
     A run can resume from the plateau with another ``total_steps``. A fall over the last tenth or
@@ -87,6 +98,8 @@ class WarmupStableDecay:
         >>> [rule(step) for step in (0, 1, 2, 6, 7, 8, 9)]
         [0.5, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0]
     """
+
+    __slots__ = ("decay_steps", "min_lr_ratio", "shape", "total_steps", "warmup_steps")
 
     def __init__(
         self,
@@ -124,7 +137,7 @@ class WarmupStableDecay:
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 - fallen)
 
 
-class WarmupInverseSqrt:
+class WarmupInverseSqrt(_Rule):
     """Factor of the peak: a linear rise, then ``sqrt(warmup_steps / step)`` (arXiv 1706.03762).
 
     The schedule has no end: it is for runs whose length is not known.
@@ -139,6 +152,8 @@ class WarmupInverseSqrt:
         >>> [WarmupInverseSqrt(4)(step) for step in (0, 3, 4, 16)]
         [0.25, 1.0, 1.0, 0.5]
     """
+
+    __slots__ = ("warmup_steps",)
 
     def __init__(self, warmup_steps: int) -> None:
         raise_if_any(at_least(1, warmup_steps=warmup_steps))
@@ -156,7 +171,7 @@ def scheduler(optimizer: Optimizer, rule: Callable[[int], float]) -> LambdaLR:
 
     Args:
         optimizer: optimizer whose groups' learning rates are the peaks.
-        rule: callable object whose attributes are numbers, its state.
+        rule: one of them.
     """
     return LambdaLR(optimizer, rule)
 

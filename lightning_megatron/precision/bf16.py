@@ -96,9 +96,10 @@ class Bf16TruePrecision(HalfShardedPrecision):
             not steps_on_shards(optimizer) or isinstance(optimizer, ShardAware)
         ):
             raise ConfigError(
-                f"stochastic_rounding=True, optimizer={type(optimizer).__name__}: the step runs on "
-                "float32 copies of shards, which only optimizers that are element-wise can take; "
-                "nearest valid: AdamW, or stochastic_rounding=False"
+                f"stochastic_rounding=True, optimizer={type(optimizer).__name__} of "
+                f"{type(optimizer).__module__.partition('.')[0]}: the step runs on float32 copies of "
+                "shards, which element-wise optimizers of torch can take; nearest valid: "
+                "torch.optim.AdamW, or stochastic_rounding=False"
             )
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         self._steps += 1

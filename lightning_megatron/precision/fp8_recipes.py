@@ -16,7 +16,7 @@ saturate. ``blockwise`` is DeepSeek-V3's (arXiv 2412.19437), with
 scales rounded up to powers of two, ``mxfp8`` NVIDIA's way of microscaling (arXiv 2506.08027).
 
 `torch._scaled_mm` multiplies FP8 operands with tensor and row scales, on CPUs and on GPUs from
-Hopper on. For blocks there are kernels on Hopper (``blockwise``) and Blackwell (``mxfp8``), see
+Ada (8.9) on. For blocks there are kernels on Hopper (``blockwise``) and Blackwell (``mxfp8``), see
 `precision.fp8_blocks`; elsewhere these are *emulated*: operands are quantised and dequantised,
 exactly, and multiplied in bfloat16. The numbers are those of the recipe; the speed is bfloat16's.
 """

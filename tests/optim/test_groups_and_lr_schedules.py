@@ -31,7 +31,7 @@ def test_both_groups_exist_even_when_empty():
     torch.optim.AdamW(decay_groups(nn.LayerNorm(3), 0.1))
 
 
-def test_state_is_plain_numbers_and_resumes():
+def test_a_resumed_schedule_is_where_it_was_and_ends_where_it_is_told_to():
     def make(total):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
         return optimizer, warmup_cosine(
@@ -47,12 +47,25 @@ def test_state_is_plain_numbers_and_resumes():
     assert rates[:3] == [1.0, 2.0, 2.0]
     assert rates[10] == pytest.approx(0.2)
     assert rates[2:] == sorted(rates[2:], reverse=True)
-    other, resumed = make(99)
-    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
-    assert resumed.get_last_lr() == schedule.get_last_lr()
-    other.step()
-    resumed.step()
-    assert other.param_groups[0]["lr"] == pytest.approx(0.2)
+    state = json.loads(json.dumps(schedule.state_dict()))
+    assert state["lr_lambdas"] == [{}]
+    for total, rate in ((10, 0.2), (22, 1.1)):  # half of the fall to a tenth
+        other, resumed = make(total)
+        resumed.load_state_dict(state)
+        assert resumed.get_last_lr() == schedule.get_last_lr()
+        other.step()
+        resumed.step()
+        assert other.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_checkpoints_that_hold_the_numbers_of_a_rule_are_read():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=2.0)
+    schedule = warmup_cosine(optimizer, warmup_steps=2, total_steps=22, min_lr_ratio=0.1)
+    numbers = {"warmup_steps": 2, "total_steps": 10, "min_lr_ratio": 0.1}
+    schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 11, "lr_lambdas": [numbers]})
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [pytest.approx(1.1)]
 
 
 def test_wrong_numbers():
@@ -75,7 +88,7 @@ def test_the_plateau_is_gone_on_from_with_another_end():
     resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
     other.step()
     resumed.step()
-    assert resumed.get_last_lr() == [pytest.approx(2.0 * (0.1 + 0.9 * (1 - 0.75**0.5)))]
+    assert resumed.get_last_lr() == [2.0]  # on the plateau again
 
 
 def test_wrong_schedules():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron import Bf16MixedPrecision, Bf16TruePrecision, ConfigError
+from lightning_megatron.optim import AdamW
 from lightning_megatron.precision.stochastic import round_stochastically
 from lightning_megatron.testing import WorkerPool
 from tests.strategy import small
@@ -157,3 +158,11 @@ def test_the_format_of_the_reduction_can_be_chosen(pool: WorkerPool) -> None:
         torch.testing.assert_close(weight, others[name], rtol=2e-2, atol=2e-3)
     with pytest.raises(ConfigError, match="must be 'fp32' or 'bf16'"):
         Bf16MixedPrecision("fp16")  # type: ignore[arg-type]
+
+
+def test_optimizer_that_cannot_round_at_random_is_told_which_can() -> None:
+    weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    plugin: Any = Bf16TruePrecision(stochastic_rounding=True)
+    refused = "optimizer=AdamW of lightning_megatron.*nearest valid: torch.optim.AdamW"
+    with pytest.raises(ConfigError, match=refused):
+        plugin.optimizer_step(AdamW([weight]), None, None)

@@ -57,6 +57,9 @@ class RecordingStage:
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_operations
 
+    # torch from 2.15 on
+    release_fwd_send_outputs = no_operations
+
 
 def order_that_torch_executes(schedule_class: type, p: int, m: int) -> Schedule:
     """Run torch's own step on recording stages.

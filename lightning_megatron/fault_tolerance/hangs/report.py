@@ -142,7 +142,8 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         rows += [f"  at {frame}" for frame in entry["stack"][:_SHOWN]]
         rows += [f"  last collective: {last}" for last in entry["collectives"]]
     if report["waiting"]:
-        rows.append(f"waiting for it: ranks {_numbers(report['waiting'])}{_where(report)}")
+        ranks = "rank" if len(report["waiting"]) == 1 else "ranks"
+        rows.append(f"waiting for it: {ranks} {_numbers(report['waiting'])}{_where(report)}")
     return [*rows, report["note"]] if "note" in report else rows
 
 

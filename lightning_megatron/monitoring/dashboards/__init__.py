@@ -1,0 +1,1 @@
+"""Files for Prometheus and Grafana; `lightning-megatron dashboards` writes them."""
