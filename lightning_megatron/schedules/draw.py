@@ -109,7 +109,7 @@ def draw_timeline(
     _draw_legend(figure, timeline)
     figure.set_layout_engine("constrained")
     # The same picture gives the same file; text stays text.
-    fixed = {"svg.hashsalt": schedule.name, "svg.fonttype": "none"}
+    fixed: Any = {"svg.hashsalt": schedule.name, "svg.fonttype": "none"}
     undated: dict[str, Any] = {"metadata": {"Date": None}} if str(path).endswith(".svg") else {}
     try:
         with mpl.rc_context(fixed):
