@@ -42,7 +42,7 @@ def test_options_have_a_default_and_a_meaning() -> None:
     assert '`--pp.schedule`, default `"1f1b"`\n: Order of forwards' in text
     assert "`--pp.degree`\n: Pipeline ranks" in text
     text = written.options_of("lightning_megatron.LanguageModel")
-    assert "`warmup_steps`, default `100`\n: number of steps of linear warmup" in text
+    assert "`warmup_steps`, default `20`\n: number of steps of linear warmup" in text
     assert "{py:obj}`~lightning_megatron.TransformerConfig`" in text
     text = written.command("ckpt")
     assert "### ckpt verify\n\nCompare checkpoints with their hashes" in text
