@@ -47,3 +47,13 @@ def test_options_have_a_default_and_a_meaning() -> None:
     text = written.command("ckpt")
     assert "### ckpt verify\n\nCompare checkpoints with their hashes" in text
     assert "`--schedule SCHEDULE`, default `1f1b`" in written.command("schedule")
+
+
+def test_files_that_pages_of_the_project_name() -> None:
+    for page, folder in (("docs/architecture.md", "lightning_megatron"), ("CONTRIBUTING.md", "")):
+        text = (ROOT / page).read_text()
+        named = re.findall(r"`((?:[\w.]+/)+(?:[\w.]+\.\w+)?)`", text)
+        assert len(named) > 10
+        places = (ROOT / folder, ROOT)
+        missing = [n for n in named if not any((place / n).exists() for place in places)]
+        assert missing == [], page
