@@ -86,6 +86,7 @@ LAYERS = {
     "cli": 10,
     "__init__": 11,
     "__main__": 11,
+    "recipes": 12,  # copied by users, so they import the public names
 }
 """Layer of a package, or of one of its files, which then counts for more."""
 

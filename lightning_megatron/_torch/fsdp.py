@@ -25,7 +25,7 @@ def reduce_gradients(root: FSDPModule) -> None:
     forgets the forwards of other microbatches in a pipeline.)
     """
     accumulate_gradients(root)
-    state = root._get_fsdp_state()
+    state: Any = root._get_fsdp_state()
     # 2.15 asks who ends the backward; a backward that has ended leaves no answer.
     state._state_ctx.manual_backward_finalization_active = False
     for inner in state._state_ctx.all_states:

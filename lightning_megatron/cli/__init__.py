@@ -28,6 +28,7 @@ _TRAINER_COMMANDS = {
 }
 """Commands of LightningCLI."""
 _COMMANDS = {
+    "init": "write a recipe into this folder, or list the recipes",
     "generate": "continue a text with the model of a checkpoint",
     "convert": "take weights to and from Hugging Face, Lightning and one file",
     "ckpt": "list, show and verify checkpoints",
@@ -39,7 +40,7 @@ _COMMANDS = {
 }
 """Each is a function of its name."""
 
-_ALIASES = {"train": "fit", "evaluate": "validate", "sample": "generate"}
+_ALIASES = {"train": "fit", "evaluate": "validate", "sample": "generate", "new": "init"}
 """Other names that users may try, with the right one, which the error then tells them."""
 
 _NEEDED = ("torch", "lightning", "jsonargparse", "numpy", "safetensors", "torchmetrics")

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_megatron._lightning.cli import BaseCLI
 from lightning_megatron.cli.axis_options import help_of_axis, with_degrees
 from lightning_megatron.cli.end_summary import Outcome, report
+from lightning_megatron.cli.init import RECIPES
 from lightning_megatron.cli.option_errors import explain, unknown_strategy
 from lightning_megatron.data.text import TextDataModule as TextDataModule
 from lightning_megatron.errors import ConfigError
@@ -39,9 +40,6 @@ _DEFAULTS = {
     "trainer.strategy": "lightning_megatron.strategy.megatron.MegatronStrategy",
 }
 """Classes that are used where neither a file nor an option names others."""
-
-_RECIPES = Path(__file__).parents[1] / "recipes"
-"""Files that `--config` finds by their names."""
 
 _WRAPPED = "Does not validate against any of the Union subtypes"
 """Beginning of jsonargparse's message about an error of a constructor."""
@@ -176,18 +174,32 @@ class _Began(Callback):
 
 
 def _with_recipes(args: Sequence[str]) -> list[str]:
-    """A command line in which recipes of this package stand with their paths."""
+    """A command line in which recipes stand with their paths: `NAME` or `NAME.yaml`.
+
+    A file of the current folder counts for more than a recipe of this package. Modules that lie
+    beside a configuration are found, so that a recipe may name one of its own.
+    """
     replaced = list(args)
     for index, arg in enumerate(replaced):
         option, equals, name = arg.partition("=")
         if option not in ("-c", "--config"):
             continue
         place = index if equals else index + 1
-        name = name if equals else "".join(replaced[place : place + 1])
-        recipe = _RECIPES / f"{name}.yaml"
-        if os.sep not in name and recipe.is_file() and not os.path.exists(name):
-            replaced[place] = f"{option}={recipe}" if equals else str(recipe)
+        path = _config_file(name if equals else "".join(replaced[place : place + 1]))
+        if path is not None:
+            replaced[place] = f"{option}={path}" if equals else str(path)
+            if (folder := str(path.resolve().parent)) not in sys.path:
+                sys.path.append(folder)
     return replaced
+
+
+def _config_file(name: str) -> Path | None:
+    """File that a configuration's name stands for; None if there is none."""
+    file = name if name.endswith(".yaml") else f"{name}.yaml"
+    candidates = [Path(name), Path(file)]
+    if os.sep not in name:
+        candidates.append(RECIPES / file)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def _help_of(commands: Iterable[str]) -> dict[str, Any]:
