@@ -6,6 +6,7 @@ import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron._lightning.cli import BaseCLI
@@ -128,6 +129,15 @@ class MegatronCLI(BaseCLI):
             raise ConfigError(message) from error
 
     @override
+    def before_instantiate_classes(self) -> None:
+        """Let a CSVLogger stand in for TensorBoard's where that is not installed.
+
+        The recipes name TensorBoardLogger, and have to run without any extra.
+        """
+        if not any(map(find_spec, ("tensorboard", "tensorboardX"))):
+            without_tensorboard(self.config[str(self.subcommand)])
+
+    @override
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
@@ -161,6 +171,21 @@ class MegatronCLI(BaseCLI):
             f"\nTrained nothing: the run is at step {self.trainer.global_step}, and "
             f"{' and '.join(limits)} let it go no further."
         )
+
+
+def without_tensorboard(config: Any) -> None:
+    """Replace TensorBoardLogger by CSVLogger in the options of a subcommand, with a warning."""
+    logger = config.get("trainer.logger")
+    for given in logger if isinstance(logger, list) else [logger]:
+        if str(getattr(given, "class_path", "")).endswith(".TensorBoardLogger"):
+            rank_zero_warn(
+                "tensorboard is not installed: metrics go to metrics.csv (CSVLogger); for curves "
+                "`pip install tensorboard`, or the extra `monitor`"
+            )
+            given.class_path = "lightning.pytorch.loggers.CSVLogger"
+            kept = ("save_dir", "name", "version", "prefix")
+            for name in [name for name in vars(given.init_args) if name not in kept]:
+                del given.init_args[name]
 
 
 class _Began(Callback):

@@ -93,6 +93,23 @@ def test_a_mistake_exits_with_2_and_its_message_alone(
     assert "Traceback" not in written
 
 
+def test_without_tensorboard_metrics_go_to_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an installation without extras; the recipes name TensorBoardLogger."""
+    monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    monkeypatch.setattr("lightning_megatron.cli.train.find_spec", lambda name: None)
+    logger = [
+        "--trainer.logger=TensorBoardLogger",
+        *(f"--trainer.logger.save_dir={tmp_path}", "--trainer.logger.name=run"),
+    ]
+    options = [option for option in TINY if option != "--trainer.logger=false"]
+    with pytest.warns(UserWarning, match="metrics go to metrics.csv"):
+        assert main(["fit", *options, *logger, "--trainer.log_every_n_steps=1"]) == 0
+    assert f"log         {tmp_path}/run/version_0" in capsys.readouterr().out
+    assert "train_loss" in (tmp_path / "run" / "version_0" / "metrics.csv").read_text()
+
+
 def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**kwargs: object) -> None:
         raise ValueError("something else")
