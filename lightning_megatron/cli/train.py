@@ -8,7 +8,7 @@ from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 import lightning.pytorch as pl
 from jsonargparse import set_parsing_settings
@@ -114,6 +114,7 @@ class MegatronCLI(BaseCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for option, class_path in _DEFAULTS.items():
             parser.set_defaults({option: {"class_path": class_path}})
+        whole_numbers_first(parser)
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -171,6 +172,20 @@ class MegatronCLI(BaseCLI):
             f"\nTrained nothing: the run is at step {self.trainer.global_step}, and "
             f"{' and '.join(limits)} let it go no further."
         )
+
+
+def whole_numbers_first(parser: LightningArgumentParser) -> None:
+    """Have options that take a whole number or a fraction read ``1`` as a whole number.
+
+    For the Trainer ``limit_val_batches=1`` is one batch, and ``1.0`` all of them. jsonargparse
+    tries the types of a union in their order, and typing gives ``Optional[Union[int, float]]`` the
+    order in which some module was the first to write it, so that what else is installed decides.
+    """
+    for action in parser._actions:
+        types = get_args(hint := getattr(action, "_typehint", None))
+        if get_origin(hint) is Union and {int, float} <= set(types):
+            ordered = sorted(types, key=lambda kind: (kind is float) - (kind is int))
+            action._typehint = Union[tuple(ordered)]  # type: ignore[attr-defined]  # noqa: UP007
 
 
 def without_tensorboard(config: Any) -> None:
