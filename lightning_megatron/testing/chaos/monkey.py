@@ -33,6 +33,7 @@ from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.monitoring.sections import CHECKPOINT, VALIDATION
 from lightning_megatron.services import events_of, services_if_any
 from lightning_megatron.testing.chaos.actions import (
     ACTIONS,
@@ -164,7 +165,7 @@ class ChaosMonkey(pl.Callback):
         self._release()
         self._batches += 1
         if self._step_log is not None and trainer.global_step > self._step_log.step:
-            now, before = time.monotonic(), self._last_batch
+            now, before = time.monotonic() - _seconds_apart(trainer), self._last_batch
             self._last_batch, self._step_log.step = now, trainer.global_step
             self._step_log.write("step", seconds=now - before)
 
@@ -205,7 +206,8 @@ class ChaosMonkey(pl.Callback):
 
     def _open_step_log(self, steps: EventLog, trainer: pl.Trainer) -> None:
         steps.identify(rank=trainer.global_rank, run="chaos", attempt=env.restart_count())
-        steps.step, self._last_batch = trainer.global_step, time.monotonic()
+        steps.step = trainer.global_step
+        self._last_batch = time.monotonic() - _seconds_apart(trainer)
         steps.open(self._log_directory(trainer))
         run_dir = events_of(trainer).run_dir
         where = None if run_dir is None else str(run_dir.absolute())
@@ -387,3 +389,11 @@ def _announce(fault: Fault, now: RunPosition, trainer: pl.Trainer) -> None:
     doing = now.section if services is None else services.clock.current
     about = {"section": now.section, "doing": doing, "detail": str(fault), "step": now.step}
     events_of(trainer).write("injected", what=fault.kind, **about)
+
+
+def _seconds_apart(trainer: pl.Trainer) -> float:
+    """Seconds of saving and validation so far, which `EventLogWriter` leaves out of steps, too."""
+    services = services_if_any(trainer)
+    if services is None:
+        return 0.0
+    return sum(services.clock.seconds_in(section) for section in (CHECKPOINT, VALIDATION))
