@@ -165,6 +165,7 @@ class ChaosMonkey(pl.Callback):
         self._release()
         self._batches += 1
         if self._step_log is not None and trainer.global_step > self._step_log.step:
+            # The same seconds as in the report of the run: validation and saves are no steps.
             now, before = time.monotonic() - _seconds_apart(trainer), self._last_batch
             self._last_batch, self._step_log.step = now, trainer.global_step
             self._step_log.write("step", seconds=now - before)
@@ -361,6 +362,14 @@ def chaos_from_environment() -> list[pl.Callback]:
     return [ChaosMonkey()] if env.chaos_faults() else []
 
 
+def _seconds_apart(trainer: pl.Trainer) -> float:
+    """Seconds of validation and saves so far, where the strategy counts them."""
+    services = services_if_any(trainer)
+    if services is None:
+        return 0.0
+    return services.clock.seconds_in(CHECKPOINT) + services.clock.seconds_in(VALIDATION)
+
+
 def _positions(fault: Fault, now: RunPosition, trainer: pl.Trainer) -> list[RunPosition]:
     """Positions of the ranks on whose behalf this rank injects a fault.
 
@@ -389,11 +398,3 @@ def _announce(fault: Fault, now: RunPosition, trainer: pl.Trainer) -> None:
     doing = now.section if services is None else services.clock.current
     about = {"section": now.section, "doing": doing, "detail": str(fault), "step": now.step}
     events_of(trainer).write("injected", what=fault.kind, **about)
-
-
-def _seconds_apart(trainer: pl.Trainer) -> float:
-    """Seconds of saving and validation so far, which `EventLogWriter` leaves out of steps, too."""
-    services = services_if_any(trainer)
-    if services is None:
-        return 0.0
-    return sum(services.clock.seconds_in(section) for section in (CHECKPOINT, VALIDATION))
