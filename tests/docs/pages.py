@@ -6,9 +6,12 @@ that nobody tests would look like one that is tested.
 """
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -183,9 +186,18 @@ def links(path: Path) -> Iterator[tuple[int, str]]:
                 yield (token.map or [0])[0] + 1, str(target)
 
 
+def generated(module: str) -> ModuleType:
+    """A module of docs/_ext, which is no package."""
+    folder = str(ROOT / "docs" / "_ext")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return import_module(module)
+
+
 def anchors(path: Path) -> set[str]:
-    """What links to headings of a page may end in."""
-    tokens = MarkdownIt("commonmark").parse(path.read_text())
+    """What links to headings of a page may end in, those that a build writes included."""
+    text = generated("generated_blocks").expanded(path.read_text())
+    tokens = MarkdownIt("commonmark").parse(text)
     headings = [
         "".join(child.content for child in following.children or ())
         for token, following in zip(tokens, tokens[1:], strict=False)

@@ -131,7 +131,7 @@ OURS = "<!-- test: names -->\n'''python\nfrom lightning_megatron import Megatron
         ),
         ("'''console\n$ lightning-megatron schedule --schedules x\n'''", "unrecognized arguments"),
         (
-            "'''console\n$ lightning-megatron chaos --faults kill -- lightning-megatron fit --x\n'''",
+            "'''console\n$ lightning-megatron chaos -- lightning-megatron fit --x\n'''",
             "lightning-megatron fit --x",
         ),
         ("'''console\n$ lightning-megatron fit --config gone.yaml\n'''", "gone.yaml"),
