@@ -8,9 +8,15 @@ import re
 from collections.abc import Callable
 
 import api_reference
+import option_lists
 from sphinx.application import Sphinx
 
-BLOCKS: dict[str, Callable[[str], str]] = {"api": api_reference.page}
+BLOCKS: dict[str, Callable[[str], str]] = {
+    "api": api_reference.page,
+    "options": option_lists.options_of,
+    "commands": option_lists.commands,
+    "other_commands": option_lists.other_commands,
+}
 """What writes a block, by its name; it is given the rest of the line."""
 
 _BLOCK = re.compile(r"^```\{(\w+)\}[ ]*(.*)\n```$", re.MULTILINE)

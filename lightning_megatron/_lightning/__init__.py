@@ -79,6 +79,7 @@ from lightning_megatron._lightning.loops import replace_end_of_epoch as replace_
 from lightning_megatron._lightning.loops import say_validation_has_begun as say_validation_has_begun
 from lightning_megatron._lightning.loops import shift_batch_counts as shift_batch_counts
 from lightning_megatron._lightning.loops import take_batches_back as take_batches_back
+from lightning_megatron._lightning.loops import take_epoch_back as take_epoch_back
 from lightning_megatron._lightning.loops import validates_after_batch as validates_after_batch
 from lightning_megatron._lightning.loops import validates_first as validates_first
 from lightning_megatron._lightning.results import UPDATE_COUNT as UPDATE_COUNT

@@ -149,6 +149,24 @@ def take_batches_back(progress: dict[str, Any], done: int) -> None:
         batches["current"][name] = done
 
 
+def take_epoch_back(progress: dict[str, Any]) -> None:
+    """Change a checkpoint so that the run that goes on from it goes on with the begun epoch.
+
+    Changed: the numbers of ``epoch_progress`` in the state of the fit loop. Lightning counts an
+    epoch as done when training ends within it (``max_steps``, ``should_stop``), so that a resumed
+    run would read on in the order of the next one, whose first samples it never reads. Unnecessary
+    when only epochs that are over count as done.
+
+    Args:
+        progress: ``state_dict`` of the fit loop, which is changed.
+    """
+    current, total = (progress["epoch_progress"][name] for name in ("current", "total"))
+    for name in ("processed", "completed"):
+        early = max(current[name] - (current["started"] - 1), 0)
+        current[name] -= early
+        total[name] -= early
+
+
 def shift_batch_counts(trainer: Trainer, by: int) -> None:
     """Count that many more batches of the present epoch as done.
 

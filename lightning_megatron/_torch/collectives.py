@@ -10,8 +10,8 @@ from torch import Tensor
 
 # torch 2.13 renames all_gather_into_tensor and reduce_scatter_tensor and warns on every call of the
 # old names; 2.11 has only those. Remove the fallback when 2.13 is the oldest version supported.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def start_all_gather(output: Tensor, local: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -76,11 +76,13 @@ def split_world(
     """
     world: Any = dist.group.WORLD
     if world.bound_device_id is not None:
-        return dist.split_group(split_ranks=[list(part) for part in parts], timeout=timeout)
+        ranks = [list(part) for part in parts]
+        split: Any = dist.split_group(split_ranks=ranks, timeout=timeout)
+        return split if isinstance(split, dist.ProcessGroup) else None
     mine: dist.ProcessGroup | None = None
     for part in parts:
         if len(part) > 1:
-            group = dist.new_group(list(part), timeout=timeout)
+            group: Any = dist.new_group(list(part), timeout=timeout)
             mine = group if dist.get_rank() in part else mine
     return mine
 

@@ -304,7 +304,11 @@ def _size(count: int | None) -> str:
 
 
 def _layout(layout: Mapping[str, int] | None) -> str:
-    return " ".join(f"{axis}={degree}" for axis, degree in (layout or {}).items()) or "-"
+    """The axes that divide anything."""
+    if layout is None:
+        return "-"
+    divided = [f"{axis}={degree}" for axis, degree in layout.items() if degree > 1]
+    return " ".join(divided) or "one process"
 
 
 def _place(text: str) -> AnyPath:

@@ -30,8 +30,8 @@ GIB = 1 << 30
 
 MALICIOUS = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
 """Releases that carried foreign code."""
-_SUPPORTED = {"torch": ((2, 11), (2, 14)), "lightning": ((2, 6, 4), (2, 7))}
-"""Versions from the first on, and below the second."""
+_SUPPORTED = {"torch": ((2, 11), (2, 16)), "lightning": ((2, 6, 4), (2, 7))}
+"""Versions from the first on, and below the second; a test holds them against pyproject.toml."""
 _EXTRAS = {
     "flash_attn": ("gpu", 'attention_backend="flash"'),
     "transformer_engine": ("gpu", "FP8 and attention by Transformer Engine"),

@@ -59,7 +59,7 @@ def schedule(args: Sequence[str]) -> int:
         print(_report(timeline, options.width, unit))
         for path in (options.png, options.svg):
             if path is not None:
-                draw_timeline(timeline, path, unit=unit)
+                draw_timeline(timeline, path, unit=unit, whole=options.whole)
                 print(f"wrote {path}")
         if options.trace is not None:
             write_trace(timeline, options.trace)
@@ -105,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--width", type=int, help="columns for the time axis; by default those of the terminal")
     add("--png", type=Path, metavar="FILE.png", help="draw the timeline into this file")
     add("--svg", type=Path, metavar="FILE.svg", help="the same as a vector graphic")
+    add("--whole", action="store_true", help="draw all of a large timeline, without its numbers")
     add("--trace", type=Path, metavar="FILE.json", help="write a trace for ui.perfetto.dev")
     return parser
 
@@ -151,7 +152,7 @@ def _with_split_times(made: Schedule, times: dict[str, float | list[float]]) -> 
 def _report(timeline: Timeline, width: int | None, unit: str) -> str:
     made = timeline.schedule
     stages = f"{made.stages_per_rank} stage{'s' if made.stages_per_rank > 1 else ''}"
-    live = " ".join(map(str, timeline.peak_live))
+    live = " ".join(f"{stages / made.stages_per_rank:.3g}" for stages in timeline.peak_live)
     short = made.stages_per_rank == 2
     drawn = render(timeline, width, short=short)
     room = shutil.get_terminal_size().columns
@@ -170,7 +171,7 @@ def _report(timeline: Timeline, width: int | None, unit: str) -> str:
             *hint,
             f"step time {timeline.step_time:.6g} {unit}, bubble {timeline.bubble_fraction:.1%} of "
             f"it; {timeline.flowing_step_time:.6g} when steps flow into each other",
-            f"peak live activations of each rank, counted in stages: {live}",
+            f"a rank holds activations of up to so many microbatches, rank by rank: {live}",
         ]
     )
 

@@ -6,15 +6,16 @@ import sys
 import warnings
 from argparse import ArgumentError
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 import lightning.pytorch as pl
 from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron._lightning.cli import BaseCLI
@@ -113,6 +114,7 @@ class MegatronCLI(BaseCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for option, class_path in _DEFAULTS.items():
             parser.set_defaults({option: {"class_path": class_path}})
+        whole_numbers_first(parser)
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
@@ -126,6 +128,15 @@ class MegatronCLI(BaseCLI):
             known = self.parser_of(next((c for c in commands if c in self._args), "fit"))
             message = explain(str(error), known, _DEFAULTS, self._args)
             raise ConfigError(message) from error
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Let a CSVLogger stand in for TensorBoard's where that is not installed.
+
+        The recipes name TensorBoardLogger, and have to run without any extra.
+        """
+        if not any(map(find_spec, ("tensorboard", "tensorboardX"))):
+            without_tensorboard(self.config[str(self.subcommand)])
 
     @override
     def instantiate_classes(self) -> None:
@@ -161,6 +172,35 @@ class MegatronCLI(BaseCLI):
             f"\nTrained nothing: the run is at step {self.trainer.global_step}, and "
             f"{' and '.join(limits)} let it go no further."
         )
+
+
+def whole_numbers_first(parser: LightningArgumentParser) -> None:
+    """Have options that take a whole number or a fraction read ``1`` as a whole number.
+
+    For the Trainer ``limit_val_batches=1`` is one batch, and ``1.0`` all of them. jsonargparse
+    tries the types of a union in their order, and typing gives ``Optional[Union[int, float]]`` the
+    order in which some module was the first to write it, so that what else is installed decides.
+    """
+    for action in parser._actions:
+        types = get_args(hint := getattr(action, "_typehint", None))
+        if get_origin(hint) is Union and {int, float} <= set(types):
+            ordered = sorted(types, key=lambda kind: (kind is float) - (kind is int))
+            action._typehint = Union[tuple(ordered)]  # type: ignore[attr-defined]  # noqa: UP007
+
+
+def without_tensorboard(config: Any) -> None:
+    """Replace TensorBoardLogger by CSVLogger in the options of a subcommand, with a warning."""
+    logger = config.get("trainer.logger")
+    for given in logger if isinstance(logger, list) else [logger]:
+        if str(getattr(given, "class_path", "")).endswith(".TensorBoardLogger"):
+            rank_zero_warn(
+                "tensorboard is not installed: metrics go to metrics.csv (CSVLogger); for curves "
+                "`pip install tensorboard`, or the extra `monitor`"
+            )
+            given.class_path = "lightning.pytorch.loggers.CSVLogger"
+            kept = ("save_dir", "name", "version", "prefix")
+            for name in [name for name in vars(given.init_args) if name not in kept]:
+                del given.init_args[name]
 
 
 class _Began(Callback):

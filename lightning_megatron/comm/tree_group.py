@@ -32,7 +32,8 @@ def new_tree_group(
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
     options: Any = tuple(machines)
-    group: dist.ProcessGroup = dist.new_group(backend=BACKEND, timeout=timeout, pg_options=options)
+    group: Any = dist.new_group(backend=BACKEND, timeout=timeout, pg_options=options)
+    assert isinstance(group, dist.ProcessGroup)  # all ranks are in it
     return group
 
 

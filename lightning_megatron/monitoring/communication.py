@@ -21,8 +21,8 @@ some per cent for headers. Ranks are on one node where they have one host name a
 Exposed time is what a faster network, or more overlap, could win; in a pipeline it holds the bubble
 as well (`PipelineMonitor` tells how much that is). Of pp all seconds are exposed ones: waiting of
 receivers, and of senders whose messages have not left. Hidden seconds are taken in the last batch
-of a window only, on a GPU exposed ones as well. One small collective a window brings the ranks
-together.
+of a window only, on a GPU exposed ones as well. What validation sends is left out. One small
+collective a window brings the ranks together.
 """
 
 from typing import Any
@@ -60,6 +60,7 @@ class CommunicationMonitor(pl.Callback):
         self._every = every
         self._batches = 0
         self._since: dict[str, tuple[int, int, int, float]] = {}
+        self._paused: dict[str, tuple[int, int, int, float]] = {}
         self.latest: dict[str, float] = {}
 
     @override
@@ -121,6 +122,23 @@ class CommunicationMonitor(pl.Callback):
         used = [k for k in self._topology(trainer).meters if found[f"comm/calls/{k}"]]
         self.latest = {name: v for name, v in found.items() if name.rpartition("/")[2] in used}
         pl_module.log_dict(self.latest, batch_size=1)
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = {
+            kind: _read(meter) for kind, meter in self._topology(trainer).meters.items()
+        }
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for kind, (calls, sent, leaving, exposed) in self._since.items():
+            now, before = _read(self._topology(trainer).meters[kind]), self._paused[kind]
+            self._since[kind] = (
+                calls + now[0] - before[0],
+                sent + now[1] - before[1],
+                leaving + now[2] - before[2],
+                exposed + now[3] - before[3],
+            )
 
     def _topology(self, trainer: pl.Trainer) -> Topology:
         return services_of(trainer, self, "it reads the counters").topology

@@ -1,8 +1,9 @@
 """Event log of a run, and goodput by its events.
 
 `EventLogWriter` opens the log of `monitoring.events` and writes the ordinary events: start,
-resumed, step, window, validation and end. Faults are written by those who find them, and saves by
-`MegatronStrategy`. From the same events follow, by `monitoring.goodput`,
+resumed, step, window, validation and end. A window is written when all callbacks have logged:
+before the next batch or validation, or when training ends. Faults are written by those who find
+them, and saves by `MegatronStrategy`. From the same events follow, by `monitoring.goodput`,
 
 =========================  =========================================================================
 ``ft/goodput``             time of the steps that were kept over time since the first start
@@ -73,6 +74,7 @@ class EventLogWriter(pl.Callback):
         self.ledger = Ledger()
         self._log = EventLog()
         self._formula: str | None = None
+        self._window_due = False
         self._clear(0, 0.0, {})
 
     def _clear(self, step: int, now: float, sections: dict[str, float]) -> None:
@@ -119,6 +121,7 @@ class EventLogWriter(pl.Callback):
                 "resumed", checkpoint=str(trainer.ckpt_path or ""), from_step=trainer.global_step
             )
         self._formula = None
+        self._window_due = False
         # By now a checkpoint has told which run this is.
         if log.run_dir is not None:
             self.ledger = ledger_of(log.run_dir, log.run, log.rank)
@@ -131,6 +134,7 @@ class EventLogWriter(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._write_window(trainer)
         self._data_s += time.perf_counter() - self._batch_end
 
     @override
@@ -142,24 +146,35 @@ class EventLogWriter(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        self._batch_end, step = time.perf_counter(), trainer.global_step
+        # Both clocks at once, so that the sections of a line add up to its seconds.
+        self._batch_end, sections = time.perf_counter(), _section_seconds(trainer)
+        step = trainer.global_step
         self._tokens += count_tokens(batch)
         self._log.step = step
         count = step - self._from_step
         window = count > 0 and step % logging_interval(trainer) == 0
         if count >= self._every or window:
             # A loss on a device is only waited for where Lightning does so as well.
-            self._write_step(trainer, loss_of(outputs, wait=window), count)
+            self._write_step(trainer, loss_of(outputs, wait=window), count, sections)
         if window:
             pl_module.log_dict(self.ledger.metrics(time.time()), batch_size=1)
-            memory, formula = _peaks_gib(trainer), _formula(trainer)
-            if formula != self._formula:
-                self._formula = formula
-                self._log.write("formula", text=formula)
-            self._log.write("window", metrics=metrics_of(trainer), memory=memory)
+            self._window_due = True
 
-    def _write_step(self, trainer: pl.Trainer, loss: float | None, count: int) -> None:
-        now, sections = self._batch_end, _section_seconds(trainer)
+    def _write_window(self, trainer: pl.Trainer) -> None:
+        """Write the metrics of a window; called once all callbacks have logged theirs."""
+        if not self._window_due:
+            return
+        self._window_due = False
+        memory, formula = _peaks_gib(trainer), _formula(trainer)
+        if formula != self._formula:
+            self._formula = formula
+            self._log.write("formula", text=formula)
+        self._log.write("window", metrics=metrics_of(trainer), memory=memory)
+
+    def _write_step(
+        self, trainer: pl.Trainer, loss: float | None, count: int, sections: dict[str, float]
+    ) -> None:
+        now = self._batch_end
         passed = {n: s - self._sections.get(n, 0.0) for n, s in sections.items()}
         if passed:
             self._apart = passed[CHECKPOINT] + passed[VALIDATION]
@@ -179,6 +194,7 @@ class EventLogWriter(pl.Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write_window(trainer)
         self._validation_began = time.perf_counter()
 
     @override
@@ -190,6 +206,10 @@ class EventLogWriter(pl.Callback):
         sanity = {"sanity": True} if trainer.sanity_checking else {}
         found = {n: v for n, v in metrics_of(trainer).items() if n.startswith("val")}
         self._log.write("validation", seconds=round(seconds, 6), metrics=found, **sanity)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write_window(trainer)
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -17,8 +17,8 @@ from lightning_megatron.errors import at_least, raise_if_any
 class _Rule:
     """Base of the rules, which keep their numbers in slots.
 
-    ``LambdaLR`` saves the ``__dict__`` of a callable object, and puts it into the one that a resumed
-    run has made: the learning rate would follow the end of the earlier run.
+    ``LambdaLR`` saves the ``__dict__`` of a callable object, and puts it into that of a resumed
+    run: the learning rate would follow the end of the earlier run.
     """
 
 

@@ -485,7 +485,7 @@ def _tied_groups(
         groups[ranks] = None
         for column in groups_along("pp", topology.degrees):
             members = [column[rank] for rank in ranks]
-            group = dist.new_group(members)
+            group: Any = dist.new_group(members)
             if topology.rank in members:
                 groups[ranks] = topology.keep(group)
     return groups

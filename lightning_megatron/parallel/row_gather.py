@@ -161,6 +161,7 @@ class RowGather:
             if part.numel():
                 source = dist.get_global_rank(self._group, rank)
                 work = dist.broadcast(part, source, group=self._group, async_op=True)
+                assert work is not None
                 self._meter.started(work)
                 bucket.works.append(work)
         self._meter.broadcasts(bucket.parts[mine].nbytes * (self._group.size() - 1), self._group)

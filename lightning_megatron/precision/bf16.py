@@ -97,8 +97,8 @@ class Bf16TruePrecision(HalfShardedPrecision):
         ):
             raise ConfigError(
                 f"stochastic_rounding=True, optimizer={type(optimizer).__name__} of "
-                f"{type(optimizer).__module__.partition('.')[0]}: the step runs on float32 copies of "
-                "shards, which element-wise optimizers of torch can take; nearest valid: "
+                f"{type(optimizer).__module__.partition('.')[0]}: the step runs on float32 copies "
+                "of shards, which element-wise optimizers of torch can take; nearest valid: "
                 "torch.optim.AdamW, or stochastic_rounding=False"
             )
         result = super().optimizer_step(optimizer, model, closure, **kwargs)

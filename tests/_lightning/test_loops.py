@@ -27,6 +27,7 @@ from lightning_megatron._lightning import (
     say_validation_has_begun,
     shift_batch_counts,
     take_batches_back,
+    take_epoch_back,
     validates_after_batch,
     validates_first,
 )
@@ -148,6 +149,20 @@ def test_say_validation_has_begun_and_validates_first() -> None:
     assert not validates_first(resumed(progress))
     say_validation_has_begun(progress)
     assert validates_first(resumed(progress))
+
+
+def test_take_epoch_back() -> None:
+    """What Lightning counts at the end of a run that stops within an epoch."""
+    trainer = make_trainer(max_steps=1, max_epochs=-1)
+    trainer.fit(Module())
+    progress = progress_of(trainer)
+    over = {"ready": 1, "started": 1, "processed": 1, "completed": 1}
+    assert progress["epoch_progress"] == {"current": over, "total": over}
+    take_epoch_back(progress)
+    begun = {**over, "processed": 0, "completed": 0}
+    assert progress["epoch_progress"] == {"current": begun, "total": begun}
+    take_epoch_back(progress)
+    assert epoch_counts(progress) == begun
 
 
 def test_batch_progress_epoch_counts_and_take_batches_back() -> None:

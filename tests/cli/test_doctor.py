@@ -48,8 +48,8 @@ def test_malicious_release(
     [
         ("torch", "2.10.1+cpu", "bad"),
         ("torch", "2.11.0", "ok"),
-        ("torch", "2.13.0+cu130", "ok"),
-        ("torch", "2.14.0", "bad"),
+        ("torch", "2.15.0+cu132", "ok"),
+        ("torch", "2.16.0", "bad"),
         ("lightning", "2.6.1", "bad"),
         ("lightning", "2.6.4", "ok"),
         ("lightning", "2.7.0", "bad"),
@@ -58,6 +58,13 @@ def test_malicious_release(
 def test_versions(package: str, release: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "version", lambda asked: release)
     assert by_name(doctor.versions())[package].level == level
+
+
+@pytest.mark.parametrize("package", doctor._SUPPORTED)
+def test_supported_versions_are_those_that_are_admitted(package: str) -> None:
+    low, high = (".".join(map(str, bound)) for bound in doctor._SUPPORTED[package])
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"{package}>={low},<{high}"' in project
 
 
 def test_port_in_use() -> None:

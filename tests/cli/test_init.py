@@ -65,6 +65,8 @@ def test_the_printed_commands_name_files_that_are_written(name: str) -> None:
     written = {path.name for path in files_of(f"{name}.yaml")}
     commands = [shlex.split(command) for command in commands_of(name)]
     assert any(f"{name}.yaml" in command for command in commands)
+    programs = {"lightning-megatron", "torchrun", "sbatch", "hf", "python"}
+    assert {command[0] for command in commands} <= programs
     named = {word for command in commands for word in command if word.endswith((".sbatch", ".py"))}
     assert named <= written
 

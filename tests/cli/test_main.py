@@ -5,8 +5,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Union, get_args
 
-import lightning.pytorch  # noqa: F401  its log handler keeps the stderr that it was imported under
+import lightning.pytorch  # its log handler keeps the stderr that it was imported under
 import pytest
 import torch
 import yaml
@@ -93,6 +94,42 @@ def test_a_mistake_exits_with_2_and_its_message_alone(
     assert "Traceback" not in written
 
 
+def test_without_tensorboard_metrics_go_to_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an installation without extras; the recipes name TensorBoardLogger."""
+    monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    monkeypatch.setattr("lightning_megatron.cli.train.find_spec", lambda name: None)
+    logger = [
+        "--trainer.logger=TensorBoardLogger",
+        *(f"--trainer.logger.save_dir={tmp_path}", "--trainer.logger.name=run"),
+    ]
+    options = [option for option in TINY if option != "--trainer.logger=false"]
+    with pytest.warns(UserWarning, match="metrics go to metrics.csv"):
+        assert main(["fit", *options, *logger, "--trainer.log_every_n_steps=1"]) == 0
+    assert f"log         {tmp_path}/run/version_0" in capsys.readouterr().out
+    assert "train_loss" in (tmp_path / "run" / "version_0" / "metrics.csv").read_text()
+
+
+def test_one_batch_is_not_all_batches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever order typing has given the types of the Trainer's option."""
+    monkeypatch.setattr("sys.argv", ["lightning-megatron"])
+    annotations = lightning.pytorch.Trainer.__init__.__annotations__
+    names = ("limit_val_batches", "limit_train_batches", "overfit_batches")
+    for name in names:
+        others = [kind for kind in get_args(annotations[name]) if kind not in (int, float)]
+        monkeypatch.setitem(annotations, name, Union[(float, int, *others)])
+    with pytest.raises(SystemExit):
+        main(["fit", *(f"--trainer.{name}=1" for name in names), "--print_config"])
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert [type(trainer[name]) for name in names] == [int] * 3
+    with pytest.raises(SystemExit):
+        main(["fit", "--trainer.limit_val_batches=0.5", "--print_config"])
+    assert "limit_val_batches: 0.5" in capsys.readouterr().out
+
+
 def test_other_errors_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**kwargs: object) -> None:
         raise ValueError("something else")
@@ -132,7 +169,9 @@ def test_help_lists_every_command_with_a_line(capsys: pytest.CaptureFixture[str]
 
 def test_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    said = rf"lightning-megatron \d\S+, torch {re.escape(torch.__version__)}, lightning 2\.\S+, Py"
+    # Wheels of PyPI do not name their CUDA.
+    release = re.escape(torch.__version__.partition("+")[0])
+    said = rf"lightning-megatron \d\S+, torch {release}\S*, lightning 2\.\S+, Py"
     assert re.match(said, capsys.readouterr().out)
 
 

@@ -29,7 +29,7 @@ def test_timeline(capsys: pytest.CaptureFixture[str]) -> None:
         "F forward; I backward, input half; W backward, weight half; "
         "small letters: the second stage of a rank; numbers: microbatches",
         "step time 9.5 forwards of a rank, bubble 5.3% of it; 9 when steps flow into each other",
-        "peak live activations of each rank, counted in stages: 4 4",
+        "a rank holds activations of up to so many microbatches, rank by rank: 2 2",
     ]
 
 
@@ -94,6 +94,8 @@ def test_the_text_is_as_wide_as_the_terminal(
     hint = next(line for line in lines if "--width" in line)
     needed = re.findall(r"--width (\d+)", hint)[0]
     _, wide, _ = run(capsys, *args, "--width", needed)
+    # In the unit of the table of `auto`: a microbatch on all stages of a rank.
+    assert "a rank holds activations of up to so many microbatches, rank by rank: 4.75 " in wide
     assert "F12.15" in wide
 
 

@@ -94,6 +94,34 @@ def test_stages_send_activations_and_their_gradients(pool: WorkerPool) -> None:
     assert 0 < found["time/comm_exposed_s/pp"] <= found["time/comm_s/pp"]
 
 
+class Validated(Small):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def validated(layout: Mapping[str, Any], every_n_batches: int) -> dict[str, float]:
+    """Return what is logged of a run that validates after so many batches; never where it is 0."""
+    monitor = CommunicationMonitor(every=2)
+    trainer = make_trainer(
+        layout,
+        2,
+        callbacks=[monitor],
+        limit_val_batches=every_n_batches and 2,
+        val_check_interval=every_n_batches or None,
+    )
+    trainer.fit(Validated(), loader(), loader())
+    return monitor.latest
+
+
+def test_what_validation_sends_belongs_to_no_batch(pool: WorkerPool) -> None:
+    layout = {"pp": 2, "num_microbatches": 4}
+    with_it, without = (pool.run(2, validated, layout, every)[0] for every in (1, 0))
+    assert with_it["comm/calls/pp"] == without["comm/calls/pp"]
+    # Shapes are sent again after a validation.
+    assert with_it["comm/mib/pp"] == pytest.approx(without["comm/mib/pp"], rel=0.1)
+    assert with_it["time/comm_exposed_s/pp"] <= with_it["time/comm_s/pp"]
+
+
 WHOLE = PARAMETERS * 8
 """Bytes of all weights."""
 FLAGS = 4 * 2 * 8

@@ -1,4 +1,4 @@
-"""The Grafana dashboard and the rules name metrics that a run serves, and leave none out."""
+"""The dashboard, the rules and docs/monitoring.md name all metrics of a run, and no others."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from lightning_megatron import (
 from lightning_megatron.cli import main
 from lightning_megatron.cli.dashboards import FILES
 from lightning_megatron.layers import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.monitoring.prometheus import PREFIX, exposed
+from lightning_megatron.monitoring.prometheus import PREFIX, exposed, is_ours
 from lightning_megatron.optim import PercentileClip
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.monitoring.test_prometheus import samples as parsed
@@ -38,6 +38,7 @@ from tests.strategy.small import WIDTH, Small, loader, make_trainer, samples
 SHIPPED = {
     name: (files("lightning_megatron.monitoring.dashboards") / name).read_text() for name in FILES
 }
+PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
 ELSEWHERE = {
     *("mem/peak_allocated_gib", "mem/peak_reserved_gib", "mem/peak_allocated_fraction"),
     *("mem/alloc_retries", "mem/ooms"),
@@ -100,7 +101,7 @@ class Split(Fetching):
         return self.loss([part.float() for part in batch])
 
 
-def everything(folder: str, fails: bool) -> str:
+def everything(folder: str, fails: bool) -> tuple[set[str], str]:
     guard = FaultTolerance(
         folder,
         hang=HangDetector(check_s=0.1, run_dir=folder),
@@ -122,10 +123,10 @@ def everything(folder: str, fails: bool) -> str:
     )
     module = Fetching(monitor.member(PrometheusEndpoint), fails)
     trainer.fit(module, loader(samples(80), dp=2), ckpt_path="auto")
-    return module.page
+    return set(trainer.callback_metrics), module.page
 
 
-def scaled(folder: str) -> str:
+def scaled(folder: str) -> tuple[set[str], str]:
     endpoint = PrometheusEndpoint(0, every_n_steps=2)
     clipping = GradientMonitor(clip=PercentileClip())
     trainer = make_trainer(
@@ -140,19 +141,32 @@ def scaled(folder: str) -> str:
     )
     module = Split(endpoint)
     trainer.fit(module, loader(samples(80)))
-    return module.page
+    return set(trainer.callback_metrics), module.page
 
 
 @pytest.fixture(scope="module")
-def served(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names that Prometheus reads, without the prefix, from runs in which a lot happens."""
+def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
+    """Names that eventful runs log, and those that Prometheus reads, without the prefix."""
     folder = str(tmp_path_factory.mktemp("run"))
     with pytest.raises(WorkerError, match="of the first attempt"):
         pool.run(4, everything, folder, True)
-    pages = pool.run(4, everything, folder, False)[0], pool.run(2, scaled, folder)[0]
-    return {
-        key.partition("{")[0].removeprefix(f"{PREFIX}_") for page in pages for key in parsed(page)
+    found = pool.run(4, everything, folder, False)[0], pool.run(2, scaled, folder)[0]
+    logged = {name for names, _ in found for name in names if is_ours(name)}
+    return logged, {
+        key.partition("{")[0].removeprefix(f"{PREFIX}_")
+        for _, page in found
+        for key in parsed(page)
     }
+
+
+@pytest.fixture(scope="module")
+def logged(runs: tuple[set[str], set[str]]) -> set[str]:
+    return runs[0]
+
+
+@pytest.fixture(scope="module")
+def served(runs: tuple[set[str], set[str]]) -> set[str]:
+    return runs[1]
 
 
 def serves(metric: str) -> str:
@@ -171,6 +185,26 @@ def test_all_that_is_served_is_shown(served: set[str]) -> None:
     left_out = {name for name in served if name.startswith(tuple(LEFT_OUT))}
     assert served - names_in(" ".join(queries())) == left_out
     assert not [start for start in LEFT_OUT if not any(n.startswith(start) for n in left_out)]
+
+
+def rows(pattern: str) -> set[str]:
+    """Names at the beginning of the rows of the tables of docs/monitoring.md."""
+    return set(re.findall(rf"^\| `({pattern})` \|", PAGE.read_text(), re.MULTILINE))
+
+
+def test_the_page_lists_what_is_logged(logged: set[str]) -> None:
+    listed = {
+        name.replace("AXIS", axis) for name in rows("[a-z]+/[^`]+") for axis in ("tp", "dp", "pp")
+    }
+    assert listed == logged | ELSEWHERE
+
+
+def test_the_page_lists_what_is_served(served: set[str]) -> None:
+    listed = {name.removeprefix(f"{PREFIX}_") for name in rows(f"{PREFIX}_[^`]+")}
+    assert listed <= served
+    of_ranks = {name for name in served if name.startswith(("dist_", "straggler_score", "loss_of"))}
+    extremes = ("_min", "_median", "_mean", "_max", "_worst_rank")
+    assert {name for name in of_ranks if not name.endswith(extremes)} <= listed
 
 
 def test_panels_stand_side_by_side() -> None:

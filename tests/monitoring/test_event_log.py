@@ -199,6 +199,35 @@ def test_under_plain_lightning_with_a_logger_and_other_options(tmp_path: Path) -
         EventLogWriter(every_n_steps=0)
 
 
+class LogsItsStep(pl.Callback):
+    """Stands behind the writer in the list of callbacks."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        pl_module.log("seen/step", float(trainer.global_step))
+
+
+def test_a_window_holds_what_callbacks_log_after_the_writer(tmp_path: Path) -> None:
+    writer = EventLogWriter(tmp_path)
+    trainer = make_trainer({}, callbacks=[writer, LogsItsStep()], log_every_n_steps=2)
+    trainer.fit(Small(), loader(), loader())
+    windows = [e for e in read_events(tmp_path) if e["kind"] == "window"]
+    assert [(e["step"], e["metrics"]["seen/step"]) for e in windows] == [(2, 2.0), (4, 4.0)]
+
+
+def test_sections_of_a_step_add_up_to_its_seconds(tmp_path: Path) -> None:
+    class Logs(pl.Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            time.sleep(0.02)  # belongs to the next step
+
+    trainer = make_trainer({}, callbacks=[EventLogWriter(tmp_path), Logs()])
+    trainer.fit(Slow(), loader(), loader())
+    steps = [e for e in read_events(tmp_path) if e["kind"] == "step"]
+    assert len(steps) == 4
+    for step in steps:
+        inside = {n: s for n, s in step["sections"].items() if n not in ("validation", "save")}
+        assert sum(inside.values()) == pytest.approx(step["seconds"], abs=2e-3), step
+
+
 def test_a_second_run_of_one_process_is_another(tmp_path: Path) -> None:
     for _ in range(2):
         writer, trainer = fit(tmp_path, Slow(), {}, limit_val_batches=0)

@@ -135,6 +135,8 @@ def test_what_an_unknown_optimizer_costs_is_said() -> None:
         assert check_optimizer(optimizer, half(p)) is None
     assert check_optimizer(Mine([p]), {p: unsharded(p)}) is None
     assert "elementwise = True" in str(check_optimizer(Mine([p]), half(p)))
-    assert "lightning_megatron.optim.Muon is the same" in str(check_optimizer(torch.optim.Muon([p]), half(p)))
+    assert "lightning_megatron.optim.Muon is the same" in str(
+        check_optimizer(torch.optim.Muon([p]), half(p))
+    )
     with pytest.raises(ConfigError, match="nearest valid: AdamW"):
         check_optimizer(torch.optim.LBFGS([p]), half(p))

@@ -41,8 +41,19 @@ class Counter(small.Small):
         self.kinds = {str(p.grad.dtype) for p in self.parameters() if p.numel()}
 
 
+class ValidatedCounter(Counter):
+    """Runs before the first batch, when gradients are not in float32 yet."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
 def gradient_job(
-    precision: str, options: dict[str, Any], devices: int, accumulate: int
+    precision: str,
+    options: dict[str, Any],
+    devices: int,
+    accumulate: int,
+    module_class: type[Counter] = Counter,
 ) -> tuple[float, set[str]]:
     values = torch.full((devices, MICROBATCHES, 1), 2.0**-9)
     values[:, 0] = 1.0
@@ -50,9 +61,9 @@ def gradient_job(
     trainer = small.make_trainer(
         options, devices, precision=precision, accumulate_grad_batches=accumulate
     )
-    module = Counter()
+    module = module_class()
     data = torch.utils.data.DataLoader(batches, batch_size=None, shuffle=False)  # type: ignore[arg-type]
-    trainer.fit(module, data)
+    trainer.fit(module, data, data if isinstance(module, ValidatedCounter) else None)
     # Every microbatch weighs the same; undo their mean.
     (total, *_), kinds = module.seen, module.kinds
     return float(total) * MICROBATCHES, kinds
@@ -86,3 +97,16 @@ def test_small_gradients_count(pool: WorkerPool, name: str, precision: str) -> N
     for total in totals:
         assert total == pytest.approx(expected, rel=2.0**-8)
     assert all(kinds == {kept} for _, kinds in found)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_small_gradients_count_after_a_validation(pool: WorkerPool, zero: int) -> None:
+    """FSDP2 of torch 2.15 reads the format of gradients before the first forward of any kind."""
+    devices, options, accumulate = LAYOUTS[f"dp=2 zero {zero}"]
+    job = (gradient_job, "bf16-true", options, devices, accumulate, ValidatedCounter)
+    found = pool.run(devices, *job)
+    totals = [total for total, _ in found if total]  # a rank may own no row
+    assert totals
+    for total in totals:
+        assert total == pytest.approx(1 + (MICROBATCHES - 1) * 2.0**-9, rel=2.0**-8)
+    assert all(kinds == {"torch.bfloat16"} for _, kinds in found)

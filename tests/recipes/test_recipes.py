@@ -17,7 +17,7 @@ import yaml
 from lightning_megatron.cli import main
 from lightning_megatron.testing import WorkerPool
 from tests.recipes.dry_run import RECIPES, dry_run, problems
-from tests.recipes.memory import activation_gib, meta, state_gib
+from tests.recipes.memory import gigabytes
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
@@ -105,23 +105,18 @@ def test_the_layout_is_legal_on_the_devices_that_the_recipe_names(
     assert problems(cli) == []
     head = (RECIPES / f"{recipe}.yaml").read_text().partition("\nseed_everything")[0]
     assert ("ot yet run on" in head) == (given["accelerator"] == "gpu" or "sbatch" in head)
-    told = re.search(r"([\d.]+) GiB for weights.*?([\d.]+) GiB for activations", head, re.DOTALL)
+    told = re.search(
+        r"memory of a GPU: ([\d.]+) GB for .*? ([\d.]+) .*? ([\d.]+) ", head, re.DOTALL
+    )
     assert (told is None) == (given["accelerator"] == "cpu")
     if told is not None:
-        assert [float(number) for number in told.groups()] == _memory(cli)
+        assert list(told.groups()) == _gigabytes(cli)
 
 
-def _memory(cli: Any) -> list[float]:
-    """GiB of state and of activations, by the formulas."""
+def _gigabytes(cli: Any) -> list[str]:
     options, data = cli.trainer.strategy.options, cli.datamodule
-    degrees = options.degrees(cli.trainer.world_size)
-    meta(cli.model)
-    samples = options.microbatch_size or data.batch_size
-    state = state_gib(cli.model, options, degrees)
-    return [
-        round(state, 1),
-        round(activation_gib(cli.model.config, samples * data.seq_len, options), 1),
-    ]
+    tokens = (options.microbatch_size or data.batch_size) * data.seq_len
+    return gigabytes(cli.model.config, options, options.degrees(cli.trainer.world_size), tokens)
 
 
 def fit(recipe: str, folder: str, options: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -39,42 +40,78 @@ def size(text: str) -> tuple[float, float]:
     return float(root.attrib["width"][:-2]), float(root.attrib["height"][:-2])
 
 
+def texts(path: Path) -> list[str]:
+    """Texts of a drawing."""
+    root = ElementTree.fromstring(path.read_text())
+    return ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
 def test_svg(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     timeline = simulate(make_schedule("zbv", 3, 4))
     draw_timeline(timeline, tmp_path / "zbv.svg")
-    text = (tmp_path / "zbv.svg").read_text()
-    assert ElementTree.fromstring(text).tag.endswith("svg")
+    found = texts(tmp_path / "zbv.svg")
+    kinds = ("forward", "backward, input half", "backward, weight half")
     for words in (
         "rank 2",
-        "backward, weight half",
-        "zbv: step time 26 forwards of a stage, bubble 7.7%",
+        "zbv: 3 ranks, 4 microbatches",
+        "step time 26 forwards of a stage, bubble 7.7%, "
+        "a rank holds activations of up to 3 microbatches",
         "time (forwards of a stage); numbers are microbatches",
-        "first stage of a rank",
-        "second stage (paler)",
+        *(f"{kind}, {which} stage" for kind in kinds for which in ("first", "second")),
+        "idle",
     ):
-        assert f"<!-- {words}" in text  # letters are drawn as paths, with the text in a comment
-    assert "<!-- backward -->" not in text  # a kind that does not occur
-    numbers = [text.count(f"<!-- {i} -->") for i in range(4)]
-    assert min(numbers) >= 3 * 2 * 3  # forward, input and weight half on each of the stages
+        assert words in found
+    assert "backward" not in found  # a kind that does not occur
+    assert all(found.count(str(i)) >= 3 * 2 * 3 for i in range(4))  # kinds, stages, ranks
+    draw_timeline(timeline, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_bytes() == (tmp_path / "zbv.svg").read_bytes()
     draw_timeline(simulate(make_schedule("1f1b", 3, 4)), tmp_path / "1f1b.svg", unit="s")
-    text = (tmp_path / "1f1b.svg").read_text()
-    assert "second stage" not in text
-    assert "<!-- time (s); numbers are microbatches -->" in text
+    found = texts(tmp_path / "1f1b.svg")
+    assert not any("second stage" in text for text in found)
+    assert "time (s); numbers are microbatches" in found
 
 
-def test_a_large_picture_grows_in_height_and_leaves_numbers_out(tmp_path: Path) -> None:
+def colours(path: Path) -> set[str]:
+    return set(re.findall(r"fill: (#[0-9a-f]{6})", path.read_text())) - {"#ffffff"}
+
+
+def test_every_colour_is_in_the_legend(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw_timeline(simulate(make_schedule("interleaved", 8, 64, 4)), tmp_path / "large.svg")
-    text = (tmp_path / "large.svg").read_text()
+    for name, stages, shades in (("zbv", 2, 6), ("interleaved", 3, 2), ("1f1b", 1, 2)):
+        path = tmp_path / f"{name}.svg"
+        draw_timeline(simulate(make_schedule(name, 2, 4, stages)), path)
+        assert len(colours(path)) == shades + 1, name
+        text = path.read_text()
+        legend = text[text.index('id="legend_1"') :]
+        assert set(re.findall(r"fill: (#[0-9a-f]{6})", legend)) == colours(path)
+
+
+def test_of_a_large_timeline_the_middle_is_left_out_and_the_picture_says_so(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    timeline = simulate(make_schedule("interleaved", 8, 64, 4))
+    draw_timeline(timeline, tmp_path / "cut.svg")
+    found = texts(tmp_path / "cut.svg")
     for stage in range(32):  # a line for each, so no shades are needed
-        assert f"<!-- rank {stage % 8}, stage {stage} -->" in text
-    assert "<!-- time (forwards of a stage) -->" in text
-    assert text.count("<!-- 63 -->") == 0
-    assert "opacity: 0." not in text
-    width, height = size(text)
-    assert width <= 24 * 72
-    assert height >= 32 * 72 / 4
+        assert f"rank {stage % 8}, stage {stage}" in found
+    said = next(text for text in found if text.startswith("time (forwards of a stage); "))
+    part = re.fullmatch(r".*; ([\d.]+) to ([\d.]+) are left out", said)
+    assert part is not None
+    begin, end = map(float, part.groups())
+    assert 0.1 * timeline.step_time > timeline.step_time - end > 20
+    assert 1.5 * (timeline.step_time - end) == pytest.approx(begin, abs=1)
+    assert "0" in found  # numbers of the beginning and of the end
+    assert "63" in found
+    draw_timeline(timeline, tmp_path / "whole.svg", whole=True)
+    found = texts(tmp_path / "whole.svg")
+    assert "time (forwards of a stage)" in found
+    assert "63" not in found
+    for name in ("cut", "whole"):
+        width, height = size((tmp_path / f"{name}.svg").read_text())
+        assert width <= 14 * 72
+        assert height >= 32 * 72 / 4
     draw_timeline(simulate(make_schedule("1f1b", 8, 4)), tmp_path / "small.svg")
     assert size((tmp_path / "small.svg").read_text())[1] < height / 2
 

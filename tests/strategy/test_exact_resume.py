@@ -90,6 +90,25 @@ def test_so_it_is_where_steps_are_counted(pool: WorkerPool, tmp_path: Path) -> N
         assert pool.run(1, with_loader, *arguments, **COUNTED) == [{point: [] for point in FEW}]
 
 
+def ended_and_lengthened(layout: dict[str, Any], devices: int, directory: str) -> list[str]:
+    """What differs where a run ends within an epoch, and its last checkpoint is gone on from."""
+    whole = train(layout, devices, 0, augmented_loader, **COUNTED)
+    save = ModelCheckpoint(directory, "ended", save_on_train_epoch_end=True)
+    shorter = {**COUNTED, "max_steps": 2, "callbacks": [save]}
+    train(layout, devices, 0, augmented_loader, **shorter)
+    rest = train(layout, devices, 0, augmented_loader, path=save.best_model_path, **COUNTED)
+    return differences(whole, rest, (0, 4))
+
+
+@pytest.mark.parametrize(("devices", "layout"), [(1, {}), (2, {"zero": 2})], ids=str)
+def test_so_it_is_after_the_last_step_of_a_shorter_run(
+    pool: WorkerPool, tmp_path: Path, devices: int, layout: dict[str, Any]
+) -> None:
+    """Lightning counts the begun epoch as done, and would go on in the order of the next."""
+    by_rank = pool.run(devices, ended_and_lengthened, layout, devices, str(tmp_path))
+    assert by_rank == [[]] * devices
+
+
 def batches_of(size: int, _: int, workers: int) -> Any:
     return augmented_loader(size, workers)
 

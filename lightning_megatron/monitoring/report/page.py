@@ -57,7 +57,7 @@ def page(history: RunHistory) -> str:
     return _template().render(
         history=history,
         name=name,
-        tone=_ENDS.get(history.status, ("", ""))[0],
+        tone="bad" if _nothing_saved(history) else _ENDS.get(history.status, ("", ""))[0],
         headline=headline,
         summary=summary,
         cause=_cause(history),
@@ -69,7 +69,9 @@ def page(history: RunHistory) -> str:
         incidents=incidents_table(history.incidents) if history.incidents else None,
         curves=curves,
         curve_key=_curve_key(curves),
-        ranks=ranks_table(history.ranks, history.end),
+        ranks=ranks_table(
+            history.ranks, history.end, pipeline=(start.get("layout") or {}).get("pp", 1) > 1
+        ),
         verified=[
             {
                 "attempt": attempt + 1,
@@ -107,6 +109,8 @@ def summarize(history: RunHistory) -> str:
     ledger, end = history.ledger, history.end
     step = max((a.to_step or 0 for a in ledger.attempts), default=0)
     title = _ENDS.get(history.status, ("", history.status))[1]
+    if history.status == "completed" and _nothing_saved(history):
+        title = "✕ Completed without a checkpoint"
     return (
         f"{title} at step {step:,}. Goodput {percent(ledger.goodput(end))}: "
         f"{duration(ledger.productive_s)} of {duration(ledger.wall_s(end))} went into steps "
@@ -124,7 +128,12 @@ def _saved(history: RunHistory) -> str:
         return f" No checkpoint was written{tried}."
     if history.status != "completed":
         return f" The newest checkpoint holds step {history.saved_step:,}{tried}."
-    return ""
+    return f" {plural(history.failed_saves, 'save')} failed." if history.failed_saves else ""
+
+
+def _nothing_saved(history: RunHistory) -> bool:
+    """Whether a run has tried to save, and no checkpoint is left."""
+    return bool(history.failed_saves) and history.saved_step == 0
 
 
 def _cause(history: RunHistory) -> str:
@@ -146,7 +155,7 @@ def _facts(history: RunHistory) -> dict[str, str]:
     facts = {
         "Steps": number(float(max((a.to_step or 0 for a in ledger.attempts), default=0))),
         "Last loss": number(losses[-1]) if losses else None,
-        "Step, median": duration(statistics.median(times)) if times else None,
+        "Median step": duration(statistics.median(times)) if times else None,
         "Tokens/s": _metric(history, "perf/tokens_per_s", number),
         "MFU": _metric(history, "perf/mfu", percent),
         "Goodput": percent(ledger.goodput(history.end)),

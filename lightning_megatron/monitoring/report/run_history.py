@@ -20,6 +20,7 @@ from lightning_megatron.monitoring.events import FOLDER, event_files, iterate_ev
 from lightning_megatron.monitoring.goodput import Ledger, runs_of
 from lightning_megatron.monitoring.redact import redact
 from lightning_megatron.monitoring.report.text import with_short_paths
+from lightning_megatron.monitoring.sections import CHECKPOINT, VALIDATION
 
 _SAVES = "MegatronStrategy"
 """Name of the strategy that writes an event for each save."""
@@ -30,6 +31,10 @@ _STALE_S = 60.0
 MAX_DUMP = 150_000
 """Characters that are shown of one report of a hang."""
 MAX_DUMPS = 5
+
+
+_APART = (CHECKPOINT, VALIDATION)
+"""Sections that a line of the log tells beside the seconds of its steps."""
 
 
 @dataclass
@@ -75,8 +80,19 @@ class RankFigures:
 
     def share(self, section: str) -> float | None:
         """Share of a section in the time of all its steps."""
-        total = sum(self.sections.values())
+        total = self._in_steps_s
         return self.sections.get(section, 0.0) / total if total > 0 else None
+
+    def share_beside(self, sections: Sequence[str]) -> float | None:
+        """Share of all other sections in the time of its steps."""
+        total = self._in_steps_s
+        named = sum(self.sections.get(section, 0.0) for section in sections)
+        return max(total - named, 0.0) / total if total > 0 else None
+
+    @property
+    def _in_steps_s(self) -> float:
+        """Seconds of all sections but those that no step contains."""
+        return sum(s for name, s in self.sections.items() if name not in _APART)
 
 
 @dataclass
@@ -291,10 +307,9 @@ class _Sorter:
                 history.formula = str(event.get("text", ""))
             elif kind == "alert":
                 history.alerts.append(event)
-        for count, incident in enumerate(self._failed_saves, 1):
-            incident.text = (
-                f"save {count} of {len(self._failed_saves)} that failed: {incident.text}"
-            )
+        failed = self._failed_saves
+        for count, incident in enumerate(failed if len(failed) > 1 else [], 1):
+            incident.text = f"save {count} of {len(failed)} that failed: {incident.text}"
         self._read_steps([e for e in events if e["rank"] == self._reference])
         self._read_dumps(events)
 
@@ -313,8 +328,10 @@ class _Sorter:
             kind = str(event.get("status"))
         else:
             key = (kind, attempt, event.get("step"), str(event.get("what")), str(who))
-            parts = (event.get("what"), event.get("detail"), event.get("reason"))
-            text = ": ".join(str(part) for part in parts if part) or _details(event)
+            what, detail, reason = (str(event.get(k) or "") for k in ("what", "detail", "reason"))
+            if detail.startswith(what):
+                what = ""
+            text = ": ".join(filter(None, (what, detail, reason))) or _details(event)
         before = self._told.get(key)
         if before is not None:  # other ranks tell of the same
             before.ranks += [rank for rank in ranks if rank not in before.ranks]

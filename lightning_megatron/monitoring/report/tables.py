@@ -137,29 +137,37 @@ def _ranks(incident: Incident) -> str:
     return f"{shown}, … ({more + 1})" if more > 3 else shown
 
 
-def ranks_table(ranks: Sequence[RankFigures], now: float) -> Table:
-    """Return the figures of each rank; a triangle marks those far above the median."""
+def ranks_table(ranks: Sequence[RankFigures], now: float, *, pipeline: bool = False) -> Table:
+    """Return the figures of each rank; a triangle marks those far above the median.
+
+    Args:
+        ranks: figures.
+        now: wall time at which the run ended, or was read.
+        pipeline: whether ranks hold different stages, whose forwards and backwards, and waiting in
+            them, differ as they should.
+    """
     columns: list[tuple[str, Callable[[RankFigures], float | None], Callable[[float], str]]] = [
-        ("Step, median", lambda r: r.median_s, duration),
+        ("Median step", lambda r: r.median_s, duration),
         ("95 % below", lambda r: r.slow_s, duration),
     ]
-    for section in ("data", "forward", "backward", "optimizer"):
-        if any(section in rank.sections for rank in ranks):
-            columns.append(
-                (section.capitalize(), lambda r, s=section: r.share(s), percent)  # type: ignore[misc]
-            )
-    for name, title in (("peak_rss_gib", "Peak RSS"), ("peak_allocated_gib", "Peak on device")):
+    named = [s for s in _SHARES if any(s in rank.sections for rank in ranks)]
+    if named:
+        columns += [(s.capitalize(), lambda r, s=s: r.share(s), percent) for s in named]  # type: ignore[misc]
+        columns.append(("Other", lambda r: r.share_beside(named), percent))
+    for name, title in (("peak_rss_gib", "Peak RAM"), ("peak_allocated_gib", "Peak on device")):
         if any(name in rank.memory_gib for rank in ranks):
             columns.append(
                 (title, lambda r, n=name: r.memory_gib.get(n), lambda v: f"{v:.2f} GiB")  # type: ignore[misc]
             )
+    by_stage = ("Forward", "Backward", "Other") if pipeline else ("Other",)
     cells: list[list[Cell]] = [[] for _ in ranks]
-    for _, value, written in columns:
+    for title, value, written in columns:
         values = [value(rank) for rank in ranks]
         known = [v for v in values if v is not None]
         usual = statistics.median(known) if known else 0.0
+        compared = len(known) > 1 and title not in by_stage
         for row, v in zip(cells, values, strict=True):
-            stands_out = v is not None and len(known) > 1 and v > _OUTLIER * usual > 0
+            stands_out = v is not None and compared and v > _OUTLIER * usual > 0
             text = "–" if v is None else written(v)
             row.append(
                 Markup('<span class="stand">▲ {}</span>').format(text) if stands_out else text
@@ -170,8 +178,7 @@ def ranks_table(ranks: Sequence[RankFigures], now: float) -> Table:
             _cut(rank.host, _HOST_CHARACTERS),
             f"{rank.steps:,}",
             *row,
-            f"{rank.last['kind']} at step {rank.last.get('step', '')}, "
-            f"{duration(max(now - rank.last['t'], 0.0))} before the end",
+            _last_event(rank, now),
         ]
         for rank, row in zip(ranks, cells, strict=True)
     ]
@@ -183,7 +190,23 @@ def ranks_table(ranks: Sequence[RankFigures], now: float) -> Table:
         "Last event",
     ]
     caption = f"▲ more than {_OUTLIER} times the median of all ranks."
+    if named:
+        shares = "Data to Other: shares of the time of a step, waiting for other ranks included"
+        stages = "; under a pipeline stages differ in forward and backward" if pipeline else ""
+        caption = f"{shares}{stages}. {caption}"
     return Table(header, rows, "n-n" + "n" * len(columns) + "t", caption)
+
+
+_SHARES = ("data", "forward", "backward", "optimizer")
+"""Sections of a step that have a column."""
+_TOGETHER_S = 1.0
+"""Seconds before the end of a run within which ranks have ended together."""
+
+
+def _last_event(rank: RankFigures, now: float) -> str:
+    """Last event of a rank, and how long before the end it was, where that tells anything."""
+    text, before = f"{rank.last['kind']}, step {rank.last.get('step', 0):,}", now - rank.last["t"]
+    return text if before < _TOGETHER_S else f"{text}, {duration(before)} before the end"
 
 
 def saves_table(history: RunHistory) -> Table:

@@ -40,6 +40,7 @@ from lightning_megatron._lightning import (
     repeats_short_loaders,
     shift_batch_counts,
     take_batches_back,
+    take_epoch_back,
     training_fetcher,
     training_loader,
     validates_first,
@@ -374,6 +375,8 @@ def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
     whole = done >= trainer.num_training_batches or batches["is_last_batch"]
     if done and done == now["ready"] and whole:
         return max(epochs["started"], epochs["processed"]), 0
+    if done:
+        take_epoch_back(progress)
     used = done - done % every
     if used < done or now["ready"] > done:
         take_batches_back(progress, used)

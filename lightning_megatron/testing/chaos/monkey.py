@@ -33,6 +33,7 @@ from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.monitoring.events import EventLog
+from lightning_megatron.monitoring.sections import CHECKPOINT, VALIDATION
 from lightning_megatron.services import events_of, services_if_any
 from lightning_megatron.testing.chaos.actions import (
     ACTIONS,
@@ -164,7 +165,8 @@ class ChaosMonkey(pl.Callback):
         self._release()
         self._batches += 1
         if self._step_log is not None and trainer.global_step > self._step_log.step:
-            now, before = time.monotonic(), self._last_batch
+            # The same seconds as in the report of the run: validation and saves are no steps.
+            now, before = time.monotonic() - _seconds_apart(trainer), self._last_batch
             self._last_batch, self._step_log.step = now, trainer.global_step
             self._step_log.write("step", seconds=now - before)
 
@@ -205,7 +207,8 @@ class ChaosMonkey(pl.Callback):
 
     def _open_step_log(self, steps: EventLog, trainer: pl.Trainer) -> None:
         steps.identify(rank=trainer.global_rank, run="chaos", attempt=env.restart_count())
-        steps.step, self._last_batch = trainer.global_step, time.monotonic()
+        steps.step = trainer.global_step
+        self._last_batch = time.monotonic() - _seconds_apart(trainer)
         steps.open(self._log_directory(trainer))
         run_dir = events_of(trainer).run_dir
         where = None if run_dir is None else str(run_dir.absolute())
@@ -357,6 +360,14 @@ class ChaosMonkey(pl.Callback):
 def chaos_from_environment() -> list[pl.Callback]:
     """Return the callback that `lightning-megatron chaos` adds to every Trainer of its command."""
     return [ChaosMonkey()] if env.chaos_faults() else []
+
+
+def _seconds_apart(trainer: pl.Trainer) -> float:
+    """Seconds of validation and saves so far, where the strategy counts them."""
+    services = services_if_any(trainer)
+    if services is None:
+        return 0.0
+    return services.clock.seconds_in(CHECKPOINT) + services.clock.seconds_in(VALIDATION)
 
 
 def _positions(fault: Fault, now: RunPosition, trainer: pl.Trainer) -> list[RunPosition]:

@@ -21,7 +21,12 @@ from lightning_megatron.monitoring.events import event_file
 from lightning_megatron.monitoring.report.bars import time_spent
 from lightning_megatron.monitoring.report.curves import thin_out, ticks
 from lightning_megatron.monitoring.report.page import page, summarize
-from lightning_megatron.monitoring.report.run_history import RunHistory, read_run_history
+from lightning_megatron.monitoring.report.run_history import (
+    RankFigures,
+    RunHistory,
+    read_run_history,
+)
+from lightning_megatron.monitoring.report.tables import ranks_table
 from lightning_megatron.monitoring.report.text import duration, number, size
 from tests.checkpoint.damage import flip, save
 from tests.monitoring.report.made_run import START, write_run
@@ -276,6 +281,7 @@ def write_short_run(directory: Path, *, saves: list[bool], end: str, steps: int 
         ([True, True, True], "failed", "0 steps lost. The newest checkpoint holds step 9."),
         ([False] * 3, "completed", "0 steps lost. No checkpoint was written (3 saves failed)."),
         ([True, True, True], "completed", "0 steps lost."),
+        ([True, False, True], "completed", "0 steps lost. 1 save failed."),
     ],
 )
 def test_steps_that_no_checkpoint_holds_are_lost(
@@ -284,6 +290,47 @@ def test_steps_that_no_checkpoint_holds_are_lost(
     write_short_run(tmp_path, saves=saves, end=end)
     said = summarize(read_run_history(tmp_path))
     assert said.endswith(expected)
+
+
+def test_a_run_of_which_nothing_was_saved_is_not_praised(tmp_path: Path) -> None:
+    write_short_run(tmp_path, saves=[False] * 3, end="completed")
+    history = read_run_history(tmp_path)
+    assert summarize(history).startswith("✕ Completed without a checkpoint at step 9. Goodput ")
+    assert '<div class="verdict bad">' in page(history)
+    write_short_run(tmp_path, saves=[False, False, True], end="completed")
+    history = read_run_history(tmp_path)
+    assert summarize(history).startswith("✓ Completed at step 9. ")
+    assert '<div class="verdict good">' in page(history)
+
+
+def test_shares_of_a_step_add_up(history: RunHistory) -> None:
+    rank = history.ranks[3]
+    rank.sections |= {"validation": 1e6, "checkpoint": 1e6}  # lie between steps
+    named = ("data", "forward", "backward")
+    shares = [rank.share(name) or 0.0 for name in named]
+    assert rank.share_beside(named) == pytest.approx(rank.share("optimizer"))
+    assert sum(shares) + (rank.share_beside(named) or 0.0) == pytest.approx(1)
+
+
+def test_stages_of_a_pipeline_are_no_outliers() -> None:
+    ranks = [RankFigures(rank) for rank in range(2)]
+    for figures, forward in zip(ranks, (1.0, 3.0), strict=True):
+        sections = {"data": forward, "forward": forward, "backward": 6 - 2 * forward}
+        figures.add({"kind": "step", "step": 4, "t": 5.0, "seconds": 6.0, "sections": sections})
+    for pipeline, marked in ((False, 3), (True, 1)):
+        table = ranks_table(ranks, 5.0, pipeline=pipeline)
+        assert sum("▲" in cell for row in table.rows for cell in row) == marked
+        assert [row[-1] for row in table.rows] == ["step, step 4"] * 2
+    assert ranks_table(ranks, 17.0).rows[0][-1] == "step, step 4, 12 s before the end"
+
+
+def test_a_fault_is_not_named_twice(tmp_path: Path) -> None:
+    write_short_run(tmp_path, saves=[True] * 3, end="failed")
+    path = event_file(tmp_path, 0)
+    fault = {"v": 1, "t": 105.5, "run": "short", "rank": 0, "step": 5, "kind": "injected"}
+    fault |= {"what": "kill", "detail": "kill:rank=1,step=5"}
+    path.write_text(path.read_text() + json.dumps(fault) + "\n")
+    assert "kill:rank=1,step=5" in [one.text for one in read_run_history(tmp_path).incidents]
 
 
 def test_every_failed_save_is_listed_and_each_text_names_a_path_once(tmp_path: Path) -> None:

@@ -288,6 +288,24 @@ def test_diary_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [outcome.fault["what"] for outcome in result.outcomes] == ["slow"]
 
 
+def test_validation_is_no_step_of_a_rehearsal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Watched):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.3)
+
+    monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS", "slow:step=1,amount=1")
+    monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS_DIR", str(tmp_path))
+    trainer = make_trainer(
+        {}, callbacks=chaos_from_environment(), val_check_interval=1, limit_val_batches=1
+    )
+    trainer.fit(Slow(), loader(), loader())
+    ledger = read_result(tmp_path).ledger
+    assert ledger.wall_s() > 0.9  # three validations before the last step
+    assert ledger.productive_s < ledger.wall_s() - 0.9
+
+
 def test_a_batch_that_is_run_again_is_sound(tmp_path: Path) -> None:
     """What `NumberGuard` takes for a transient fault; weights are those of a clean run."""
     clean: list[Any] = []
