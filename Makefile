@@ -1,5 +1,5 @@
 # make train   a language model on this machine, in four processes
-# make test    the suite
+# make test    the suite; it says how long that takes
 # make test-all  the suite, and tests that take longer than one waits for before each commit
 # make lint    ruff, mypy and the layering test
 # make docs    the pages of docs/, as HTML in build/docs
@@ -23,6 +23,7 @@ train: .venv/train-$(TORCH)
 # Three processes on two cores: a third of the time a test waits, for a limit or for another process.
 # In the order of the files, long ones that mostly wait do not come last.
 test: .venv/dev-$(TORCH)
+	@echo 'The suite takes about 11 minutes on two cores. One file: $(BIN)/python -m pytest -q FILE'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: test

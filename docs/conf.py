@@ -43,6 +43,8 @@ myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = "lightning_megatron"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}

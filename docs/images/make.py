@@ -57,9 +57,8 @@ def picture_report(run_dir: str) -> None:
             )
             pixels = image.imread(shot)
             inked = (abs(pixels - pixels[0, 0]) > 0.02).any(axis=(1, 2)).nonzero()[0]
-            # 64 colours are all there are, but for smooth edges.
             cropped = Image.open(shot).convert("RGB").crop((0, 0, 1100, int(inked[-1]) + 20))
-            cropped.quantize(64, dither=Image.Dither.NONE).save(FOLDER / f"{name}.png")
+            cropped.save(FOLDER / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

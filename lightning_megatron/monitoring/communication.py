@@ -16,7 +16,7 @@ per batch and as the mean of the ranks:
 
 What a node's network interface sends is the MiB between nodes times the ranks of the node, plus
 some per cent for headers. Ranks are on one node where they have one host name and one kernel.
-`PrometheusEndpoint` serves ``lightning_megatron_comm_inter_node_mib_tp`` and its like.
+`PrometheusEndpoint` serves ``lightning_megatron_comm_inter_node_bytes_tp`` and its like.
 
 Exposed time is what a faster network, or more overlap, could win; in a pipeline it holds the bubble
 as well (`PipelineMonitor` tells how much that is). Of pp all seconds are exposed ones: waiting of

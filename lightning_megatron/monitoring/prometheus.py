@@ -11,8 +11,9 @@ Global rank 0 serves, by default to its own machine only,
 
 Names follow Prometheus (https://prometheus.io/docs/practices/naming): a prefix, words, the base
 unit last. ``perf/tokens_per_s`` is ``lightning_megatron_perf_tokens_per_second``;
-``mem/peak_rss_gib`` is ``lightning_megatron_mem_peak_rss_bytes``, its value in bytes; names that
-end in ``_total`` are counters.
+``mem/peak_rss_gib`` is ``lightning_megatron_mem_peak_rss_bytes``, its value in bytes; an axis stays
+behind the unit (``comm/mib/tp`` is ``lightning_megatron_comm_bytes_tp``); names that end in
+``_total`` are counters.
 """
 
 import errno
@@ -73,6 +74,7 @@ _UNITS = (
     ("_fraction", "_ratio", 1.0),
 )
 """Ending of a metric, ending for Prometheus, factor of the value."""
+_AXES = ("tp", "pp", "cp", "dp")
 
 
 class Exposed(NamedTuple):
@@ -88,10 +90,13 @@ def exposed(metric: str) -> Exposed:
     words = re.sub(r"[^a-z0-9]+", "_", metric.lower()).strip("_")
     counter = words.endswith("_total")
     words = words.removesuffix("_total")
+    last = metric.rpartition("/")[2]
+    axis = f"_{last}" if last in _AXES else ""
+    words = words.removesuffix(axis)
     for ours, theirs, factor in _UNITS:
         if words.endswith(ours):
-            return Exposed(f"{PREFIX}_{words.removesuffix(ours)}{theirs}", factor, counter)
-    return Exposed(f"{PREFIX}_{words}", 1.0, counter)
+            return Exposed(f"{PREFIX}_{words.removesuffix(ours)}{theirs}{axis}", factor, counter)
+    return Exposed(f"{PREFIX}_{words}{axis}", 1.0, counter)
 
 
 def is_ours(metric: str) -> bool:

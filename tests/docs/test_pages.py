@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a clone as far as pages need it, beside which nothing is."""
     place = tmp_path / "clone"
     place.mkdir()
-    for name in ("recipes", "examples"):
+    for name in ("recipes", "examples", "docs"):
         if (ROOT / name).is_dir():
             (place / name).symlink_to(ROOT / name)
     monkeypatch.chdir(place)

@@ -155,6 +155,8 @@ def test_what_only_this_machine_can_reach() -> None:
         ("time/data_wait_fraction", "time_data_wait_ratio", 1, False),
         ("mem/peak_rss_gib", "mem_peak_rss_bytes", 2**30, False),
         ("ckpt/GB_per_s", "ckpt_bytes_per_second", 1e9, False),
+        ("comm/mib/tp", "comm_bytes_tp", 2**20, False),
+        ("time/comm_exposed_s/dp", "time_comm_exposed_seconds_dp", 1, False),
         ("comm/wait_ms", "comm_wait_seconds", 1e-3, False),
         ("ft/steps_lost_total", "ft_steps_lost", 1, True),
         ("loss/max over ranks", "loss_max_over_ranks", 1, False),

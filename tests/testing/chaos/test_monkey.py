@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_megatron import ChaosMonkey, NumberGuard
 from lightning_megatron.cli import main
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.monitoring.events import read_events
 from lightning_megatron.testing import WorkerError, WorkerPool
 from lightning_megatron.testing.chaos.faults import InjectedFaultError, read_injected
 from lightning_megatron.testing.chaos.monkey import chaos_from_environment
@@ -286,6 +287,24 @@ def test_diary_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert result.ledger.attempts[-1].to_step == 4
     assert result.recovered
     assert [outcome.fault["what"] for outcome in result.outcomes] == ["slow"]
+
+
+def test_saving_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the goodput of the run itself, beside which the table of a rehearsal stands."""
+    monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS", "slow:step=1,amount=1")
+    monkeypatch.setenv("LIGHTNING_MEGATRON_CHAOS_DIR", str(tmp_path))
+
+    class SlowToSave(Small):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            time.sleep(0.3)
+
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)
+    callbacks = [*chaos_from_environment(), saving]
+    trainer = make_trainer({}, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(SlowToSave(), loader())
+    steps = [e["seconds"] for e in read_events(tmp_path) if e["kind"] == "step"]
+    assert len(steps) == 4
+    assert all(0 < seconds < 0.3 for seconds in steps)
 
 
 def test_validation_is_no_step_of_a_rehearsal(
