@@ -57,7 +57,8 @@ def test_offering_names_loads_nothing_heavy() -> None:
 
 def documents() -> dict[str, str]:
     texts = {"README.md": (ROOT / "README.md").read_text()}
-    texts |= {path.name: path.read_text() for path in (ROOT / "recipes").glob("*.yaml")}
+    for pages in ("recipes/*.yaml", "docs/*.md", "examples/*.py"):
+        texts |= {path.name: path.read_text() for path in ROOT.glob(pages)}
     for path, file in FILES.items():
         nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         found = [ast.get_docstring(n) for n in ast.walk(file.tree) if isinstance(n, nodes)]

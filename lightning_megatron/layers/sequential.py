@@ -47,7 +47,7 @@ class StagePort(Protocol):
 
 
 class _Visited(dict[str, Any]):
-    """Parameters of a `RemoteItem`: none; it reports when somebody iterates over them."""
+    """Parameters or children of a `RemoteItem`: none; it tells who iterates over them."""
 
     on_visit: Callable[[], None] | None = None
 
@@ -70,11 +70,14 @@ class RemoteItem(nn.Module):
         super().__init__()
         self.name = name
         self.stage = stage
-        self.__dict__["_parameters"] = _Visited()
+        self.__dict__["_parameters"], self.__dict__["_modules"] = _Visited(), _Visited()
 
     def on_visit(self, tell: Callable[[], None] | None) -> None:
-        """Set the function to call when somebody iterates over parameters and misses the item's."""
-        self.__dict__["_parameters"].on_visit = tell
+        """Set the function to call when somebody iterates over parameters and misses the item's.
+
+        Also over modules, each of which may be asked for its weights.
+        """
+        self.__dict__["_parameters"].on_visit = self.__dict__["_modules"].on_visit = tell
 
     def stand_in(self) -> nn.Parameter | None:
         """Add a parameter without elements and return it; None if there is one."""

@@ -81,6 +81,7 @@ _SAME_SHAPE = frozenset(
 _REDUCTIONS = frozenset(
     ("sum", "mean", "norm", "vector_norm", "max", "min", "amax", "amin", "any", "all")
 )
+_ADDITIONS = frozenset(("add", "radd", "iadd", "sub", "rsub", "isub", "subtract"))
 _COUNTS = frozenset(("numel", "nelement"))
 _CONTENTS = frozenset(("tolist", "numpy", "array"))
 _VIEWS = frozenset(("view", "reshape", "flatten", "ravel", "unsqueeze", "squeeze"))
@@ -126,6 +127,8 @@ class WholeReductions(TorchFunctionMode):
         """Code of the user's that went through all parameters of a stage."""
         self._reads: dict[CodeType, str] = {}
         """Code of the user's that took numbers of parameters to Python."""
+        self._adds: dict[CodeType, str] = {}
+        """Code of the user's that added numbers of parameters to something else."""
         self._warned: set[str] = set()
         self._listen(self._walked)
 
@@ -191,6 +194,8 @@ class WholeReductions(TorchFunctionMode):
             return result
         if self._topology.pp.size > 1 and not self._is_inside(frame):
             self._refuse_sums(name, {part.name for _, part in parts}, numbers)
+            if frame is not None and numbers and name in _ADDITIONS:
+                self._added(frame, name, args)
             if frame is not None and (name in _TO_PYTHON or name in _COUNTS):
                 self._read(frame, name)
         if not parts:
@@ -359,14 +364,28 @@ class WholeReductions(TorchFunctionMode):
             self._refuse_walk(frame, name)
         self._reads |= {frame.f_code: name, above.f_code: name}
 
+    def _added(self, frame: FrameType, name: str, operands: Sequence[Any]) -> None:
+        """A number of a parameter is added to a loss, or to the 0 with which ``sum`` begins.
+
+        Where a rank has one parameter only, this is all there is to see of a sum over several.
+        """
+        others = [x for x in operands if not (isinstance(x, Tensor) and x in self._numbers)]
+        if not any(isinstance(x, Tensor) or (type(x) is int and x == 0) for x in others):
+            return
+        codes = {frame.f_code, *_codes_in(frame.f_code)}
+        if self._walks & codes:
+            self._refuse_walk(frame, name)
+        self._adds |= dict.fromkeys(codes, name)
+
     def _walked(self) -> None:
         """Somebody goes through parameters, and comes by those of another stage."""
         frame = _walker()
         if self._lifted or frame is None:
             return
         self._walks.add(frame.f_code)
-        if frame.f_code in self._reads:
-            self._refuse_walk(frame, self._reads[frame.f_code])
+        for numbers in (self._reads, self._adds):
+            if frame.f_code in numbers:
+                self._refuse_walk(frame, numbers[frame.f_code])
 
     def _refuse_walk(self, frame: FrameType, name: str) -> None:
         text = (
@@ -582,6 +601,14 @@ def _walker() -> FrameType | None:
             return None if module.startswith(("torch.", "lightning")) else frame
         frame = frame.f_back
     return None
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Code of the functions and generators that are written in a function."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes_in(constant)
 
 
 def _is_repeated() -> bool:

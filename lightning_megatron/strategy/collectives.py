@@ -137,7 +137,7 @@ def refuse_shards(value: Tensor, what: str) -> None:
             f"{what} is a DTensor: the step uses parameters outside of the forward of their "
             "module, where ZeRO holds shards of them; nearest valid: weight_decay of the "
             "optimizer for a penalty on weights, the same computation inside that forward, or "
-            "zero=0"
+            "zero=2, which keeps parameters whole"
         )
 
 

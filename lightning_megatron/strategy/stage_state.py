@@ -7,7 +7,8 @@ the first hook at the end of an epoch, whatever has changed on the last stage si
 goes to the other stages, which then hold the same: attributes and buffers of the module and of the
 modules beside the trunk, and with them the states of metrics. Attributes that hooks around a batch
 mention go there after every step that has changed them, and only then: what such hooks change is
-each rank's own. Code that reaches attributes by names that it makes up (``getattr``) may mean any.
+each rank's own. So do those that a step mentions before the call of its trunk and behind it. Code
+that reaches attributes by names that it makes up (``getattr``) may mean any.
 
 A digest of each attribute finds what changed. Values of any class that can be pickled are carried;
 of others the items of a dict, or the attributes of an object. Modules, parameters, optimizers and
@@ -48,7 +49,12 @@ from lightning_megatron._lightning import (
 from lightning_megatron.comm.objects import ObjectBroadcast, dump, load
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
-from lightning_megatron.strategy.code_inspection import names_in, own_functions
+from lightning_megatron.strategy.code_inspection import (
+    methods_of,
+    names_in,
+    names_on_both_sides,
+    own_functions,
+)
 from lightning_megatron.strategy.observers import HOOKS
 from lightning_megatron.topology.mesh import Axis, Topology
 
@@ -174,9 +180,10 @@ class StepState(Callback):
         observers = (module, *callbacks)
         in_hooks, in_steps = _names_of_hooks(observers), _names_of_steps(module)
         in_both = _meant_by_both(in_hooks, in_steps)
-        found = in_hooks, in_both, _names_of_hooks(observers, _AROUND_A_BATCH)
+        carried = _names_that_steps_carry(module)
+        found = in_hooks, in_both, _names_of_hooks(observers, _AROUND_A_BATCH) | carried, carried
         # The last stage decides for all: code may not be the same in every process.
-        self._in_hooks, self._in_both, self._around_a_batch = self._broadcast(found)
+        self._in_hooks, self._in_both, self._around_a_batch, self._carried = self._broadcast(found)
         self._shapes: dict[_Key, _Shape] = {}
         self._cannot_travel: set[_Key] = set()
         self._stuck: dict[str, None] = {}
@@ -254,7 +261,21 @@ class StepState(Callback):
                 if self._before.get(key) != value.digest()
             }
         if self._around_a_batch:
+            self._warn_of_microbatches(changed)
             self._hand_over(changed)
+
+    def _warn_of_microbatches(self, changed: Iterable[_Key]) -> None:
+        """Warn where the first stage would need in a batch what the last makes of it."""
+        count = self._module.trainer.strategy.steps.count  # type: ignore[attr-defined]
+        stale = [f"self.{_dotted(*key)}" for key in changed if _is_meant(key, self._carried)]
+        if count > 1 and self._module.training and stale and stale[0] not in self._warned:
+            self._warned.add(stale[0])
+            warnings.warn(
+                f"{stale[0]}: training_step reads it before its trunk and changes it behind, for "
+                f"each of {count} microbatches of a batch: stages before the last see what it was "
+                "when the batch began; num_microbatches=1 keeps batches whole",
+                stacklevel=2,
+            )
 
     def _note_containers(self) -> None:
         """Shapes of containers before a step; what others than steps have filled is tried anew."""
@@ -421,6 +442,23 @@ def _names_of_steps(module: LightningModule) -> frozenset[str]:
         if name not in (*_BUILDERS, *HOOKS) and not name.startswith("on_")
     )
     return frozenset().union(*map(names_in, functions))
+
+
+def _names_that_steps_carry(module: LightningModule) -> frozenset[str]:
+    """Names that a step mentions before the call of its trunk and behind it.
+
+    What it changes behind the call, on the last stage, another batch may use before it, on all.
+    """
+    trunks = {
+        part
+        for path, child in module.named_modules()
+        if isinstance(child, PipelineSequential)
+        for part in path.split(".")
+    }
+    methods = methods_of(module)
+    steps = ("training_step", "validation_step", "test_step", "predict_step")
+    found = (names_on_both_sides(methods, step, trunks) for step in steps)
+    return frozenset().union(*found) - _ANY
 
 
 def _names_of_hooks(

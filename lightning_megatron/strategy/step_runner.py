@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.schedules.schedule import Schedule
+from lightning_megatron.strategy.code_inspection import methods_of
 from lightning_megatron.strategy.collectives import refuse_shards
+from lightning_megatron.strategy.left_behind import LeftBehind
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
 from lightning_megatron.strategy.stage_state import unchanged
 from lightning_megatron.topology.mesh import Topology
@@ -107,6 +110,7 @@ class StepRunner:
         self._seeds = topology.step_seeds
         self.executor: Executor = NoPipeline()
         last_rank = topology.pp.size - 1
+        self._left_behind: LeftBehind | None = None
         if topology.pp.size > 1:
             assert parallel.trunk is not None
             stage_ranks = parallel.transforms.stage_ranks or range(topology.pp.size)
@@ -114,6 +118,7 @@ class StepRunner:
                 topology, parallel.trunk, schedule, stage_ranks, host_group, scatter_gather
             )
             last_rank = stage_ranks[-1]
+            self._left_behind = LeftBehind(module, parallel.trunk, topology.pp.rank)
         self.last_rank = last_rank
         self._share_output = ObjectBroadcast(
             topology.pp, topology.pp.ranks[last_rank], topology.device, host_group
@@ -131,6 +136,12 @@ class StepRunner:
         speaks = topology.batch.rank == topology.tp.rank == 0  # on each stage, which has its own
         self._coupling = SampleCoupling(module, speaks=speaks)
         self._in_step = False
+
+    @cached_property
+    def _outputs_are_used(self) -> bool:
+        """Whether hooks of the user's are given what steps return."""
+        callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
+        return any("on_train_batch_end" in methods_of(one) for one in (self._module, *callbacks))
 
     def gathers_samples(self) -> None:
         """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch."""
@@ -315,6 +326,9 @@ class StepRunner:
         # step would not survive; there they surround the stage's items instead.
         pipelined = isinstance(self.executor, Pipeline)
         device, context = self._topology.device, self._context(name)
+        watch: Context = nullcontext
+        if self._left_behind is not None and name == "training_step":
+            watch = self._left_behind.watched
 
         def run(index: int, to_end: bool) -> Any:
             counts = index < microbatches.counted
@@ -323,7 +337,8 @@ class StepRunner:
             self._seeds.microbatch(index)
             with context(), nullcontext() if counts else unchanged(self._module, device):
                 if pipelined:
-                    return getattr(self._module, name)(microbatches.batches[index], *args[1:])
+                    with watch():
+                        return getattr(self._module, name)(microbatches.batches[index], *args[1:])
                 return self._parallel.step(name, microbatches.batches[index], *args[1:])
 
         return run
@@ -358,9 +373,10 @@ class StepRunner:
     def _training_output(
         self, outputs: Sequence[Any], microbatches: Microbatches, loss: Tensor
     ) -> Any:
-        if not outputs:
-            return loss
-        merged = merge(outputs, microbatches.weights[: len(outputs)])
+        merged = merge(outputs, microbatches.weights[: len(outputs)]) if outputs else None
+        if isinstance(self.executor, Pipeline) and self._outputs_are_used:
+            # Only what goes beside the loss travels: the loss is there.
+            merged = self._share_output(self._whole(merged) if _has_more(merged) else None)
         return {**merged, "loss": loss} if isinstance(merged, Mapping) else loss
 
 
@@ -413,6 +429,11 @@ class SampleCoupling:
             f"and couples_samples = False in the module says that this is as it should be",
             stacklevel=2,
         )
+
+
+def _has_more(output: Any) -> bool:
+    """Whether a step has returned more than its loss."""
+    return isinstance(output, Mapping) and bool(output.keys() - {"loss", "num_tokens"})
 
 
 def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:

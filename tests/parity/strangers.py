@@ -316,8 +316,137 @@ class Gathers(Stranger):
         return F.cross_entropy(out, y) + (out - everyone.mean(0)).square().mean()
 
 
+class Leaves(nn.Module):
+    """A block that adds a loss of its own to a list."""
+
+    def __init__(self, losses: list[Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.losses = losses
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.losses.append(y.square().mean())
+        return x + y.tanh()
+
+
+class LossesOfBlocks(Stranger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        blocks = [Leaves(self.losses) for _ in range(4)]
+        self.net = PipelineSequential(blocks=blocks, head=nn.Linear(6, CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.losses.clear()
+        return self.loss(*batch) + 0.1 * sum(self.losses)
+
+
+class HookedFeatures(Stranger):
+    """A forward hook keeps what a layer has computed, for a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, Tensor] = {}
+        self.net.act.register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        self.features["act"] = output
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        return loss + sum(f.abs().mean() for f in self.features.values())
+
+
+class Encodes(Stranger):
+    """Keeps in an attribute what is computed before the trunk, and uses it behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.encoded = self.encoder(x)
+        return self.loss(self.encoded, y) + self.encoded.square().mean()
+
+
+class Centres(Stranger):
+    """Moves a buffer behind the trunk, and uses it before that in the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(6))
+        self.rate = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x * self.rate - self.centre)
+        self.centre += 0.1 * self.all_gather(out.detach().mean()).mean()
+        self.rate = 1.0 / (2.0 + batch_idx)
+        return F.cross_entropy(out, y)
+
+
+class RateOfOutputs(Stranger):
+    """A hook after each batch uses what the step has returned beside the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x)
+        return {"loss": F.cross_entropy(out, y), "out": out.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        size = self.all_gather(outputs["out"].abs().mean()).mean()
+        for group in self.trainer.optimizers[0].param_groups:
+            group["lr"] = float(size)
+
+
+class NormedWeight(Stranger):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.net.down)
+
+
 STRANGERS: dict[str, type[Stranger]] = {
     cls.__name__: cls
     for cls in list(globals().values())
     if isinstance(cls, type) and issubclass(cls, Stranger)
 }
+
+
+class PenaltyOfLayers(Stranger):
+    """Bias-free layers, one of which the last stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PipelineSequential(
+            blocks=[nn.Linear(6, 6, bias=False) for _ in range(3)],
+            head=nn.Linear(6, CLASSES, bias=False),
+        )
+
+    def penalty(self) -> Any:
+        return sum(p.square().sum() for p in self.parameters())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(*batch) + 0.1 * self.penalty()
+
+
+class PenaltyByModules(PenaltyOfLayers):
+    def penalty(self) -> Any:
+        layers = (m for m in self.net.modules() if isinstance(m, nn.Linear))
+        return sum(m.weight.square().sum() for m in layers)
+
+
+class PenaltyInLoop(PenaltyOfLayers):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(*batch)
+        for name, p in self.named_parameters():
+            if name.endswith("weight"):
+                loss = loss + 0.1 * p.norm()
+        return loss
+
+
+PENALTIES: dict[str, type[Stranger]] = {
+    cls.__name__: cls for cls in (PenaltyOfLayers, PenaltyByModules, PenaltyInLoop)
+}
+"""Sums over parameters, of which a rank may have one only."""

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import lightning_megatron
-from lightning_megatron import MegatronStrategy
+from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.testing import WorkerError, WorkerPool
 from tests.parity.jobs import quiet_trainer
-from tests.parity.strangers import STRANGERS
+from tests.parity.strangers import PENALTIES, STRANGERS
 
 TOLERANCE = 1e-10
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -34,16 +34,19 @@ _TP = {
     "Vectors": r"net\.up\.weight: cat was called .* of which each of tp=2 ranks",
     "RecomputedPenalty": r"net\.up\.weight: norm of a parameter .*within torch\.utils\.checkpoint",
     "NoisyWeights": r"net\.up\.weight: add combines .* with a tensor of shape \(4, 6\)",
+    "NormedWeight": r"net\.down\.weight: a parametrization .* of a parameter that tp=2 slices",
 }
 _PP = {
     "ByHand": r"pp=2, automatic_optimization=False",
+    "LossesOfBlocks": r"self\.losses: items of the PipelineSequential on pipeline rank 0 leave",
+    "HookedFeatures": r"self\.features: items of the PipelineSequential on pipeline rank 0 leave",
     "SetsInHook": r"item 'head' of the PipelineSequential is on pipeline stage 1",
     "PenaltyOfOne": r"item 'up' of the PipelineSequential is on pipeline stage 0",
     "NotesWeights": r"goes through all parameters and takes numbers of them \(float\)",
     "NotesState": r"goes through all parameters and takes numbers of them \(float\)",
     **dict.fromkeys(
         ("LogsNorms", "NormByHand", "StackedNorms", "Penalty", "RecomputedPenalty", "Vectors"),
-        r"unites values of several parameters \(net\..*and with pp=2 each rank has those of",
+        r"(unites values of several parameters \(net\.|goes through all).*with pp=2 each rank has",
     ),
 }
 # Of the habits, those in which values or layers of several ranks meet: only there tp, pp and ZeRO
@@ -139,10 +142,24 @@ def test_what_no_layout_can_keep_true_is_refused_by_name(
     assert "nearest valid" in text or "zero=2 or lower" in text
 
 
-def warnings_job(options: dict[str, Any]) -> list[str]:
+def penalty_job(name: str) -> None:
+    pp = PipelineConfig(degree=2, partition=[3, 1])
+    quiet_trainer(MegatronStrategy(pp=pp, num_microbatches=2)).fit(PENALTIES[name]())
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalty_on_weights_of_several_stages_is_refused_on_a_stage_with_one(
+    pool: WorkerPool, name: str
+) -> None:
+    text = r"goes through all parameters and takes numbers of them \(r?add\), and with pp=2"
+    with pytest.raises(WorkerError, match=text):
+        pool.run(2, penalty_job, name)
+
+
+def warnings_job(options: dict[str, Any], name: str = COUNTS) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quiet_trainer(MegatronStrategy(**options)).fit(STRANGERS[COUNTS]())
+        quiet_trainer(MegatronStrategy(**options)).fit(STRANGERS[name]())
     return [str(warning.message) for warning in caught]
 
 
@@ -151,3 +168,12 @@ def test_counts_of_a_stage_are_warned_of(pool: WorkerPool) -> None:
     found = [text for text in texts if "goes through all parameters" in text]
     assert len(found) == 1
     assert "(numel), and with pp=2 each rank has those of its own stages" in found[0]
+
+
+def test_what_steps_carry_from_batch_to_batch_is_warned_of_where_they_see_microbatches(
+    pool: WorkerPool,
+) -> None:
+    texts, _ = pool.run(2, warnings_job, {"pp": 2, "num_microbatches": 2}, "Centres")
+    found = [text for text in texts if "reads it before its trunk" in text]
+    assert len(found) == 1
+    assert "num_microbatches=1" in found[0]

@@ -51,6 +51,7 @@ SMALL_LLAMA = [
     "--model.config={vocab_size: 256, num_kv_heads: 4, " + ", ".join(SIZES).replace("=", ": ") + "}"
 ]
 OFTEN = "--trainer.callbacks.every_n_train_steps=3"  # of the ModelCheckpoint
+TWO_BATCHES = "--trainer.accumulate_grad_batches=2"
 GRAPHS_ONLY = "--trainer.strategy.compile.backend=eager"
 """Code of a compiler takes longer to make than it takes to train."""
 
@@ -78,13 +79,19 @@ TINY = {
             *(*SMALL_LLAMA, *BYTES, OFTEN),
         ],
     ),
-    # FP8 products need sizes that are multiples of 16.
-    "pretrain-8b-fp8": Tiny(ranks=2, options=[CPU, *SMALL_LLAMA, *BYTES, OFTEN, GRAPHS_ONLY]),
+    # FP8 products need sizes that are multiples of 16; without `keep_*` two blocks have them.
+    "pretrain-8b-fp8": Tiny(
+        ranks=2,
+        options=[
+            *("--trainer.plugins.keep_first=0", "--trainer.plugins.keep_last=0", TWO_BATCHES),
+            *(CPU, *SMALL_LLAMA, "--model.config.num_layers=2", *BYTES, OFTEN, GRAPHS_ONLY),
+        ],
+    ),
     "finetune-qwen3": Tiny(
         ranks=2,
         options=[
             *(CPU, "--data.tokenizer=qwen", "--data.files=[corpus.txt]", "--data.seq_len=16"),
-            *("--ckpt_path=qwen3.ckpt", OFTEN),
+            *("--ckpt_path=qwen3.ckpt", OFTEN, TWO_BATCHES),
         ],
     ),
 }

@@ -142,8 +142,7 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         rows += [f"  at {frame}" for frame in entry["stack"][:_SHOWN]]
         rows += [f"  last collective: {last}" for last in entry["collectives"]]
     if report["waiting"]:
-        ranks = "rank" if len(report["waiting"]) == 1 else "ranks"
-        rows.append(f"waiting for it: {ranks} {_numbers(report['waiting'])}{_where(report)}")
+        rows.append(f"waiting for it: {_ranks(report['waiting'])}{_where(report)}")
     return [*rows, report["note"]] if "note" in report else rows
 
 
@@ -159,12 +158,12 @@ def _summary_of_silence(report: Mapping[str, Any]) -> list[str]:
             f"{entry['section']} of step {entry['step']}"
         )
     if report["waiting"]:
-        rows.append(f"waiting here: ranks {_numbers(report['waiting'])}")
+        rows.append(f"waiting here: {_ranks(report['waiting'])}")
     return rows
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(map(str, numbers))}"
 
 
 def _where(report: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
 from lightning_megatron._lightning import set_device_mesh, training_source
@@ -450,6 +451,13 @@ def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1) -> list[str]:
                 "gradient each rank has a part; nearest valid: tp=1, or a layer of torch.nn"
                 for leaf in layer.shard_dims()
                 if leaf in own and has_hooks(own[leaf])
+            ]
+            problems += [
+                f"{name}.{leaf}: a parametrization (weight_norm, spectral_norm) of a parameter "
+                f"that tp={tp} slices, of which each rank would see a part; nearest valid: tp=1, "
+                "or a layer of torch.nn"
+                for leaf in layer.shard_dims()
+                if is_parametrized(layer, leaf)
             ]
         if has_unknown_sizes(layer):
             problems.append(

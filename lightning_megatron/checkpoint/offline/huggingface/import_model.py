@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import Chunk, whole
-from lightning_megatron.checkpoint.directory.commit import locate
 from lightning_megatron.checkpoint.directory.manifest import local_path, read_manifest
 from lightning_megatron.checkpoint.directory.verify import check_files
 from lightning_megatron.checkpoint.load.reader import PRETRAINED
@@ -131,10 +130,10 @@ def _origin(source: HuggingFaceDirectory, padding: int, dtype: torch.dtype | Non
 def _is_import(target: Path, origin: str) -> bool:
     """Return whether ``target`` is a complete import of this origin."""
     try:
-        place = locate(target)
-        manifest = read_manifest(place)
-        check_files(place, manifest)
-        state = read_state_files(place, manifest)["state"]
+        # Not its sibling that another process is about to rename: the caller opens the target.
+        manifest = read_manifest(target)
+        check_files(target, manifest)
+        state = read_state_files(target, manifest)["state"]
     except (CheckpointError, OSError):
         return False
     made_of = state.get(PRETRAINED)

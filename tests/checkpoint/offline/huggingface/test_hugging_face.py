@@ -271,6 +271,16 @@ def test_a_script_imports_once_however_many_processes_run_it(saved, tmp_path, po
         import_hugging_face(theirs, path, dtype=torch.bfloat16)
 
 
+def test_an_import_that_another_process_is_about_to_publish_is_not_there_yet(saved, tmp_path):
+    """Complete, but under its hidden name: whoever opens the path would find nothing."""
+    theirs, path = saved("llama"), tmp_path / "a.ckpt"
+    import_hugging_face(theirs, path)
+    path.rename(tmp_path / ".a.ckpt.tmp-0123456789ab")
+    import_hugging_face(theirs, path)
+    assert (path / "manifest.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt", "theirs"]
+
+
 @pytest.mark.parametrize("failing", ["write_safetensors", "write_durably"])
 def test_an_export_that_fails_leaves_nothing(failing, saved, tmp_path, monkeypatch):
     import_hugging_face(saved("llama"), tmp_path / "a.ckpt")

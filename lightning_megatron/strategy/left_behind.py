@@ -1,0 +1,121 @@
+"""Tensors that items of a pipeline leave in attributes, for the step to use behind its trunk.
+
+A block may append a loss of its own to a list (the load of experts), or a forward hook keep what a
+layer has computed. In one process the step adds that to its loss. Under a pipeline it does so on
+the last stage only, where the items of the other stages have never run: the weights of these would
+train without that part of the loss, and nothing would tell. So the first forwards of a stage are
+watched, and later ones now and then, as a loss may begin after a warm-up: a tensor that takes part
+in a backward, that a stage before the last has left in an attribute which ``training_step``
+mentions, ends the run.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.pipeline.runner import StageBoundary
+from lightning_megatron.strategy.code_inspection import methods_of, names_in
+
+_WATCHED, _EVERY = 8, 64
+"""Forwards that are looked at: so many first ones, and each so many-th after them."""
+_CONTAINERS = (dict, list, tuple, set)
+
+
+class LeftBehind:
+    """Refuses losses that would be lost between the stages of a pipeline.
+
+    Args:
+        module: the user's.
+        trunk: its `PipelineSequential`, reduced to this rank's stages.
+        rank: this rank on the pipeline axis.
+    """
+
+    def __init__(self, module: LightningModule, trunk: PipelineSequential, rank: int) -> None:
+        self._module = module
+        self._trunk = trunk
+        self._rank = rank
+        self._names = _names_of_step(module)
+        self._forwards = 0
+        self._before: list[Tensor] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the block a step runs one stage.
+
+        Raises:
+            ConfigError: its items have left a tensor where the step looks for it.
+        """
+        self._forwards += 1
+        if self._forwards > _WATCHED and self._forwards % _EVERY:
+            yield
+            return
+        # The code before the call runs on all stages; what it leaves is there on the last, too.
+        hook = self._trunk.register_forward_pre_hook(self._note)
+        try:
+            yield
+        except StageBoundary:
+            self._refuse()
+            raise
+        finally:
+            hook.remove()
+            self._before = []
+
+    def _note(self, *_: Any) -> None:
+        self._before = [tensor for _, tensor in self._found()]
+
+    def _refuse(self) -> None:
+        known = {id(tensor) for tensor in self._before}
+        place = next((place for place, tensor in self._found() if id(tensor) not in known), None)
+        if place is not None:
+            raise ConfigError(
+                f"{place}: items of the PipelineSequential on pipeline rank {self._rank} leave "
+                "tensors there, and training_step uses them behind its trunk, which is on the last "
+                "stage, where these items do not run; nearest valid: items that take and return a "
+                "tuple (x, loss so far), or pp=1"
+            )
+
+    def _found(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors with a graph in attributes that the step mentions, with names of these."""
+        for path, child in self._module.named_modules():
+            for name, content in vars(child).items():
+                if name in self._names:
+                    place = f"self.{path}.{name}" if path else f"self.{name}"
+                    for tensor in _tensors(content):
+                        yield place, tensor
+
+
+def _tensors(content: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Tensors in a value, in containers and in plain objects, that take part in a backward."""
+    if isinstance(content, Tensor):
+        if content.grad_fn is not None:
+            yield content
+    elif depth and not isinstance(content, nn.Module | type):
+        items: Any = ()
+        if isinstance(content, dict):
+            items = content.values()
+        elif isinstance(content, _CONTAINERS) or hasattr(content, "maxlen"):
+            items = content
+        elif not callable(content) and hasattr(content, "__dict__"):
+            items = vars(content).values()
+        for item in tuple(items):
+            yield from _tensors(item, depth - 1)
+
+
+def _names_of_step(module: LightningModule) -> frozenset[str]:
+    """Names that ``training_step`` mentions, or methods of the module that it calls."""
+    methods = methods_of(module)
+    found: set[str] = set()
+    to_read, seen = ["training_step"], set[str]()
+    while to_read:
+        if (name := to_read.pop()) not in seen:
+            seen.add(name)
+            for function in methods.get(name, ()):
+                names = names_in(function)
+                found |= names
+                to_read += names & methods.keys()
+    return frozenset(found)
