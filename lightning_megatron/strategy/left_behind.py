@@ -3,9 +3,10 @@
 A block may append a loss of its own to a list (the load of experts), or a forward hook keep what a
 layer has computed. In one process the step adds that to its loss. Under a pipeline it does so on
 the last stage only, where the items of the other stages have never run: the weights of these would
-train without that part of the loss, and nothing would tell. So the first steps are watched: a
-tensor that takes part in a backward, that a stage before the last has left in an attribute which
-``training_step`` mentions, ends the run.
+train without that part of the loss, and nothing would tell. So the first forwards of a stage are
+watched, and later ones now and then, as a loss may begin after a warm-up: a tensor that takes part
+in a backward, that a stage before the last has left in an attribute which ``training_step``
+mentions, ends the run.
 """
 
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.pipeline.runner import StageBoundary
 from lightning_megatron.strategy.code_inspection import methods_of, names_in
 
-_WATCHED = 8
-"""Stages that are looked at; what items do at all they do in their first forwards."""
+_WATCHED, _EVERY = 8, 64
+"""Forwards that are looked at: so many first ones, and each so many-th after them."""
 _CONTAINERS = (dict, list, tuple, set)
 
 
@@ -39,7 +40,7 @@ class LeftBehind:
         self._trunk = trunk
         self._rank = rank
         self._names = _names_of_step(module)
-        self._left = _WATCHED
+        self._forwards = 0
         self._before: list[Tensor] = []
 
     @contextmanager
@@ -49,10 +50,10 @@ class LeftBehind:
         Raises:
             ConfigError: its items have left a tensor where the step looks for it.
         """
-        if not self._left:
+        self._forwards += 1
+        if self._forwards > _WATCHED and self._forwards % _EVERY:
             yield
             return
-        self._left -= 1
         # The code before the call runs on all stages; what it leaves is there on the last, too.
         hook = self._trunk.register_forward_pre_hook(self._note)
         try:
