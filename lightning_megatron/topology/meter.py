@@ -10,9 +10,10 @@ Every collective over an axis, and every message of a pipeline, is counted on th
   the ranks that tells: times the ranks of a node, it is what the node sends;
 * *exposed* seconds: the host stood still, or on a GPU the stream that computes, until the transfer
   was over. Waiting for a peer that is late is in it, and in a pipeline the bubble;
-* *hidden* seconds from the start of a transfer until it is over or somebody begins to wait for it.
-  Exposed and hidden seconds together are those that the transfers take. The messages between
-  stages have none: when one sets out its receiver does not know.
+* *hidden* seconds in which transfers were under way that nobody waited for yet, and the rank did
+  not wait for others. Where several are under way at a time they count once, so exposed and
+  hidden seconds together are those in which the axis was in use. The messages between stages have
+  none: when one sets out its receiver does not know.
 
 Counting is a few additions. Exposed time on a CPU is two looks at a clock, and always measured;
 hidden time, and exposed time on a GPU, need a callback or events per transfer, and are measured
@@ -21,6 +22,7 @@ are logged, agreements) are not counted.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,10 +44,25 @@ class _Flight:
         """Record the end of the transfer; called in a thread of the backend."""
         self._end = time.perf_counter()
 
-    def seconds(self, now: float) -> float:
-        """Seconds from the start to the end, or to ``now`` if it has not ended."""
+    def interval(self, now: float) -> tuple[float, float]:
+        """Start, and the end, or ``now`` if it has not ended."""
         end = self._end
-        return (now if end is None else min(end, now)) - self._begin
+        return self._begin, now if end is None else min(end, now)
+
+
+def _hidden_seconds(
+    flights: Sequence[tuple[float, float]], waits: Sequence[tuple[float, float]]
+) -> float:
+    """Seconds within at least one flight, and within no wait."""
+    marks = [(at, by, 0) for flight in flights for at, by in zip(flight, (1, -1), strict=True)]
+    marks += [(at, 0, by) for wait in waits for at, by in zip(wait, (1, -1), strict=True)]
+    flying = waiting = 0
+    total = last = 0.0
+    for at, in_flight, in_wait in sorted(marks):
+        if flying and not waiting:
+            total += at - last
+        flying, waiting, last = flying + in_flight, waiting + in_wait, at
+    return total
 
 
 class Meter:
@@ -59,13 +76,13 @@ class Meter:
         bytes: number of bytes that it has sent.
         inter_node_bytes: number of these bytes that went to other nodes.
         exposed_s: seconds in which the rank only waited.
-        hidden_s: seconds in which transfers that were started while ``timed`` ran and nobody
-            waited for them; on CPUs only.
+        hidden_s: seconds in which transfers that were started while ``timed`` ran and the rank did
+            not wait, by the last `settle`; on CPUs only.
         timed: whether to time transfers that need more than a clock for it.
     """
 
     __slots__ = (
-        *("_events", "_flying", "_nodes", "_shares"),
+        *("_events", "_flights", "_flying", "_nodes", "_shares", "_waits"),
         *("bytes", "calls", "exposed_s", "hidden_s", "inter_node_bytes", "timed"),
     )
 
@@ -80,6 +97,8 @@ class Meter:
         self.timed = False
         self._events: list[tuple[Any, Any]] = []
         self._flying: dict[dist.Work, _Flight] = {}
+        self._flights: list[tuple[float, float]] = []
+        self._waits: list[tuple[float, float]] = []
 
     def count(self, sent: float, leaving: float = 0.0) -> None:
         """Count a transfer.
@@ -137,23 +156,29 @@ class Meter:
             before.record()
         begin = time.perf_counter()
         if self._flying and (flight := self._flying.pop(work, None)) is not None:
-            self.hidden_s += flight.seconds(begin)
+            self._flights.append(flight.interval(begin))
         work.wait()
         if on_device:
             after.record()
             self._events.append((before, after))
         else:
-            self.exposed_s += time.perf_counter() - begin
+            self.stood(time.perf_counter() - begin)
 
     def stood(self, seconds: float) -> None:
         """Count a transfer during which the host waited."""
         self.exposed_s += seconds
+        if self.timed:
+            now = time.perf_counter()
+            self._waits.append((now - seconds, now))
 
     def settle(self) -> None:
-        """Add times that were measured on the device; waits for it."""
+        """Add times that were measured on the device, for which it waits, and the hidden ones."""
         now = time.perf_counter()
-        self.hidden_s += sum(flight.seconds(now) for flight in self._flying.values())
+        self._flights += [flight.interval(now) for flight in self._flying.values()]
         self._flying.clear()  # of those that are under way, what follows is not counted
+        self.hidden_s += _hidden_seconds(self._flights, self._waits)
+        self._flights.clear()
+        self._waits.clear()
         for before, after in self._events:
             after.synchronize()
             self.exposed_s += before.elapsed_time(after) / 1e3
