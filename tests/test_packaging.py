@@ -15,10 +15,6 @@ tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-OPTIONAL = {"flash_attn", "transformer_engine"}
-"""Packages of extras that are not installed here, by the name that they are imported under."""
-
-
 COME_WITH_TORCH = {"jinja2", "markupsafe"}
 """Packages that torch requires itself; the extra `monitor` names the first of them."""
 
@@ -92,8 +88,8 @@ def test_what_is_imported_is_declared() -> None:
     undeclared = {
         f"{path}: {name}"
         for path, file in FILES.items()
-        for name in imports(file.tree) - sys.stdlib_module_names - {PACKAGE} - OPTIONAL
-        if not {owner.lower().replace("_", "-") for owner in owners.get(name, [])} & declared
+        for name in imports(file.tree) - sys.stdlib_module_names - {PACKAGE}
+        if not {owner.lower().replace("_", "-") for owner in owners.get(name, [name])} & declared
     }
     # Rich is imported where Lightning has found that it is there.
     assert {name for name in undeclared if name.partition(": ")[2] not in COME_WITH_TORCH} == {
@@ -110,6 +106,6 @@ def test_what_is_imported_at_once_needs_no_extra() -> None:
         for node in file.tree.body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in imports(ast.Module([node], [])) - sys.stdlib_module_names - {PACKAGE}
-        if not {owner.lower().replace("_", "-") for owner in owners.get(name, [])} & declared
+        if not {owner.lower().replace("_", "-") for owner in owners.get(name, [name])} & declared
     }
     assert {name for name in undeclared if name.partition(": ")[2] not in COME_WITH_TORCH} == set()

@@ -18,6 +18,8 @@ from typing import Any, get_args, get_type_hints
 from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from lightning_megatron.cli.init import recipe_names
+
 _KEY = re.compile(r'^Parser key "([^"]+)":\s*')
 _OWNER = re.compile(r"^( *(?:- )?)Problem with given class_path '([^']+)':\s*$", re.MULTILINE)
 _UNKNOWN = re.compile(
@@ -324,7 +326,8 @@ def _config(message: str, args: Sequence[str]) -> str:
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
     there = [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    if path.parent == Path():
+        there += [f"{name}.yaml" for name in recipe_names()]
     close = get_close_matches(path.name, there, n=1)
-    return f"--config {path}: there is no such file" + (
-        f"; did you mean {path.with_name(close[0])}?" if close else ""
-    )
+    hint = f"did you mean {path.with_name(close[0])}?" if close else "`init` lists the recipes"
+    return f"--config {path}: there is no such file; {hint}"

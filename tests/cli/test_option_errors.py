@@ -25,7 +25,11 @@ COMMANDS = [
     ("fti", "did you mean `fit`?"),
     ("frobnicate", "there are fit, validate"),
     ("--config fine.yaml fti", "fti"),
-    ("fit --config nowhere.yaml", "--config nowhere.yaml: there is no such file"),
+    ("fit --config zzz.yaml", "--config zzz.yaml: there is no such file; `init` lists the recipes"),
+    (
+        "fit --config pretrain8b",
+        "there is no such file; did you mean pretrain-",
+    ),
     ("fit --config fine.yml", "did you mean fine.yaml?"),
     ("fit strayword", "strayword"),
     ("fit --trainer.max_steps", "--trainer.max_steps"),
