@@ -47,6 +47,7 @@ LOGGED = [
     "optim/param_norm",
     "optim/lr",
     "optim/skipped_steps",
+    "optim/rollbacks",
     "loss/avg",
     "loss/max",
     "loss/max_rank",

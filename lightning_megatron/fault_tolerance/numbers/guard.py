@@ -341,7 +341,7 @@ class NumberGuard(pl.Callback):
             skipped, back = self._strategy.precision.skipped_steps, self.rollbacks
             if self._logging.now(trainer) or (skipped, back) != self._logged:
                 self._logged = skipped, back
-                values = {"optim/skipped_steps": float(skipped), "ft/rollbacks_total": float(back)}
+                values = {"optim/skipped_steps": float(skipped), "optim/rollbacks": float(back)}
                 pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
     def _go_back(self) -> None:

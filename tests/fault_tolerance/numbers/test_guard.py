@@ -100,7 +100,7 @@ def rolling_back(layout: Mapping[str, Any], devices: int) -> tuple[Any, ...]:
         )
         trainer = fit(layout, devices, poisoned(data, last, value), guard)
         logged = trainer.callback_metrics
-        counts = [int(logged[key]) for key in ("ft/rollbacks_total", "optim/skipped_steps")]
+        counts = [int(logged[key]) for key in ("optim/rollbacks", "optim/skipped_steps")]
         [fault] = guard.faults
         lost = differences(state_of(trainer), clean)
         assert lost.pop() == "mean loss"  # the steps that were undone had a loss
