@@ -13,6 +13,7 @@ Trainer of a run:
 * ``on_advance_end`` of the fit loop and of its ``epoch_loop``: Lightning's own runs within, and the
   run may end before or after it;
 * ``_broadcast_sigterm_tensor`` of the ``epoch_loop``, by nothing;
+* ``_get_monitor_value`` of the ``epoch_loop``, by the mean over the ranks;
 * ``log`` of the module, while a step runs on microbatches;
 * ``_summary`` and ``summarize`` of ModelSummary callbacks, where a rank holds a part of the module;
 * ``_on_before_fetch`` of the ``epoch_loop``, with the callback ChaosMonkey only;
@@ -76,6 +77,7 @@ from lightning_megatron._lightning.loops import evaluation_loop as evaluation_lo
 from lightning_megatron._lightning.loops import is_last_batch as is_last_batch
 from lightning_megatron._lightning.loops import replace_end_of_batch as replace_end_of_batch
 from lightning_megatron._lightning.loops import replace_end_of_epoch as replace_end_of_epoch
+from lightning_megatron._lightning.loops import replace_monitored_value as replace_monitored_value
 from lightning_megatron._lightning.loops import say_validation_has_begun as say_validation_has_begun
 from lightning_megatron._lightning.loops import shift_batch_counts as shift_batch_counts
 from lightning_megatron._lightning.loops import take_batches_back as take_batches_back

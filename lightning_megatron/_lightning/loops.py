@@ -69,6 +69,20 @@ def _nothing() -> None:
     """Does nothing."""
 
 
+def replace_monitored_value(trainer: Trainer, ours: Callable[[str, Any], Any]) -> None:
+    """Have this Trainer step a ReduceLROnPlateau with ``ours(key, value)`` instead of the value.
+
+    Replaced: `_TrainingEpochLoop._get_monitor_value` of this Trainer. It takes the value that this
+    rank has logged. Unnecessary when Lightning has one that is the same on all ranks.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._get_monitor_value = partial(_monitored_value, loop, ours)
+
+
+def _monitored_value(loop: Any, ours: Callable[[str, Any], Any], key: str) -> Any:
+    return ours(key, type(loop)._get_monitor_value(loop, key))
+
+
 def validates_after_batch(trainer: Trainer, fetcher: Any) -> bool:
     """Whether a validation follows the batch that is ending.
 

@@ -6,10 +6,13 @@ samples: tp peers hold the same values and other pipeline stages none, and insid
 ranks of one stage reach the call. With an explicit group they concern that group.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
@@ -92,6 +95,37 @@ def agree(decision: bool, device: torch.device, *, all: bool) -> bool:
     votes = torch.tensor(int(decision), device=device)
     dist.all_reduce(votes)
     return bool(votes == dist.get_world_size()) if all else bool(votes)
+
+
+class MonitoredValues:
+    """Values by which schedules of the learning rate decide, made the same on all ranks.
+
+    What ``self.log`` holds without ``sync_dist=True`` is a rank's own. Ranks that go down with the
+    learning rate at different times would train, each with its part of the optimizer state, what no
+    run of one process does.
+
+    Args:
+        exchange: gathers numbers from every rank; collective.
+    """
+
+    def __init__(self, exchange: Callable[[Sequence[float]], list[tuple[float, ...]]]) -> None:
+        self._exchange = exchange
+        self._warned: set[str] = set()
+
+    def share(self, key: str, value: Any) -> Any:
+        """``value``, or the mean over all ranks where it is not the same on them; collective."""
+        [found] = self._exchange([math.nan if value is None else float(value)])
+        first = found[0]
+        if value is None or all(x == first or x != x and first != first for x in found):
+            return value
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(
+                f"ReduceLROnPlateau(monitor={key!r}): data-parallel ranks logged values from "
+                f"{min(found):.6g} to {max(found):.6g}, each of its own samples; the mean of the "
+                f"ranks decides; self.log({key!r}, ..., sync_dist=True) logs that of all samples"
+            )
+        return torch.tensor(math.fsum(found) / len(found))
 
 
 def share_metrics(module: nn.Module, topology: Topology) -> None:

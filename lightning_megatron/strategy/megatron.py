@@ -46,6 +46,7 @@ from lightning_megatron._lightning import (
     hide_pytree_warning,
     keep_precision,
     limit_threads,
+    replace_monitored_value,
     set_device_mesh,
     synchronizes_batch_norm,
 )
@@ -374,6 +375,9 @@ class MegatronStrategy(LaunchingStrategy):
             if self.parallel.spare is not None:
                 self.tuners.append(MeasuredPartition(self))
         self.stop.begin()
+        if self.world_size > 1:
+            monitored = collectives.MonitoredValues(self.votes.exchange)
+            replace_monitored_value(trainer, monitored.share)
         self._step_state = share_over_stages(
             trainer, module, self.topology, self.steps.last_rank, self._host_gloo
         )

@@ -24,6 +24,7 @@ from lightning_megatron._lightning import (
     is_last_batch,
     replace_end_of_batch,
     replace_end_of_epoch,
+    replace_monitored_value,
     say_validation_has_begun,
     shift_batch_counts,
     take_batches_back,
@@ -84,6 +85,16 @@ def test_broadcast_no_signals_is_needed() -> None:
     trainer = make_trainer()
     broadcast_no_signals(trainer)
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+
+
+def test_replace_monitored_value_is_needed() -> None:
+    source = inspect.getsource(_TrainingEpochLoop._update_learning_rates)
+    assert "self._get_monitor_value(monitor_key)" in source
+    trainer = make_trainer()
+    asked: list[Any] = []
+    replace_monitored_value(trainer, lambda *what: asked.append(what))
+    trainer.fit_loop.epoch_loop._get_monitor_value("val")
+    assert asked == [("val", None)]
 
 
 def test_evaluation_loop() -> None:

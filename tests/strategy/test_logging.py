@@ -1,6 +1,8 @@
 """What ``self.log`` says is the same under microbatches, pipelines and data parallelism."""
 
+import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -264,3 +266,41 @@ def world_calls(layout: Mapping[str, Any], devices: int) -> tuple[int, int]:
 def test_trap_10_one_agreement_a_batch_takes_the_place_of_the_broadcast(pool: WorkerPool) -> None:
     """However many microbatches it has."""
     assert pool.run(2, world_calls, {"pp": 2, "num_microbatches": 8}, 2) == [(0, 4), (0, 4)]
+
+
+class Plateau(Small):
+    """Its schedule decides by what each rank has logged of its own samples."""
+
+    def __init__(self, *, sync: bool) -> None:
+        super().__init__()
+        self.sync = sync
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        # Falls on the last rank, where it is large, and rises on the others: their mean falls.
+        first = self.trainer.global_rank == 0
+        value = self.current_epoch * (1.0 if first else -3.0) + (0.0 if first else 10.0)
+        self.log("val", value, sync_dist=self.sync)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val"}
+
+
+def learning_rate(layout: Mapping[str, Any], *, sync: bool) -> tuple[float, list[str]]:
+    trainer = make_trainer(layout, 2, max_epochs=3, num_sanity_val_steps=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Plateau(sync=sync), loader(dp=2), loader(dp=2))
+    said = [str(w.message) for w in caught if "ReduceLROnPlateau" in str(w.message)]
+    return trainer.optimizers[0].param_groups[0]["lr"], said
+
+
+def test_a_plateau_is_the_same_on_all_ranks(pool: WorkerPool) -> None:
+    """Without ``sync_dist=True`` rank 0 alone would see a plateau, and learn more slowly."""
+    assert pool.run(2, partial(learning_rate, {"zero": 1}, sync=True)) == [(0.1, [])] * 2
+    (first, said), (second, _) = pool.run(2, partial(learning_rate, {"zero": 1}, sync=False))
+    assert first == second == 0.1
+    [warning] = said
+    assert "values from 0 to 10" in warning
+    assert "sync_dist=True" in warning
