@@ -12,6 +12,7 @@ from lightning_megatron.models.flops import count_parameters
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_every_rung_trains_and_none_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,7 +124,7 @@ def test_a_resumed_run_rounds_as_one_that_went_on(pool: WorkerPool, tmp_path: Pa
 
 
 def test_optimizers_of_whole_matrices_are_refused(pool: WorkerPool) -> None:
-    with pytest.raises(Exception, match="optimizer=Muon: the step runs on float32 copies"):
+    with pytest.raises(Exception, match="optimizer=Muon of torch: the step runs on float32 copies"):
         pool.run(1, slow_job, True, {}, 1, "Muon")
 
 

@@ -170,7 +170,13 @@ class NodeMonitor:
     def act_on(self, views: Sequence[RankView]) -> None:
         """Report a hang, once, and act."""
         by_rank = {v.rank: v.beat.progress for v in views}
+        hung = bool(self._told)
         self._told = {r: p for r, p in self._told.items() if by_rank[r] == p}
+        if hung and not self._told:
+            # Who goes on kept the others waiting: their own time begins now.
+            for watched in self._watched:
+                watched.stall = 0.0
+            return
         if self._told or time.monotonic() < self._pause_until:
             return
         whole, patience = self._config.whole, _SILENCE * self._config.check_s

@@ -49,6 +49,17 @@ def test_who_turns_out_to_hold_the_lock_is_not_asked_again(tmp_path: Path) -> No
     assert monitor.blamed == [(1,)]
 
 
+def test_who_waited_for_a_hang_has_all_its_time_when_that_is_over(tmp_path: Path) -> None:
+    """Rank 0 still stands where rank 1 kept it waiting, and rank 1 is under way to it."""
+    monitor = Told(tmp_path, [evidence(OLD, NEW, 1)])
+    for watched in monitor._watched:
+        watched.stall = 9.0
+    monitor.act_on([view(0), view(1, waits=2, silence=2.5)])
+    monitor.act_on([view(0), view(1, waits=3)])
+    assert monitor.blamed == [(1,)]
+    assert [watched.stall for watched in monitor._watched] == [0.0, 0.0]
+
+
 def test_ranks_that_cannot_be_told_get_no_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
