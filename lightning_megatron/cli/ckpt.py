@@ -31,6 +31,7 @@ from lightning_megatron.checkpoint.directory.manifest import (
 )
 from lightning_megatron.checkpoint.directory.storage import AnyPath, sizes, storage_path
 from lightning_megatron.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from lightning_megatron.topology.degrees import divided_axes
 
 
 def ckpt(args: Sequence[str]) -> int:
@@ -307,8 +308,7 @@ def _layout(layout: Mapping[str, int] | None) -> str:
     """The axes that divide anything."""
     if layout is None:
         return "-"
-    divided = [f"{axis}={degree}" for axis, degree in layout.items() if degree > 1]
-    return " ".join(divided) or "one process"
+    return divided_axes(layout) or "one process"
 
 
 def _place(text: str) -> AnyPath:

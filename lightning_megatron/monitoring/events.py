@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 FOLDER = "events"
+PEER_LOST = "peer lost"
+"""``what`` of a fault by which a rank says that another one has gone."""
 _EARLY = 500
 """Events that are kept until a directory is known; of more, the last."""
 

@@ -31,6 +31,7 @@ from lightning_megatron.fault_tolerance.failures.root_cause import is_echo, writ
 from lightning_megatron.fault_tolerance.preemption.signals import StopFlag
 from lightning_megatron.launch import interfaces
 from lightning_megatron.launch.attempt import Attempt
+from lightning_megatron.monitoring.events import PEER_LOST
 from lightning_megatron.strategy.processes.launcher import Launcher
 from lightning_megatron.strategy.processes.placement import Placement
 
@@ -139,7 +140,7 @@ class PeerFailures:
             announce(f"root cause: {what}", self._lines(causes), rank=self._rank)
         self._placement.events.write(
             "fault",
-            what="peer lost",
+            what=PEER_LOST,
             rank_of_fault=causes[0].rank if causes else None,
             detail=what,
             action="end",

@@ -14,12 +14,14 @@ zero  dp_replicate                     dp_shard
 Everything here is arithmetic on integers and imports nothing heavy.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_megatron.errors import whole_numbers
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Mesh axes, outermost (slowest varying rank) first."""
+_DATA = {"dp_replicate", "dp_shard"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,17 @@ class Degrees:
     def sizes(self) -> tuple[int, ...]:
         """Axis sizes in the order of `AXES`."""
         return tuple(getattr(self, axis) for axis in AXES)
+
+
+def divided_axes(sizes: Mapping[str, int]) -> str:
+    """Axes that divide anything, as users name them: ``dp`` unless there are copies of shards.
+
+    >>> divided_axes({"cp": 1, "dp_replicate": 1, "dp_shard": 4, "pp": 1, "tp": 2})
+    'dp=4 tp=2'
+    """
+    divided = {axis: size for axis, size in sizes.items() if size > 1}
+    names = dict.fromkeys(_DATA, "dp") if len(_DATA & divided.keys()) == 1 else {}
+    return " ".join(f"{names.get(axis, axis)}={size}" for axis, size in divided.items())
 
 
 def divisors(n: int) -> list[int]:

@@ -25,6 +25,7 @@ from lightning_megatron.fault_tolerance.restarts.attempt_log import (
     AttemptRecord,
     cycles_without_progress,
 )
+from lightning_megatron.monitoring.events import PEER_LOST
 from lightning_megatron.services import events_of, services_if_any
 
 
@@ -96,7 +97,7 @@ class RestartPolicy(pl.Callback):
         if event["kind"] == "hang":
             said = f"rank {event['rank_of_fault']} hung in {event['section']}"
             log.update(why=event.get("silence") or said)
-        elif event["kind"] == "fault" and event["what"] == "peer lost":
+        elif event["kind"] == "fault" and event["what"] == PEER_LOST:
             log.update(why=event["detail"])
 
     def _open(self, trainer: pl.Trainer, number: int) -> None:

@@ -29,6 +29,7 @@ from lightning_megatron.monitoring.report.text import (
     size,
     timestamp,
 )
+from lightning_megatron.topology.degrees import divided_axes
 
 _INCIDENTS = 60
 """Faults that are drawn into the curves; of more, the last."""
@@ -141,6 +142,8 @@ def _cause(history: RunHistory) -> str:
     if history.status not in ("failed", "silent") or not history.incidents:
         return ""
     last = history.incidents[-1]
+    if last.follows:
+        last = history.incidents[last.follows - 1]
     ranks = ", ".join(map(str, last.ranks[:4]))
     return (f"Rank {ranks}: " if ranks else "") + last.text[:300]
 
@@ -149,7 +152,7 @@ def _facts(history: RunHistory) -> dict[str, str]:
     """Titles and values of the boxes below the verdict."""
     ledger, last = history.ledger, history.starts[-1] if history.starts else {}
     layout = last.get("layout")
-    shape = ", ".join(f"{k}={v}" for k, v in layout.items() if v > 1) if layout else ""
+    shape = divided_axes(layout).replace(" ", ", ") if layout else ""
     losses = [p.loss for p in history.points if p.loss is not None and not p.redone]
     times = [p.seconds for p in history.points]
     facts = {

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.monitoring.events import FOLDER, event_files, iterate_events, read_events
+from lightning_megatron.monitoring.events import (
+    FOLDER,
+    PEER_LOST,
+    event_files,
+    iterate_events,
+    read_events,
+)
 from lightning_megatron.monitoring.goodput import Ledger, runs_of
 from lightning_megatron.monitoring.redact import redact
 from lightning_megatron.monitoring.report.text import with_short_paths
@@ -111,6 +117,10 @@ class Incident:
     """Position among all incidents, from 1, which the curves show."""
     ends: bool = False
     """Whether it is the end of the attempt."""
+    what: str = ""
+    """Word by which a fault says what it is."""
+    follows: int = 0
+    """Number of the incident that this one is an effect of; 0 if it is none."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +281,7 @@ def read_run_history(
     history.incidents.sort(key=lambda incident: (incident.attempt, incident.ends, incident.t))
     for number, incident in enumerate(history.incidents, 1):
         incident.number = number
+    _explain_echoes(history)
     return history
 
 
@@ -346,6 +357,7 @@ class _Sorter:
             action=str(event.get("action") or ""),
             attempt=attempt,
             ends=event["kind"] == "end",
+            what=str(event.get("what") or ""),
         )
         self._told[key] = incident
         self._history.incidents.append(incident)
@@ -411,6 +423,15 @@ def _failed(save: dict[str, Any]) -> bool:
 
 
 _FAULTS = frozenset({"fault", "hang", "rollback", "slow_rank", "preempted", "injected"})
+
+
+def _explain_echoes(history: RunHistory) -> None:
+    """Say of ends that a lost peer caused that they did, instead of how a connection broke."""
+    lost = {i.attempt: i.number for i in history.incidents if i.what == PEER_LOST}
+    for incident in history.incidents:
+        if incident.ends and incident.kind == "failed" and incident.attempt in lost:
+            incident.follows = lost[incident.attempt]
+            incident.text = f"follows from {incident.follows}: lost its connections"
 
 
 def _add_silent_ends(history: RunHistory) -> None:

@@ -95,7 +95,7 @@ def test_the_page_of_a_long_run(long_page: str) -> None:
         "No space left on device: needs 1.2 GB",
         "perf/mfu < 0.5 for 20",
         "password=[redacted]",
-        "pp=2, dp_shard=2, tp=2",
+        "pp=2, dp=2, tp=2",
     ):
         assert expected in said, expected
     assert "hunter2" not in text
@@ -459,3 +459,18 @@ def test_numbers_for_readers() -> None:
     numbers = (None, 1234567.0, 0.12345, 1e-7, float("nan"), -float("inf"))
     assert [number(v) for v in numbers] == ["–", "1,234,567", "0.1235", "1e-07", "NaN", "−∞"]
     assert [size(v) for v in (0, 999, 1_500_000)] == ["–", "999 B", "1.5 MB"]
+
+
+def test_an_end_that_a_lost_peer_caused_is_no_second_fault(tmp_path: Path) -> None:
+    write_short_run(tmp_path, saves=[True] * 3, end="failed")
+    path = event_file(tmp_path, 0)
+    lost = {"v": 1, "t": 109.5, "run": "short", "rank": 0, "step": 9, "kind": "fault"}
+    lost |= {"what": "peer lost", "rank_of_fault": 1, "detail": "rank 1 was killed by SIGKILL"}
+    path.write_text(path.read_text() + json.dumps(lost | {"action": "end"}) + "\n")
+    history = read_run_history(tmp_path)
+    fault, end = history.incidents
+    assert (end.ends, end.follows, end.text) == (True, 1, "follows from 1: lost its connections")
+    assert "No space left" not in page(history)
+    assert "Rank 1: peer lost: rank 1 was killed by SIGKILL" in " ".join(
+        WellFormed(page(history)).text
+    )
