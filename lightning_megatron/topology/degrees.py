@@ -132,7 +132,7 @@ def degree_problems(
         valid = " or ".join(str(d) for d in nearest_divisors(dp, dp_replicate))
         problems.append(
             f"zero.dp_replicate={dp_replicate}, dp={dp}: dp_replicate must divide dp = "
-            f"world size {world_size} / (tp={tp} * pp={pp} * cp={cp}); "
+            f"world size {world_size} / ({' * '.join(_set(tp, pp, cp))}); "
             f"nearest valid: dp_replicate={valid}"
         )
     return problems
@@ -164,7 +164,14 @@ def _world_problem(world_size: int, *, tp: int, pp: int, cp: int) -> str:
         if world_size % (t * p * cp) == 0
     ]
     hint = f", or {' or '.join(choices[:3])} on {world_size}" if choices else ""
+    given = _set(tp, pp, cp)
+    product = "*".join(axis.partition("=")[0] for axis in given)
     return (
-        f"tp={tp}, pp={pp}, cp={cp}, devices * num_nodes = {world_size}: tp*pp*cp = {model} must "
+        f"{', '.join(given)}, devices * num_nodes = {world_size}: {product} = {model} must "
         f"divide the number of processes; nearest valid: {sizes} processes{hint}"
     )
+
+
+def _set(tp: int, pp: int, cp: int) -> list[str]:
+    """Degrees as they are given; that of an axis which is not in use is left out."""
+    return [f"tp={tp}", f"pp={pp}", *([f"cp={cp}"] if cp > 1 else [])]

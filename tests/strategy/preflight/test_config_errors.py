@@ -153,7 +153,7 @@ CASES = {
         layout={"tp": 3}, says=("tp=3", "= 4", "divide", "nearest valid", "tp=2")
     ),
     "tp * pp does not divide the world": Case(
-        layout={"tp": 2, "pp": 3}, says=("tp=2, pp=3", "tp*pp*cp = 6", "6 processes")
+        layout={"tp": 2, "pp": 3}, says=("tp=2, pp=3", "tp*pp = 6", "6 processes")
     ),
     "more stages than processes": Case(layout={"pp": 8}, says=("pp=8", "divide", "8 processes")),
     "tp is zero": Case(layout={"tp": 0}, says=("tp=0", "at least 1", "nearest valid: tp=1")),
