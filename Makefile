@@ -23,7 +23,7 @@ train: .venv/train-$(TORCH)
 # Three processes on two cores: a third of the time a test waits, for a limit or for another process.
 # In the order of the files, long ones that mostly wait do not come last.
 test: .venv/dev-$(TORCH)
-	@echo 'The suite takes about 11 minutes on two cores. One file: $(BIN)/python -m pytest -q FILE'
+	@echo 'The suite takes 11 to 16 minutes on two cores. One file: $(BIN)/python -m pytest -q FILE'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: test
