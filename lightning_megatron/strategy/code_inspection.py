@@ -73,17 +73,21 @@ def _sort_names(
                 _sort_names(methods, method, call, before, behind, seen)
 
 
-def _all_names(methods: Mapping[str, Sequence[FunctionType]], start: str) -> set[str]:
-    """Names in a method and in those that it calls."""
-    found: set[str] = set()
+def functions_from(
+    methods: Mapping[str, Sequence[FunctionType]], start: str
+) -> Iterator[FunctionType]:
+    """Functions of a method, and of those that it calls by name."""
     to_read, seen = [start], set[str]()
     while to_read:
         if (name := to_read.pop()) not in seen:
             seen.add(name)
-            names = frozenset[str]().union(*map(names_in, methods.get(name, ())))
-            found |= names
-            to_read += names & methods.keys()
-    return found
+            for function in methods.get(name, ()):
+                yield function
+                to_read += names_in(function) & methods.keys()
+
+
+def _all_names(methods: Mapping[str, Sequence[FunctionType]], start: str) -> frozenset[str]:
+    return frozenset[str]().union(*map(names_in, functions_from(methods, start)))
 
 
 def _reaches(

@@ -5,12 +5,13 @@ layer has computed. In one process the step adds that to its loss. Under a pipel
 the last stage only, where the items of the other stages have never run: the weights of these would
 train without that part of the loss, and nothing would tell. So the first forwards of a stage are
 watched, and later ones now and then, as a loss may begin after a warm-up: a tensor that takes part
-in a backward, that a stage before the last has left in an attribute which ``training_step``
-mentions, ends the run.
+in a backward, that a stage before the last has left in an attribute or a global which
+``training_step`` mentions, ends the run.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.pipeline.runner import StageBoundary
-from lightning_megatron.strategy.code_inspection import methods_of, names_in
+from lightning_megatron.strategy.code_inspection import functions_from, methods_of, names_in
 
 _WATCHED, _EVERY = 8, 64
 """Forwards that are looked at: so many first ones, and each so many-th after them."""
@@ -39,7 +40,9 @@ class LeftBehind:
         self._module = module
         self._trunk = trunk
         self._rank = rank
-        self._names = _names_of_step(module)
+        functions = list(functions_from(methods_of(module), "training_step"))
+        self._names = frozenset[str]().union(*map(names_in, functions))
+        self._globals = [function.__globals__ for function in functions]
         self._forwards = 0
         self._before: list[Tensor] = []
 
@@ -80,7 +83,12 @@ class LeftBehind:
             )
 
     def _found(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors with a graph in attributes that the step mentions, with names of these."""
+        """Tensors with a graph in attributes and globals that the step mentions, by name."""
+        for scope in self._globals:
+            for name in self._names & scope.keys():
+                if not isinstance(scope[name], ModuleType):
+                    for tensor in _tensors(scope[name], depth=2):
+                        yield name, tensor
         for path, child in self._module.named_modules():
             for name, content in vars(child).items():
                 if name in self._names:
@@ -104,18 +112,3 @@ def _tensors(content: Any, depth: int = 4) -> Iterator[Tensor]:
             items = vars(content).values()
         for item in tuple(items):
             yield from _tensors(item, depth - 1)
-
-
-def _names_of_step(module: LightningModule) -> frozenset[str]:
-    """Names that ``training_step`` mentions, or methods of the module that it calls."""
-    methods = methods_of(module)
-    found: set[str] = set()
-    to_read, seen = ["training_step"], set[str]()
-    while to_read:
-        if (name := to_read.pop()) not in seen:
-            seen.add(name)
-            for function in methods.get(name, ()):
-                names = names_in(function)
-                found |= names
-                to_read += names & methods.keys()
-    return frozenset(found)
