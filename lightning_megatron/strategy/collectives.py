@@ -125,7 +125,8 @@ class MonitoredValues:
                 f"{min(found):.6g} to {max(found):.6g}, each of its own samples; the mean of the "
                 f"ranks decides; self.log({key!r}, ..., sync_dist=True) logs that of all samples"
             )
-        return torch.tensor(math.fsum(found) / len(found))
+        mean = sum(found) / len(found)  # not fsum: opposite infinities make a NaN
+        return torch.tensor(mean, dtype=getattr(value, "dtype", None))
 
 
 def share_metrics(module: nn.Module, topology: Topology) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_megatron.strategy.collectives import MonitoredValues
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import LAYOUTS, Small, dp_of, loader, make_trainer, run, samples
 
@@ -304,3 +305,17 @@ def test_a_plateau_is_the_same_on_all_ranks(pool: WorkerPool) -> None:
     [warning] = said
     assert "values from 0 to 10" in warning
     assert "sync_dist=True" in warning
+
+
+@pytest.mark.parametrize(
+    ("found", "mean"),
+    [((1.0, 2.0), 1.5), ((0.1, 0.1, 0.1), 0.1), ((torch.inf, -torch.inf), torch.nan)],
+)
+def test_monitored_values(found: tuple[float, ...], mean: float) -> None:
+    """Equal ones stay as they are, bit for bit; nothing is rounded to another format."""
+    value = torch.tensor(found[0], dtype=torch.float64)
+    shared = MonitoredValues(lambda _: [found]).share("val", value)
+    torch.testing.assert_close(
+        shared, torch.tensor(mean, dtype=torch.float64), rtol=0, atol=0, equal_nan=True
+    )
+    assert MonitoredValues(lambda _: [found]).share("val", None) is None
