@@ -22,6 +22,9 @@ operation passes Python once more, so it is entered only where somebody may look
 (`strategy.observers`), and lifted where the network runs. A step that mentions weights
 itself is not: one of 20 ms under tp=2 took 1 to 12 ms longer. What a compiler makes of a block runs
 without it; what a backward computes again is seen as it was in the forward.
+
+The file is long because it has to know the functions of torch one by one, and what is refused
+beside what is completed.
 """
 
 import inspect

@@ -17,7 +17,10 @@ use and nothing can carry, the run ends with an error; of other such objects a w
 
 Cost: once per epoch of training or evaluation the attributes are pickled on the last stage, and
 those that changed are broadcast along the pipeline; per batch the same for attributes that its
-hooks use. Of containers that any hooks use, each step compares which objects they hold.
+hooks use or that steps carry. Of containers that any hooks use, each step compares which objects
+they hold.
+
+The file is long because what to share, how to carry it and what cannot be carried are one decision.
 """
 
 import hashlib
