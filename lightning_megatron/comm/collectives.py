@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_megatron._torch import start_all_gather, start_reduce_scatter
 from lightning_megatron.comm.operators import Traced, Waited, define
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import divisibility_problem
-from lightning_megatron.topology.mesh import Axis
 from lightning_megatron.topology.meter import Meter
 
 _SMALL_SUM = 1 << 16

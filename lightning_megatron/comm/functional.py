@@ -44,7 +44,7 @@ from lightning_megatron.comm.collectives import (
     start_sum,
     start_sum_scatter,
 )
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 _SAME = -1
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes, dict, list, tuple, set))

@@ -9,7 +9,7 @@ so is every bit of the result. (The operators of torch's own functional collecti
 backend does, and wait where no watcher sees them.)
 
 An axis is an object, and a graph holds none: operators are told the name of its process group, by
-which `topology.mesh.axis_of` finds it.
+which `topology.axis.axis_of` finds it.
 
 *Overlap.* What a layer computes between a start and its wait lies between the two operators: a
 column-parallel layer multiplies on while the gradient of its input is summed, in a graph as
@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.topology.mesh import Axis, axis_of
+from lightning_megatron.topology.axis import Axis, axis_of
 
 NAMESPACE = "lightning_megatron"
 _under_way: dict[int, "Waited"] = {}

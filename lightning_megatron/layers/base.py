@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
 
@@ -44,6 +45,7 @@ class ParallelLayer(nn.Module):
 
     Attributes:
         topology: topology of the run; None until `distribute`.
+        in_trunk: whether a `PipelineSequential` holds the layer: inside of one cp splits sequences.
         tensor_shards: shard of each parameter by its local name; empty until `distribute`.
         wgrad_queue: queue of weight gradients that are computed later (`layers.delayed_wgrad`).
         without_graphs: queue that calls the layer between compiled graphs, if no compiler may trace
@@ -51,6 +53,7 @@ class ParallelLayer(nn.Module):
     """
 
     topology: Topology | None = None
+    in_trunk: bool = False
     wgrad_queue: Any = None
     without_graphs: Any = None
     tensor_shards: Mapping[str, TensorShard]
@@ -63,6 +66,14 @@ class ParallelLayer(nn.Module):
     def tp_size(self) -> int:
         """Degree of tensor parallelism; 1 for a layer that is not distributed."""
         return 1 if self.topology is None else self.topology.tp.size
+
+    @property
+    def context(self) -> Context | None:
+        """Split of the sequences over cp; None where the layer works on whole sequences."""
+        if self.topology is None or not self.in_trunk:
+            return None
+        context = self.topology.context
+        return context if context.is_active else None
 
     def shard_dims(self) -> dict[str, int]:
         """Dimension along which each partitioned parameter is split; others are held whole."""
@@ -117,6 +128,7 @@ class ParallelLayer(nn.Module):
     def withdraw(self) -> None:
         """Undo `distribute` for a layer that holds all of its parameters (tp of 1)."""
         self.topology = None
+        self.in_trunk = False
         self.tensor_shards = {}
         self.wgrad_queue = None
         self.without_graphs = None

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import AnyBatchNorm
 from lightning_megatron.comm.functional import copy_to, reduce_from
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 

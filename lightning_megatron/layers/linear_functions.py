@@ -33,7 +33,7 @@ from lightning_megatron.layers.delayed_wgrad import (
     unquantized_gradient,
 )
 from lightning_megatron.layers.gemm import GemmBackend
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 SEQUENCE_DIM = 1
 """Dim along which sequence parallelism splits an activation."""

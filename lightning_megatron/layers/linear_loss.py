@@ -58,8 +58,8 @@ from lightning_megatron.layers.loss import (
     reduced,
 )
 from lightning_megatron.layers.size_checks import vocabulary_problems
+from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import Degrees
-from lightning_megatron.topology.mesh import Axis
 
 
 class LinearCrossEntropy(ColumnParallelLinear):

@@ -33,7 +33,7 @@ from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.splits import own_part, split_of, whole
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 
 class VocabParallelCrossEntropy(ParallelLayer):

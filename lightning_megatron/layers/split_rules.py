@@ -39,7 +39,7 @@ from lightning_megatron.layers.splits import (
     whole,
     whole_shape,
 )
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -35,7 +35,8 @@ from lightning_megatron.layers.loss import (
 )
 from lightning_megatron.layers.split_rules import Args, Kwargs, Rule, along, functions
 from lightning_megatron.layers.splits import Split, beside, marked, own_part, split_of, whole_shape
-from lightning_megatron.topology.mesh import Axis, Topology
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.mesh import Topology
 
 
 class SplitTensor(Tensor):

@@ -15,7 +15,8 @@ from torch import Tensor
 from lightning_megatron._torch import tree_map
 from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import copy_to, gather_from, split_to
-from lightning_megatron.topology.mesh import Axis, Topology
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.mesh import Topology
 
 
 @dataclass(frozen=True)

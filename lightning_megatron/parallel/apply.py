@@ -335,6 +335,10 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
         if isinstance(child, ParallelLayer):
             child.distribute(topology)
             found = True
+        elif isinstance(child, PipelineSequential):
+            for layer in child.modules():
+                if isinstance(layer, ParallelLayer):
+                    layer.in_trunk = True
     for child, name, owner_module, owner_name in ties:
         setattr(child, name, getattr(owner_module, owner_name))
     if topology.tp.size > 1 and not found and topology.rank == 0:

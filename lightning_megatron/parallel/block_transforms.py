@@ -23,7 +23,7 @@ from lightning_megatron.parallel.activations.groups import recompute_groups
 from lightning_megatron.parallel.activations.offload import Offloader, offload
 from lightning_megatron.parallel.compile import CompileConfig, compile_if_alone, compile_parts
 from lightning_megatron.parallel.forward_wrapper import unwrap
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 _NOTHING = CompileConfig()
 

@@ -32,7 +32,8 @@ from typing_extensions import override
 
 from lightning_megatron._torch import gather_now, reduce_scatter_now, start_all_gather
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.topology.mesh import Axis, Levels
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.mesh import Levels
 from lightning_megatron.topology.meter import Meter
 
 

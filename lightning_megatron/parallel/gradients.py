@@ -48,7 +48,8 @@ from lightning_megatron.optim.clip_rules import UnitClip
 from lightning_megatron.optim.shard_spec import PartialSum, ShardAxis, ShardSpec, reduce_sums
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.owned_rows import OwnedRows
-from lightning_megatron.topology.mesh import Axis, Topology
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.mesh import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
-from lightning_megatron.topology.mesh import Axis, Topology
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.mesh import Topology
 
 _SHARED = (Tensor, dist.ProcessGroup, DeviceMesh, Axis, Topology)
 """Attributes of a module that its copy refers to. Tensors that are neither parameters nor buffers

@@ -37,8 +37,9 @@ from torch.nn import functional as F
 from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.comm.point_to_point import Tree, describe, rebuild
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.coordinates import rank_of
-from lightning_megatron.topology.mesh import Axis, Topology
+from lightning_megatron.topology.mesh import Topology
 
 logger = logging.getLogger(__name__)
 

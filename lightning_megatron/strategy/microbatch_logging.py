@@ -31,7 +31,7 @@ from lightning_megatron._lightning import (
 )
 from lightning_megatron.comm.objects import ObjectBroadcast
 from lightning_megatron.pipeline.microbatch import weighted_mean
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 _SAME, _CHANGED = 0.0, 1.0
 

@@ -59,7 +59,8 @@ from lightning_megatron.strategy.code_inspection import (
     own_functions,
 )
 from lightning_megatron.strategy.observers import HOOKS
-from lightning_megatron.topology.mesh import Axis, Topology
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.mesh import Topology
 
 _Key = tuple[str, str]
 """Name of a module, and of its attribute."""

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_megatron.topology.axis import Axis
     from lightning_megatron.topology.degrees import Degrees
-    from lightning_megatron.topology.mesh import Axis, Topology
+    from lightning_megatron.topology.mesh import Topology
 
 _HOMES = {
-    "Axis": "mesh",
+    "Axis": "axis",
     "Degrees": "degrees",
     "Topology": "mesh",
 }

@@ -5,8 +5,8 @@ begin at 0: global rank 0 holds the last stage of a pipeline, so that the result
 epoch are on the rank with the loggers and the decision on file names; further ranks hold the stages
 before it. Neighbouring stages stay neighbouring blocks of ranks. Derived axes are made of several
 mesh axes: *batch* (dp_replicate x dp_shard: ranks that read different samples), *loss* (batch x cp:
-ranks whose token losses are averaged) and *model* (pp x cp x tp: ranks that work on the same
-samples).
+ranks over which gradients are averaged), *fsdp* (dp_shard x cp: ranks over which ZeRO divides) and
+*model* (pp x cp x tp: ranks that work on the same samples).
 """
 
 from collections.abc import Iterable
@@ -16,6 +16,7 @@ from lightning_megatron.topology.degrees import AXES, Degrees
 DERIVED_AXES = {
     "batch": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
+    "fsdp": ("dp_shard", "cp"),
     "model": ("pp", "cp", "tp"),
 }
 """Axes made of several mesh axes."""

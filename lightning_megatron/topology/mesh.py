@@ -10,17 +10,19 @@ import gc
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_megatron._torch import forget_meshes, is_known, mend_operation_keys, split_world
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.context import Context
+from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
 from lightning_megatron.topology.meter import Meter
@@ -29,46 +31,6 @@ from lightning_megatron.topology.rng import RandomStreams, StepSeeds
 
 Parts: TypeAlias = tuple[tuple[int, ...], ...]
 """Disjoint lists of positions on an axis."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Position of this process on one axis, and the axis' process group."""
-
-    name: str
-    """Name of the mesh axis or derived axis."""
-    rank: int
-    """Position on the axis."""
-    ranks: tuple[int, ...]
-    """Global ranks of the group, in axis order."""
-    group: dist.ProcessGroup | None
-    """Process group; None when the axis has size 1. It numbers its ranks by their global ranks, not
-    in axis order."""
-    meter: Meter = field(default_factory=Meter, compare=False, repr=False)
-    """Meter of what this rank sends over the axis."""
-    key: str = field(init=False, compare=False, repr=False)
-    """Key of `axis_of`: the name of the group, which is unique."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", "" if self.group is None else self.group.group_name)
-        _axes[self.key] = self
-
-    @property
-    def size(self) -> int:
-        """Degree of the axis."""
-        return len(self.ranks)
-
-    def all_gather_object(self, mine: Any) -> list[Any]:
-        """Gather an object of every rank, in axis order; collective over the axis."""
-        if self.group is None:
-            return [mine]
-        by_group_rank: list[Any] = [None] * self.size
-        dist.all_gather_object(by_group_rank, mine, group=self.group)
-        return [by_group_rank[dist.get_group_rank(self.group, rank)] for rank in self.ranks]
-
-    def forget_group(self) -> None:
-        """Drop a group that was destroyed: its threads live as long as a reference to it."""
-        object.__setattr__(self, "group", None)
 
 
 @dataclass(frozen=True)
@@ -90,14 +52,6 @@ class Levels:
     def places(self) -> range:
         """Range of the columns."""
         return range(len(self.table[0]))
-
-
-_axes: WeakValueDictionary[str, Axis] = WeakValueDictionary()
-
-
-def axis_of(key: str) -> Axis:
-    """Return an axis with that `Axis.key` (several may share a group); for compiled graphs."""
-    return _axes[key]
 
 
 _outlived: list["Topology"] = []
@@ -163,11 +117,14 @@ class Topology:
         seed: seed of the run, for initialisation and the random streams.
         timeout: timeout of the groups made here; that of the default group when None.
         nodes: name of the node of every rank, the same list on all ranks; one node when None.
+        context: options of the cp axis; the defaults when None.
 
     Attributes:
         tp, pp, cp, dp_replicate, dp_shard: mesh axes.
         batch: dp_replicate x dp_shard; these ranks read different samples.
-        loss: batch x cp; the mean loss is taken over these ranks.
+        loss: batch x cp; gradients are averaged over these ranks.
+        fsdp: dp_shard x cp; ZeRO divides over these ranks.
+        context: split of sequences over cp.
         mesh: device mesh with the axes of size > 1, and always ``dp_shard`` and ``dp_replicate``.
         rng: random streams of this process.
         step_seeds: seeds of the user's step.
@@ -185,6 +142,7 @@ class Topology:
         seed: int = 0,
         timeout: timedelta | None = None,
         nodes: Sequence[str] | None = None,
+        context: ContextConfig | None = None,
     ) -> None:
         if degrees.world_size != dist.get_world_size():
             raise RuntimeError(f"{degrees} does not match {dist.get_world_size()} processes")
@@ -211,6 +169,8 @@ class Topology:
         )
         self.batch = self._derived_axis("batch")
         self.loss = self._derived_axis("loss")
+        self.fsdp = self._derived_axis("fsdp")
+        self.context = self._context(context or ContextConfig(degree=degrees.cp))
         self.rng = RandomStreams(seed, self.tp.rank, (self.loss.rank, self.pp.rank), device)
         self.step_seeds = self._step_seeds()
 
@@ -248,6 +208,27 @@ class Topology:
         elif wide:
             group = self.new_group("model", backend="gloo")
         return StepSeeds(self.batch.rank, self.device, min(model), group)
+
+    def _context(self, config: ContextConfig) -> Context:
+        tp = self.tp.size if self.sequence_parallel else 1
+        u, p = config.ulysses or 1, self.cp.size
+        if u == 1 or p == 1:
+            return Context(config, self.cp, tp=tp)
+        rows = tuple(tuple(range(first, first + u)) for first in range(0, p, u))
+        columns = tuple(zip(*rows, strict=True))
+        return Context(
+            config,
+            self.cp,
+            tp=tp,
+            ulysses=self._part_of_cp("ulysses", rows),
+            ring=self._part_of_cp("ring", columns),
+        )
+
+    def _part_of_cp(self, name: str, parts: Parts) -> Axis:
+        group = self.part_group("cp", parts)
+        mine = next(part for part in parts if self.cp.rank in part)
+        ranks = tuple(self.cp.ranks[place] for place in mine)
+        return Axis(name, mine.index(self.cp.rank), ranks, group, self.meters["cp"])
 
     def _meter(self, axis: str) -> Meter:
         """Meter of an axis; all data-parallel axes share one."""
@@ -335,7 +316,10 @@ class Topology:
         destroy_groups(self._made)
         self._made.clear()
         self._parts.clear()
-        for axis in (*(getattr(self, name) for name in AXES), self.batch, self.loss):
-            axis.forget_group()
+        parts = (self.context.ulysses, self.context.ring)
+        axes = (*(getattr(self, name) for name in AXES), self.batch, self.loss, self.fsdp, *parts)
+        for axis in axes:
+            if axis is not None:
+                axis.forget_group()
         del self.mesh
         forget_meshes()

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_megatron.layers.batch_norm import SyncBatchNorm, synchronize_batch_norm
 from lightning_megatron.testing import WorkerPool
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 
 def _deviations(momentum: float | None) -> list[float]:

@@ -25,7 +25,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.parallel.activations.offload import Offloader
 from lightning_megatron.parallel.forward_wrapper import BlockForward
 from lightning_megatron.parallel.plan import class_name
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 _TOLERANCE = 1e-2
 """Relative difference of two checksums that rounding may explain."""

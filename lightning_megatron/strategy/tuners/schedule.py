@@ -19,7 +19,7 @@ from lightning_megatron.schedules.schedule import AUTO as AUTO  # others know it
 from lightning_megatron.schedules.schedule import SCHEDULES, Schedule, make_schedule
 from lightning_megatron.schedules.search import StageCosts, choose_schedule
 from lightning_megatron.strategy.tuners.tuner import Tuner
-from lightning_megatron.topology.mesh import Axis
+from lightning_megatron.topology.axis import Axis
 
 PLACED = {1: ("1f1b", "gpipe", "zb-h1", "zb-h2"), 2: ("zbv", "v-half", "v-min", "dualpipev")}
 """Schedules to choose from, by stages per rank; the first is used while measuring."""
