@@ -133,7 +133,7 @@ class StepRunner:
         self.accumulating = False
         self.loss_per_token: bool | None = None
         self._kept: list[HeldGradient] = []
-        speaks = topology.batch.rank == topology.tp.rank == 0  # on each stage, which has its own
+        speaks = topology.loss.rank == topology.tp.rank == 0  # on each stage, which has its own
         self._coupling = SampleCoupling(module, speaks=speaks)
         self._in_step = False
 
@@ -234,7 +234,7 @@ class StepRunner:
         loss, tokens = self._share_loss(batch.recorder, outputs, batch.microbatches)
         self.loss_per_token = tokens is not None
         if tokens is not None:
-            gradients.scale(self._topology.batch.size / tokens)
+            gradients.scale(self._topology.loss.size / tokens)
         self._kept = gradients.take_out()
         gradients.add(batch.older)
         return self._training_output(outputs, batch.microbatches, loss)
@@ -314,9 +314,11 @@ class StepRunner:
             return 1
         if self._rule.size is None:
             return self._rule.count(None)
-        count = self._rule.count(batch_size_of(batch))
+        count, group = self._rule.count(batch_size_of(batch)), self._topology.batch.group
+        if group is None:
+            return count
         highest = torch.tensor(count, device=self._topology.device)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._topology.batch.group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         return int(highest)
 
     def _step(
