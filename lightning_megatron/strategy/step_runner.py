@@ -38,6 +38,7 @@ from lightning_megatron.pipeline.microbatch import (
 )
 from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
+from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.schedules.schedule import Schedule
 from lightning_megatron.strategy.code_inspection import methods_of
@@ -108,7 +109,8 @@ class StepRunner:
         self._rule = rule
         self._topology = topology = parallel.topology
         self._seeds = topology.step_seeds
-        self.executor: Executor = NoPipeline()
+        self._lengths = SequenceLengths(topology)
+        self.executor: Executor = NoPipeline(self._lengths)
         last_rank = topology.pp.size - 1
         self._left_behind: LeftBehind | None = None
         if topology.pp.size > 1:
@@ -255,6 +257,7 @@ class StepRunner:
             gradients.begin(fresh=self.first_of_accumulation)
             data.begin(blocked=self.accumulating)
             data.before_backward()
+            self._lengths.backward(0)
             scaled = self._precision.scale_loss(loss)
             self._precision.backward(scaled, self._module, *args, **kwargs)
             data.finish()
@@ -294,6 +297,7 @@ class StepRunner:
         """Run a step of the user's once, on the whole batch, in a process that has all stages."""
         with self._seeds.batch(), self._context(name)():
             self._seeds.microbatch(0)
+            self._lengths.forward(0)
             return self._parallel.step(name, *args)
 
     def _whole(self, output: Any) -> Any:
