@@ -264,7 +264,7 @@ def examine(
             )
             tp = 1 if degrees is None else degrees.tp
             problems += layer_problems(module, alone=alone, tp=tp)
-            problems += batch_norm_problems(module, cp=options.cp.degree)
+            problems += batch_norm_problems(module, cp=_whole(options.cp.degree))
             if any(has_unknown_sizes(child) for child in module.modules()):
                 degrees = None  # what follows asks for sizes
             problems += options.group_problems(module)

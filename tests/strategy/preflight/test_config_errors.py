@@ -182,7 +182,8 @@ CASES = {
         says=("pp='2'", "nearest valid: pp=2"),
     ),
     "parts of sequences for too few processes": Case(
-        layout={"cp": 3}, says=("cp=3", "must divide the number of processes", "3 processes")
+        layout={"cp": 3},
+        says=("cp=3", "must divide the number of processes", "or cp=2 or cp=4 on 4"),
     ),
     "a word for a degree of cp": Case(layout={"cp": "2"}, says=("cp='2'", "nearest valid: cp=2")),
     "no such exchange of keys": Case(
