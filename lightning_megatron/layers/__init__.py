@@ -5,6 +5,7 @@
 * Parts of a transformer: `CausalSelfAttention`, `Rotary`, `RopeScaling`, `MLP`, `RMSNorm`,
   `LayerNorm`, `PositionEmbedding`, `Dropout`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
+* Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`
 * Output of a column-parallel layer, of which each rank holds a part: `SplitTensor`, `whole`,
   `own_part`
 * Base of a layer of your own: `ParallelLayer`, `TensorShard`
@@ -19,6 +20,7 @@ from lightning_megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_megatron.layers.attention import CausalSelfAttention
     from lightning_megatron.layers.base import ParallelLayer, TensorShard
+    from lightning_megatron.layers.context_split import GatherContext, SplitContext
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
     from lightning_megatron.layers.linear import (
@@ -39,6 +41,7 @@ _HOMES = {
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
     "Dropout": "dropout",
+    "GatherContext": "context_split",
     "LayerNorm": "norm",
     "LinearCrossEntropy": "linear_loss",
     "MLP": "mlp",
@@ -49,6 +52,7 @@ _HOMES = {
     "RopeScaling": "rotary",
     "Rotary": "rotary",
     "RowParallelLinear": "linear",
+    "SplitContext": "context_split",
     "SplitTensor": "split_tensor",
     "TensorShard": "base",
     "VocabParallelCrossEntropy": "loss",
@@ -62,6 +66,7 @@ __all__ = [
     "CausalSelfAttention",
     "ColumnParallelLinear",
     "Dropout",
+    "GatherContext",
     "LayerNorm",
     "LinearCrossEntropy",
     "MLP",
@@ -72,6 +77,7 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "RowParallelLinear",
+    "SplitContext",
     "SplitTensor",
     "TensorShard",
     "VocabParallelCrossEntropy",
