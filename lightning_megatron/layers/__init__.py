@@ -4,6 +4,7 @@
 * Vocabulary: `VocabParallelEmbedding`, `VocabParallelCrossEntropy`, `LinearCrossEntropy`
 * Parts of a transformer: `CausalSelfAttention`, `Rotary`, `RopeScaling`, `MLP`, `RMSNorm`,
   `LayerNorm`, `PositionEmbedding`, `Dropout`
+* Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
 * Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`
 * Output of a column-parallel layer, of which each rank holds a part: `SplitTensor`, `whole`,
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.loss import VocabParallelCrossEntropy
     from lightning_megatron.layers.mlp import MLP
     from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+    from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
+    from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
     from lightning_megatron.layers.rotary import RopeScaling, Rotary
     from lightning_megatron.layers.sequential import PipelineSequential
     from lightning_megatron.layers.split_tensor import SplitTensor
@@ -46,6 +49,9 @@ _HOMES = {
     "LinearCrossEntropy": "linear_loss",
     "MLP": "mlp",
     "ParallelLayer": "base",
+    "ParallelLayerNorm": "parallel_norm",
+    "ParallelRMSNorm": "parallel_norm",
+    "ParallelSoftmax": "parallel_softmax",
     "PipelineSequential": "sequential",
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
@@ -71,6 +77,9 @@ __all__ = [
     "LinearCrossEntropy",
     "MLP",
     "ParallelLayer",
+    "ParallelLayerNorm",
+    "ParallelRMSNorm",
+    "ParallelSoftmax",
     "PipelineSequential",
     "PositionEmbedding",
     "RMSNorm",
