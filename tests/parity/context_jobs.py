@@ -25,6 +25,8 @@ from tests.parity.reference import Data
 class CutEmbedding(ParallelLayer):
     """Embeds the positions of this cp rank."""
 
+    splits_context = True
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(reference.VOCABULARY, reference.HIDDEN)
@@ -35,6 +37,8 @@ class CutEmbedding(ParallelLayer):
 
 class WholeLoss(ParallelLayer):
     """Loss of whole sequences, from logits and targets of this rank's positions."""
+
+    exchanges_context = True
 
     def __init__(self) -> None:
         super().__init__()
