@@ -2,8 +2,9 @@
 
 * Linear layers: `ColumnParallelLinear`, `RowParallelLinear`, `column_parallel`
 * Vocabulary: `VocabParallelEmbedding`, `VocabParallelCrossEntropy`, `LinearCrossEntropy`
-* Parts of a transformer: `CausalSelfAttention`, `Rotary`, `RopeScaling`, `MLP`, `RMSNorm`,
-  `LayerNorm`, `PositionEmbedding`, `Dropout`
+* Attention: `CausalSelfAttention`, `SelfAttention`; where positions are: `Rotary`, `RopeScaling`,
+  `Alibi`, `alibi_slopes`, `PositionEmbedding`; several documents in a row: `documents_of`
+* Other parts of a transformer: `MLP`, `RMSNorm`, `LayerNorm`, `Dropout`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
 * Output of a column-parallel layer, of which each rank holds a part: `SplitTensor`, `whole`,
   `own_part`
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.layers.attention import CausalSelfAttention
+    from lightning_megatron.layers.alibi import Alibi, alibi_slopes
+    from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
     from lightning_megatron.layers.base import ParallelLayer, TensorShard
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.loss import VocabParallelCrossEntropy
     from lightning_megatron.layers.mlp import MLP
     from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+    from lightning_megatron.layers.packed_documents import documents_of
     from lightning_megatron.layers.rotary import RopeScaling, Rotary
     from lightning_megatron.layers.sequential import PipelineSequential
     from lightning_megatron.layers.split_tensor import SplitTensor
     from lightning_megatron.layers.splits import own_part, whole
 
 _HOMES = {
+    "Alibi": "alibi",
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
     "Dropout": "dropout",
@@ -49,16 +53,20 @@ _HOMES = {
     "RopeScaling": "rotary",
     "Rotary": "rotary",
     "RowParallelLinear": "linear",
+    "SelfAttention": "attention",
     "SplitTensor": "split_tensor",
     "TensorShard": "base",
     "VocabParallelCrossEntropy": "loss",
     "VocabParallelEmbedding": "embedding",
+    "alibi_slopes": "alibi",
     "column_parallel": "linear",
+    "documents_of": "packed_documents",
     "own_part": "splits",
     "whole": "splits",
 }
 
 __all__ = [
+    "Alibi",
     "CausalSelfAttention",
     "ColumnParallelLinear",
     "Dropout",
@@ -72,11 +80,14 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "RowParallelLinear",
+    "SelfAttention",
     "SplitTensor",
     "TensorShard",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
+    "alibi_slopes",
     "column_parallel",
+    "documents_of",
     "own_part",
     "whole",
 ]
