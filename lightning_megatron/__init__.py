@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy.megatron import MegatronStrategy
     from lightning_megatron.strategy.processes.connection import ConnectionConfig
     from lightning_megatron.testing.chaos.monkey import ChaosMonkey
+    from lightning_megatron.topology.context_layout import ContextConfig
 
 __version__ = "0.1.0"
 
@@ -86,6 +87,7 @@ _HOMES = {
     "ConfigError": "errors",
     "ConnectionConfig": "strategy.processes.connection",
     "ConsoleLine": "monitoring.console",
+    "ContextConfig": "topology.context_layout",
     "EventLogWriter": "monitoring.event_log",
     "FaultTolerance": "fault_tolerance.suite",
     "Fp16Precision": "precision.fp16",
@@ -145,6 +147,7 @@ __all__ = [
     "ConfigError",
     "ConnectionConfig",
     "ConsoleLine",
+    "ContextConfig",
     "EventLogWriter",
     "FaultTolerance",
     "Fp16Precision",

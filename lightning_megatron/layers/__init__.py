@@ -5,6 +5,7 @@
 * Attention: `CausalSelfAttention`, `SelfAttention`; where positions are: `Rotary`, `RopeScaling`,
   `Alibi`, `alibi_slopes`, `PositionEmbedding`; several documents in a row: `documents_of`
 * Other parts of a transformer: `MLP`, `RMSNorm`, `LayerNorm`, `Dropout`
+* Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
 * Output of a column-parallel layer, of which each rank holds a part: `SplitTensor`, `whole`,
   `own_part`
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.mlp import MLP
     from lightning_megatron.layers.norm import LayerNorm, RMSNorm
     from lightning_megatron.layers.packed_documents import documents_of
+    from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
+    from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
     from lightning_megatron.layers.rotary import RopeScaling, Rotary
     from lightning_megatron.layers.sequential import PipelineSequential
     from lightning_megatron.layers.split_tensor import SplitTensor
@@ -47,6 +50,9 @@ _HOMES = {
     "LinearCrossEntropy": "linear_loss",
     "MLP": "mlp",
     "ParallelLayer": "base",
+    "ParallelLayerNorm": "parallel_norm",
+    "ParallelRMSNorm": "parallel_norm",
+    "ParallelSoftmax": "parallel_softmax",
     "PipelineSequential": "sequential",
     "PositionEmbedding": "embedding",
     "RMSNorm": "norm",
@@ -74,6 +80,9 @@ __all__ = [
     "LinearCrossEntropy",
     "MLP",
     "ParallelLayer",
+    "ParallelLayerNorm",
+    "ParallelRMSNorm",
+    "ParallelSoftmax",
     "PipelineSequential",
     "PositionEmbedding",
     "RMSNorm",

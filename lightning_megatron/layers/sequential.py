@@ -14,7 +14,7 @@ rank and code after it on the last stage only.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -211,6 +211,9 @@ class PipelineSequential(nn.Module):
         *items: unnamed items, which get the names ``"0"``, ``"1"`` and so on.
         **named: item, or list of items, by name; a list's items are named ``name.0`` and on.
 
+    Attributes:
+        draws: makes the context in which the items draw random numbers without a pipeline.
+
     Raises:
         ConfigError: no item was given, or one is not a module.
 
@@ -219,6 +222,8 @@ class PipelineSequential(nn.Module):
         >>> trunk.item_names
         ('embed', 'layers.0')
     """
+
+    draws: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self, *items: nn.Module, **named: nn.Module | Sequence[nn.Module] | nn.ModuleList
@@ -343,7 +348,8 @@ class PipelineSequential(nn.Module):
         port = self._port
         if port is None:
             self._check_whole()
-            return self._runs[0](*args, **kwargs)
+            with self.draws():
+                return self._runs[0](*args, **kwargs)
         with port.random():
             output = self._runs[port.position](*port.enter(args), **kwargs)
         return port.leave(output)

@@ -5,7 +5,8 @@ all tokens before it from a cache (`layers.kv_cache`). Prompts of different leng
 the left, so that all of them end at the same position; no position attends to padding.
 
 Under tp every rank runs its part of the network on the same tokens, the logits of the last position
-are gathered, and all ranks use the first rank's choice. Generation is for looking at a model while
+are gathered, and all ranks use the first rank's choice. Under cp every rank works on whole
+sequences, all of them on the same: a single new token cannot be split. Generation is for looking at a model while
 it trains and for checking an export; to serve a model, export it
 (`checkpoint.offline.huggingface.export_model`).
 
@@ -13,7 +14,7 @@ Legend: b batch, s length of the prompt, v vocabulary.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,8 @@ def generate(
 ) -> Tensor:
     """Continue prompts.
 
-    Under a strategy all ranks call it together; those of one tp group with the same arguments. With
-    ZeRO 1 to 3 the call belongs in a step (``validation_step``), where the parameters are there.
+    Under a strategy all ranks call it together; those of one tp or cp group with the same
+    arguments. With ZeRO 1 to 3 the call belongs in a step (``validation_step``), where the parameters are there.
 
     Args:
         model: `Transformer` or `LanguageModel`, or a module with their ``trunk`` and ``config``.
@@ -81,7 +82,7 @@ def generate(
     finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     cache = KeyValueCache(tokens.shape[1] + max_new_tokens)
     fresh = tokens
-    with torch.no_grad(), _evaluating(model, network.trunk):
+    with torch.no_grad(), _evaluating(model, network.trunk), network.on_whole_sequences():
         for _ in range(max_new_tokens):
             logits_bv = network.next_logits(fresh, seen, cache)
             chosen = network.agree(choice.of(logits_bv))
@@ -110,6 +111,11 @@ class _Network:
         self.config = config
         layers = (m for m in trunk.modules() if isinstance(m, ParallelLayer))
         self._topology: Topology | None = next((m.topology for m in layers), None)
+
+    def on_whole_sequences(self) -> AbstractContextManager[None]:
+        """Context in which no layer splits sequences over cp."""
+        topology = self._topology
+        return nullcontext() if topology is None else topology.context.suspended()
 
     def problems(self, tokens: Tensor, max_new_tokens: int, is_token: Tensor | None) -> list[str]:
         """Reasons why the model cannot continue these prompts."""
@@ -184,20 +190,21 @@ class _Network:
         return found
 
     def agree(self, chosen: Tensor) -> Tensor:
-        """Return the choice of the first tp rank."""
+        """Return the choice of the first tp and cp rank."""
         topology = self._topology
-        if topology is not None and topology.tp.group is not None:
-            chosen = chosen.contiguous()
-            dist.broadcast(chosen, topology.tp.ranks[0], group=topology.tp.group)
+        for axis in () if topology is None else (topology.tp, topology.cp):
+            if axis.group is not None:
+                chosen = chosen.contiguous()
+                dist.broadcast(chosen, axis.ranks[0], group=axis.group)
         return chosen
 
     def all_ranks(self, value: bool) -> bool:
-        """Whether ``value`` is true on all data-parallel ranks, which under ZeRO run in step."""
+        """Whether ``value`` is true on all ranks over which ZeRO divides: they run in step."""
         topology = self._topology
-        if topology is None or topology.batch.group is None:
+        if topology is None or topology.loss.group is None:
             return value
         flag = torch.tensor(int(value), device=topology.device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, group=topology.batch.group)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=topology.loss.group)
         return bool(flag)
 
 

@@ -163,7 +163,7 @@ class OwnerAllToAll:
         return spec.shapes[position + 1]
 
 
-_ORDER = {"dp_shard": 0, "tp": 1, "dp_replicate": 2}
+_ORDER = {"fsdp": 0, "tp": 1, "dp_replicate": 2}
 
 
 def gather_whole(tensors: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[Tensor]:

@@ -14,6 +14,7 @@ The order of the transforms is fixed here and nowhere else:
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -237,7 +238,7 @@ def _spread(
     if topology.rank == 0:
         _warn_of_idle_options(transforms, topology.device)
     sharding = transforms.sharding
-    if sharding.stage == 3 and (topology.batch.size > 1 or sharding.offload_parameters):
+    if sharding.stage == 3 and (topology.loss.size > 1 or sharding.offload_parameters):
         data, step, roles = _shard(module, plan, topology, transforms, tied_groups, ready)
     else:
         data, step, roles = _keep_whole(module, plan, topology, transforms, tied_groups, ready)
@@ -339,6 +340,8 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
             for layer in child.modules():
                 if isinstance(layer, ParallelLayer):
                     layer.in_trunk = True
+            if topology.cp.size > 1:
+                child.draws = partial(_draws_of_part, topology)
     for child, name, owner_module, owner_name in ties:
         setattr(child, name, getattr(owner_module, owner_name))
     if topology.tp.size > 1 and not found and topology.rank == 0:
@@ -348,6 +351,11 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
             "lightning_megatron.layers to split them",
             stacklevel=2,
         )
+
+
+def _draws_of_part(topology: Topology) -> AbstractContextManager[None]:
+    """Context in which items draw: ranks with other parts of a sequence draw other numbers."""
+    return topology.rng.trunk() if topology.context.is_active else nullcontext()
 
 
 _Spread = tuple[ZeroDataParallel, nn.Module, list[ParameterRole]]

@@ -92,8 +92,9 @@ class FullySharded(ZeroDataParallel):
         self._names: Mapping[nn.Parameter, str] = {}
         self._storages: dict[nn.Parameter, torch.UntypedStorage] = {}
         on_host = topology.device.type == "cpu"
-        self._roll = RollCall(topology.batch.group, on_host=on_host)
-        self._levels = topology.levels("dp_shard") if on_host else None
+        self._mesh = topology.zero_mesh()
+        self._roll = RollCall(topology.loss.group, on_host=on_host)
+        self._levels = topology.levels("fsdp") if on_host else None
         self._whole = self._roll.enter("")
         self._lacked: set[Any] = set()
         self._filled: list[Any] = []
@@ -115,13 +116,10 @@ class FullySharded(ZeroDataParallel):
             stage: for the outermost unit, which of this rank's stages it belongs to.
             leave: parameters to leave alone, besides those that cannot be sharded.
         """
-        mesh = self._topology.mesh
         unmanaged = {p for p in module.parameters() if has_no_rows(p)} | set(leave)
-        hybrid = self._topology.dp_replicate.size > 1
-        names: Any = ("dp_replicate", "dp_shard") if hybrid else "dp_shard"
         fully_shard(
             module,
-            mesh=mesh[names],
+            mesh=self._mesh,
             reshard_after_forward=True,
             mp_policy=self._policy_for(module, unmanaged),
             offload_policy=self._offload,
@@ -155,7 +153,7 @@ class FullySharded(ZeroDataParallel):
 
     def _count(self, unit: FSDPModule, name: str) -> int:
         """Have what the unit sends counted; returns its number on the roll."""
-        topology, meter = self._topology, self._topology.batch.meter
+        topology, meter = self._topology, self._topology.loss.meter
         number = self._roll.enter(name)
         gather: Any = UnitGather(meter, self._roll, number)  # torch keeps the interfaces' names
         scatter: Any = UnitReduceScatter(meter, self._roll, number, self._levels)
@@ -178,7 +176,7 @@ class FullySharded(ZeroDataParallel):
     @property
     @override
     def communicates_every_microbatch(self) -> bool:
-        return self._topology.batch.size > 1
+        return self._topology.loss.size > 1
 
     @override
     def begin(self, *, blocked: bool = False) -> None:
@@ -261,7 +259,7 @@ class FullySharded(ZeroDataParallel):
         used = torch.ones(len(self._filled), dtype=torch.int32, device=self._topology.device)
         if self._lacked:
             used.copy_(torch.tensor([parameter not in self._lacked for parameter in self._filled]))
-        group = self._topology.batch.group
+        group = self._topology.loss.group
         if group is not None:
             work = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True)
             assert work is not None

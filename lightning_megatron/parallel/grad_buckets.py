@@ -50,8 +50,8 @@ work for the host as a large one."""
 class ReductionGroups:
     """Groups of ranks that average gradients."""
 
-    batch: dist.ProcessGroup
-    """All data-parallel ranks."""
+    everyone: dist.ProcessGroup
+    """All ranks over which gradients are averaged."""
     shard: dist.ProcessGroup | None = None
     """The ranks that divide the rows of parameters; None where none are divided."""
     replicate: dist.ProcessGroup | None = None
@@ -264,10 +264,10 @@ class GradientBuckets:
         flat = self._scratch.take(numel, wide, flags.device)
         torch.cat([*(piece.to(wide) for piece in pieces), flags], out=flat)
         bucket.sent = flat
-        bucket.work = dist.all_reduce(flat, group=self._groups.batch, async_op=True)
-        ranks = self._groups.batch.size()
+        bucket.work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
+        ranks = self._groups.everyone.size()
         sent = 2 * flat.numel() * flat.element_size() * (ranks - 1) / ranks
-        self._meter.ring(sent, self._groups.batch)
+        self._meter.ring(sent, self._groups.everyone)
 
     def _write(self, bucket: _Bucket) -> None:
         assert bucket.sent is not None
@@ -275,7 +275,7 @@ class GradientBuckets:
         flags, flat = bucket.sent[-count:], bucket.sent[:-count]
         held = _holders(flags, all(p.grad is not None for p in members))
         pieces = torch.split(flat, [p.numel() for p in members])
-        factor = 1.0 / self._groups.batch.size()
+        factor = 1.0 / self._groups.everyone.size()
         for parameter, piece, holders in zip(members, pieces, held, strict=True):
             if not holders:
                 continue
@@ -401,7 +401,7 @@ class GradientBuckets:
         bucket.lent = []
         padded = total.device.type != "cpu"
         total, flags = total[: -len(members)], total[-len(members) :]
-        total.mul_(1.0 / self._groups.batch.size())
+        total.mul_(1.0 / self._groups.everyone.size())
         held = _holders(flags, len(bucket.had) == len(members))
         offset = 0
         for parameter, holders in zip(members, held, strict=True):

@@ -209,7 +209,7 @@ class GradientSet:
         return (
             role.name,
             topology.tp.rank if on_tp else 0,
-            topology.dp_shard.rank if role.is_divided else 0,
+            topology.fsdp.rank if role.is_divided else 0,
         )
 
     def begin(self, *, fresh: bool = False) -> None:
@@ -239,7 +239,7 @@ class GradientSet:
 
     def _complete(self) -> None:
         if self._unmanaged:
-            _sum_gradients(self._unmanaged, self._topology.batch.group, mean=True)
+            _sum_gradients(self._unmanaged, self._topology.loss.group, mean=True)
         if self._outside:
             _sum_gradients(self._outside, self._topology.pp.group)
         for group, roles in self._tied.values():
@@ -451,9 +451,8 @@ def counts(role: ParameterRole, topology: Topology, *, whole_rows: bool = False)
     divided = role.is_divided and not (whole_rows and role.rows is not None)
     return (
         (topology.tp.rank == 0 or not whole_on_tp)
-        and (topology.dp_shard.rank == 0 or divided)
+        and (topology.fsdp.rank == 0 or divided)
         and topology.dp_replicate.rank == 0
-        and topology.cp.rank == 0
         and topology.pp.rank == first
     )
 
@@ -486,10 +485,10 @@ def _shard_spec(role: ParameterRole, topology: Topology, *, divided: bool = True
     shape = tuple(role.parameter.shape) if role.shard is None else role.shard.full_shape
     axes = [*_mesh_axes(role.parameter)]
     if role.rows is not None and not role.rows.is_whole and divided:
-        axes.append(_shard_axis(topology.dp_shard, 0))
+        axes.append(_shard_axis(topology.fsdp, 0))
     known = {axis.name for axis in axes}
     tp_dim = None if role.shard is None else role.shard.dim
-    others = ((topology.dp_shard, None), (topology.tp, tp_dim), (topology.dp_replicate, None))
+    others = ((topology.fsdp, None), (topology.tp, tp_dim), (topology.dp_replicate, None))
     axes += [
         _shard_axis(axis, dim) for axis, dim in others if axis.size > 1 and axis.name not in known
     ]
@@ -504,8 +503,9 @@ def _mesh_axes(parameter: Tensor) -> Iterator[ShardAxis]:
     for index in reversed(range(mesh.ndim)):
         dim = getattr(parameter.placements[index], "dim", None)
         if dim is not None and mesh.size(index) > 1:
+            name = (mesh.mesh_dim_names or ())[index]
             yield ShardAxis(
-                name=(mesh.mesh_dim_names or ())[index],
+                name="fsdp" if name == "dp_shard" else name,  # without cp they are one
                 group=mesh.get_group(index),
                 size=mesh.size(index),
                 rank=mesh.get_local_rank(index),

@@ -44,6 +44,7 @@ def restore(parallel: ParallelModule) -> None:
             child.withdraw()
         if isinstance(child, PipelineSequential):
             child.connect(None)
+            child.__dict__.pop("draws", None)
             for stage in child.stage_items:
                 stage.groups = {}
 

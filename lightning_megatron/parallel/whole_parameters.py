@@ -53,7 +53,7 @@ class WholeParameters(ZeroDataParallel):
         self._topology = topology
         self._zero = zero
         self._types = types
-        self._divides = zero > 0 and topology.dp_shard.size > 1
+        self._divides = zero > 0 and topology.fsdp.size > 1
         self._offload = offload
         self._buckets: list[GradientBuckets] = []
         self._pending: set[int] = set()
@@ -75,7 +75,7 @@ class WholeParameters(ZeroDataParallel):
             parameters: with their values; those that have rows already are left alone.
             narrow: whether they are computed with in the format of the computation.
         """
-        shard = self._topology.dp_shard
+        shard = self._topology.fsdp
         for parameter in parameters:
             if parameter in self.rows or has_no_rows(parameter):
                 continue
@@ -105,18 +105,18 @@ class WholeParameters(ZeroDataParallel):
             names: of the parameters.
         """
         topology = self._topology
-        batch = topology.new_group("batch")
-        if batch is None:
+        everyone = topology.new_group("loss")
+        if everyone is None:
             return
-        groups, scratch = ReductionGroups(batch=batch), Scratch()
+        groups, scratch = ReductionGroups(everyone=everyone), Scratch()
         if self._divides:
             hybrid = topology.dp_replicate.size > 1
-            shard = topology.new_group("dp_shard") if hybrid else batch
+            shard = topology.new_group("fsdp") if hybrid else everyone
             copies = topology.new_group("dp_replicate") if hybrid else None
-            levels = topology.levels("dp_shard") if topology.device.type == "cpu" else None
+            levels = topology.levels("fsdp") if topology.device.type == "cpu" else None
             groups = replace(groups, shard=shard, replicate=copies, levels=levels)
             assert shard is not None
-            self._gather = RowGather(shard, topology.batch.meter, scratch=scratch, levels=levels)
+            self._gather = RowGather(shard, topology.loss.meter, scratch=scratch, levels=levels)
         self._buckets = [
             GradientBuckets(
                 parameters,
@@ -124,7 +124,7 @@ class WholeParameters(ZeroDataParallel):
                 rows=self.rows,
                 names=names,
                 reduction=self._types.reduction,
-                meter=topology.batch.meter,
+                meter=topology.loss.meter,
                 scratch=scratch,
             )
             for parameters in stages

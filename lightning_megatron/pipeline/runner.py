@@ -34,6 +34,7 @@ from lightning_megatron.monitoring.sections import BACKWARD, FORWARD, SectionClo
 from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.microbatch import detach
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
+from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.pipeline.timing import ActionClock, Bubble, ItemTimes, bubble, saved_bytes
 from lightning_megatron.schedules.schedule import (
     Action,
@@ -108,11 +109,16 @@ class Executor(Protocol):
 
 
 class NoPipeline(Executor):
-    """Runs microbatches one after the other in a process that holds the whole network."""
+    """Runs microbatches one after the other in a process that holds the whole network.
+
+    Args:
+        lengths: told of each forward and backward; None where no sequences are split.
+    """
 
     is_last = True
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: SequenceLengths | None = None) -> None:
+        self._lengths = lengths
         self.clock = SectionClock()
 
     @override
@@ -120,11 +126,13 @@ class NoPipeline(Executor):
         outputs = []
         for index in range(count):
             self.clock.enter(FORWARD)
-            output = step(index, True)
+            output = self._forward(step, index)
             loss = loss_of(output, index)
             self.clock.enter(BACKWARD)
             if loss is not None:
                 reduction.before_backward(0, last=index == count - 1, split=False)
+                if self._lengths is not None:
+                    self._lengths.backward(index)
                 loss.backward()  # type: ignore[no-untyped-call]
             outputs.append(detach(output))
             del output, loss
@@ -132,7 +140,12 @@ class NoPipeline(Executor):
 
     @override
     def evaluate(self, step: Step, count: int, repeated: int = 0) -> list[Any]:
-        return [step(index, True) for index in range(count - repeated)]
+        return [self._forward(step, index) for index in range(count - repeated)]
+
+    def _forward(self, step: Step, index: int) -> Any:
+        if self._lengths is not None:
+            self._lengths.forward(index)
+        return step(index, True)
 
 
 class StageBoundary(BaseException):
@@ -219,6 +232,7 @@ class Pipeline(Executor):
         self._final = len(stage_ranks) - 1
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}
+        self._lengths = SequenceLengths(topology, len(self._position))
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
         self._pp = topology.pp
         self._device = topology.device
@@ -313,6 +327,7 @@ class Pipeline(Executor):
             else:
                 split = kind is Kind.BACKWARD_INPUT
                 reduction.before_backward(self._position[stage], last=last, split=split)
+                self._lengths.backward(microbatch, self._position[stage])
                 self._deferral.collecting = split
                 try:
                     self._backward(action, saved.pop(key))
@@ -339,7 +354,7 @@ class Pipeline(Executor):
             counts = action.microbatch < count - repeated
             output, _ = self._run_step(step, action, to_end=counts)
             if action.stage != self._final:
-                self._links.send(action, output)
+                self._links.send(action, self._lengths.load(output))
             elif counts:
                 outputs.append(output)
         self._links.end()
@@ -359,14 +374,15 @@ class Pipeline(Executor):
             loss = loss_of(output, action.microbatch)
             outputs[action.microbatch] = detach(output)
             return _Saved(inputs, [] if loss is None or not loss.requires_grad else [loss])
-        self._links.send(action, output)
+        self._links.send(action, self._lengths.load(output))
         return _Saved(inputs, [get_gradient_edge(t) for t in _tensors(output) if t.requires_grad])
 
     def _run_step(self, step: Step, action: Action, *, to_end: bool = True) -> tuple[Any, Any]:
         stage = action.stage
         first, position = stage == 0, self._position[stage]
         last = stage == self._final and to_end
-        received = None if first else self._links.receive(action)
+        self._lengths.forward(action.microbatch, position)
+        received = None if first else self._lengths.unload(self._links.receive(action))
         self._started()
         entering = as_results(received)
         if self._works_in_place[position]:

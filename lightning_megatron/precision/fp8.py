@@ -150,7 +150,7 @@ class Fp8Precision(MixedShardedPrecision):
             set_gemm_backend(layer, gemm)
         for name, history in known.items():  # of before a measured partition
             self._restore(name, history.tolist())
-        if self._gather == "fp8" and topology.dp_shard.size > 1:
+        if self._gather == "fp8" and topology.fsdp.size > 1:
             self._gather_low(parallel, chosen)
         self._report(parallel, chosen, misfits)
 
@@ -250,7 +250,7 @@ class Fp8Precision(MixedShardedPrecision):
     ) -> None:
         """Log once, on one rank of each stage, which layers do not run as the recipe says."""
         topology = parallel.topology
-        if self._said or topology.tp.rank or topology.batch.rank:
+        if self._said or topology.tp.rank or topology.loss.rank:
             return
         self._said = True
         if misfits:
@@ -346,7 +346,7 @@ class Fp8Precision(MixedShardedPrecision):
             return
         assert self._topology is not None
         found = torch.stack([p.current for p in gemm])
-        for axis in (self._topology.tp, self._topology.batch):
+        for axis in (self._topology.tp, self._topology.loss):
             if axis.group is not None:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
         for held, amax in zip(gemm, found, strict=True):

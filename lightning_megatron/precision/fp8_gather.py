@@ -60,7 +60,7 @@ class WeightScales:
         # Layers see bfloat16, and rounding to it keeps the order: round the largest only.
         found = torch.stack([amax_of(part()) for part in self._parts])
         found = found.to(torch.bfloat16).float()
-        for axis in (self._topology.batch, self._topology.tp):
+        for axis in (self._topology.loss, self._topology.tp):
             if axis.group is not None:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
         return list(scale_of(found, E4M3))

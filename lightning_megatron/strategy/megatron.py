@@ -101,6 +101,7 @@ from lightning_megatron.strategy.tuners.recomputation import AdaptiveMemory
 from lightning_megatron.strategy.tuners.schedule import AUTO, AutoSchedule
 from lightning_megatron.strategy.tuners.tuner import Tuner
 from lightning_megatron.strategy.weight_watch import WeightWatch
+from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness
 
@@ -108,7 +109,7 @@ from lightning_megatron.topology.rng import HostRandomness
 class MegatronStrategy(LaunchingStrategy):
     """Trains an ordinary LightningModule under tensor, pipeline and ZeRO data parallelism.
 
-    The data-parallel degree is what remains: ``devices * num_nodes / (tp * pp)``. Layers from
+    The data-parallel degree is what remains: ``devices * num_nodes / (tp * pp * cp)``. Layers from
     `lightning_megatron.layers` are split over tp, everything else is replicated over it; with
     ``pp > 1`` the module calls one `PipelineSequential` in each step. For the same seed and global
     batch every layout trains the same weights, to rounding.
@@ -116,6 +117,8 @@ class MegatronStrategy(LaunchingStrategy):
     Args:
         tp: ranks that share every parallel layer.
         pp: pipeline ranks, or these with the schedule, how the trunk is cut into stages and more.
+        cp: ranks over which the sequence of every sample is split inside of a `PipelineSequential`,
+            or these with the way in which attention exchanges keys and values and more.
         zero: 0 replicates; 1 shards optimizer state and reduces gradients once per step; 2 reduces
             them every microbatch; 3 shards parameters too (see `parallel.zero`). Or the same with
             the number of copies of the shards, what waits in host memory and more.
@@ -141,6 +144,7 @@ class MegatronStrategy(LaunchingStrategy):
         self,
         tp: int = 1,
         pp: int | PipelineConfig = 1,
+        cp: int | ContextConfig = 1,
         zero: Literal[0, 1, 2, 3] | ShardingConfig = 1,
         sequence_parallel: bool = False,
         microbatch_size: int | None = None,
@@ -152,7 +156,9 @@ class MegatronStrategy(LaunchingStrategy):
     ) -> None:
         super().__init__()
         raise_if_any(
-            numbers_or_instances(pp=(pp, PipelineConfig), zero=(zero, ShardingConfig))
+            numbers_or_instances(
+                pp=(pp, PipelineConfig), cp=(cp, ContextConfig), zero=(zero, ShardingConfig)
+            )
             + instances(
                 activations=(activations, ActivationConfig),
                 compile=(compile, CompileConfig),
@@ -163,6 +169,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.options = LayoutOptions(
             tp=tp,
             pp=pp if isinstance(pp, PipelineConfig) else PipelineConfig(degree=pp),
+            cp=cp if isinstance(cp, ContextConfig) else ContextConfig(degree=cp),
             zero=zero if isinstance(zero, ShardingConfig) else ShardingConfig(stage=zero),
             sequence_parallel=sequence_parallel,
             microbatch_size=microbatch_size,

@@ -89,6 +89,7 @@ class ModuleLayout:
             seed=seed,
             timeout=timedelta(seconds=timeout_s),
             nodes=nodes,
+            context=options.cp,
         )
         close_with(topology, run.module)
         return topology

@@ -38,6 +38,7 @@ from lightning_megatron.pipeline.microbatch import (
 )
 from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
+from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.schedules.schedule import Schedule
 from lightning_megatron.strategy.code_inspection import methods_of
@@ -108,7 +109,8 @@ class StepRunner:
         self._rule = rule
         self._topology = topology = parallel.topology
         self._seeds = topology.step_seeds
-        self.executor: Executor = NoPipeline()
+        self._lengths = SequenceLengths(topology)
+        self.executor: Executor = NoPipeline(self._lengths)
         last_rank = topology.pp.size - 1
         self._left_behind: LeftBehind | None = None
         if topology.pp.size > 1:
@@ -133,7 +135,7 @@ class StepRunner:
         self.accumulating = False
         self.loss_per_token: bool | None = None
         self._kept: list[HeldGradient] = []
-        speaks = topology.batch.rank == topology.tp.rank == 0  # on each stage, which has its own
+        speaks = topology.loss.rank == topology.tp.rank == 0  # on each stage, which has its own
         self._coupling = SampleCoupling(module, speaks=speaks)
         self._in_step = False
 
@@ -234,7 +236,7 @@ class StepRunner:
         loss, tokens = self._share_loss(batch.recorder, outputs, batch.microbatches)
         self.loss_per_token = tokens is not None
         if tokens is not None:
-            gradients.scale(self._topology.batch.size / tokens)
+            gradients.scale(self._topology.loss.size / tokens)
         self._kept = gradients.take_out()
         gradients.add(batch.older)
         return self._training_output(outputs, batch.microbatches, loss)
@@ -255,6 +257,7 @@ class StepRunner:
             gradients.begin(fresh=self.first_of_accumulation)
             data.begin(blocked=self.accumulating)
             data.before_backward()
+            self._lengths.backward(0)
             scaled = self._precision.scale_loss(loss)
             self._precision.backward(scaled, self._module, *args, **kwargs)
             data.finish()
@@ -294,6 +297,7 @@ class StepRunner:
         """Run a step of the user's once, on the whole batch, in a process that has all stages."""
         with self._seeds.batch(), self._context(name)():
             self._seeds.microbatch(0)
+            self._lengths.forward(0)
             return self._parallel.step(name, *args)
 
     def _whole(self, output: Any) -> Any:
@@ -314,9 +318,11 @@ class StepRunner:
             return 1
         if self._rule.size is None:
             return self._rule.count(None)
-        count = self._rule.count(batch_size_of(batch))
+        count, group = self._rule.count(batch_size_of(batch)), self._topology.batch.group
+        if group is None:
+            return count
         highest = torch.tensor(count, device=self._topology.device)
-        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._topology.batch.group)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         return int(highest)
 
     def _step(

@@ -44,7 +44,7 @@ class ContextConfig:
 
     def problems(self) -> list[str]:
         """Faults of the options among themselves."""
-        found = whole_numbers(1, degree=self.degree)
+        found: list[str] = []  # of a degree tells `degrees.degree_problems`
         if self.kind not in ("auto", "ring", "gather", "ulysses"):
             found.append(
                 f"kind={self.kind!r}: must be auto, ring, gather or ulysses; "

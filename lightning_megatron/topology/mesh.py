@@ -245,6 +245,31 @@ class Topology:
                 mine = self.keep(group)
         return mine
 
+    def zero_mesh(self) -> DeviceMesh:
+        """Mesh over which ZeRO 3 divides, its last dimension, and copies, the one before it.
+
+        Every process must call this at the same point. Without cp it is a part of `mesh`. Else
+        `fsdp` is made of two of its axes; the group is a new one, as the attention exchanges
+        keys and values over that of cp meanwhile.
+        """
+        hybrid = self.dp_replicate.size > 1
+        if self.cp.size == 1:
+            names: Any = ("dp_replicate", "dp_shard") if hybrid else "dp_shard"
+            return self.mesh[names]
+        device, group = self.device.type, self.new_group("fsdp")
+        assert group is not None
+        if not hybrid:
+            return DeviceMesh.from_group(group, device, mesh_dim_names=("fsdp",))
+        copies, mine = self.dp_replicate.group, set(self.dp_replicate.ranks)
+        assert copies is not None
+        rows = [ranks for ranks in groups_along("fsdp", self.degrees) if mine & set(ranks)]
+        return DeviceMesh.from_group(
+            [copies, group],
+            device,
+            torch.tensor(rows, dtype=torch.int),
+            mesh_dim_names=("dp_replicate", "fsdp"),
+        )
+
     def part_group(self, axes: str, parts: Parts) -> dist.ProcessGroup | None:
         """Group of this rank's part of the ranks along ``axes``; made once, for all parts at once.
 

@@ -10,7 +10,9 @@ function of the default generator alone, and what saves and restores that (the r
 activations by ``torch.utils.checkpoint``, wherever it is called) gets the same masks again.
 Megatron-LM keeps a second stream beside it, of which only its own recomputation knows.
 
-A stream of its own, *trunk*, is what the items of a pipeline's stage draw from. What the user's
+A stream of its own, *trunk*, is what the items of a pipeline's stage draw from, and under context
+parallelism the items of every `PipelineSequential`: ranks with other parts of the same sequences
+must draw other masks there, and the same numbers around it. What the user's
 step draws itself comes from the default generators of PyTorch, Python and numpy, which `StepSeeds`
 seeds anew for every microbatch.
 

@@ -141,6 +141,7 @@ def _wrong_values(call: ast.Call, function: Any, known: dict[str, Any]) -> str |
     if function is not MegatronStrategy:
         return None
     options = made.options
-    ranks = max(options.tp * options.pp.degree, 1) * max(options.zero.dp_replicate, 1)
+    model = options.tp * options.pp.degree * options.cp.degree
+    ranks = max(model, 1) * max(options.zero.dp_replicate, 1)
     wrong = [*options.problems(ranks), *options.group_problems(None)]
     return f"{ast.unparse(call)}: {'; '.join(wrong)}" if wrong else None

@@ -14,6 +14,8 @@ from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.packed_documents import documents_of
+from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
+from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
 from lightning_megatron.layers.rotary import Rotary
 from tests.layers.parity import Case, check, make_topology
 
@@ -38,6 +40,19 @@ def _mlp(activation, bias=False):
 
 
 DOCUMENTS = documents_of([[3, 5], [1, 2, 4]], 8)
+
+
+def _drawn(norm):
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_()
+    return norm
+
+
+def _of_features(build):
+    return Case(build, _x(2, 8, 12), input_split="features", output_split="features")
+
+
 CASES = {
     "column": Case(lambda: ColumnParallelLinear(8, 12), _x(2, 8, 8), output_split="features"),
     "column without bias": Case(
@@ -59,6 +74,12 @@ CASES = {
     "embedding": Case(lambda: VocabParallelEmbedding(16, 8), _tokens),
     "rms norm": Case(lambda: RMSNorm(8), _x(2, 8, 8)),
     "layer norm": Case(lambda: LayerNorm(8), _x(2, 8, 8)),
+    "layer norm of split features": _of_features(lambda: _drawn(ParallelLayerNorm(12))),
+    "layer norm of split features without bias": _of_features(
+        lambda: ParallelLayerNorm(12, bias=False)
+    ),
+    "rms norm of split features": _of_features(lambda: _drawn(ParallelRMSNorm(12))),
+    "softmax of split features": _of_features(lambda: ParallelSoftmax(12)),
     "attention": _attention(),
     "attention with biases": _attention(qkv_bias=True, out_bias=True),
     "attention, 2 kv heads": _attention(num_kv_heads=2, qkv_bias=True),

@@ -119,22 +119,24 @@ def test_mistakes_are_named_at_once():
         generate(torch.nn.Linear(1, 1), tokens, 3)
 
 
-def _split(tp, state, config, tokens, kept):
-    topology = make_topology(tp)
+def _split(tp, cp, state, config, tokens, kept):
+    topology = make_topology(tp, cp=cp)
     model = Transformer(config).double()
     model.load_state_dict(state)
     distribute(model, topology)
+    for layer in model.trunk.modules():
+        layer.in_trunk = True
     torch.manual_seed(topology.rank)  # ranks that draw by themselves would part
     drawn = generate(model, tokens, 8, temperature=1.0, is_token=kept)
     return generate(model, tokens, 12, is_token=kept), drawn
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_ranks_that_share_the_model_write_the_same(pool, tp):
+@pytest.mark.parametrize(("tp", "cp"), [(4, 1), (2, 2), (1, 2)])
+def test_ranks_that_share_the_model_write_the_same(pool, tp, cp):
     pytest.importorskip("transformers")
     model, (tokens, kept) = model_like("qwen3, tied", 4), prompts()
     expected = generate(model, tokens, 12, is_token=kept)
-    results = pool.run(tp, _split, tp, model.state_dict(), model.config, tokens, kept)
+    results = pool.run(tp * cp, _split, tp, cp, model.state_dict(), model.config, tokens, kept)
     for greedy, drawn in results:
         assert torch.equal(greedy, expected)
         assert torch.equal(drawn, results[0][1])

@@ -47,7 +47,7 @@ def backward_job(
     parameters = list(layers.parameters())
     size = WIDTH * WIDTH * 8
     owned = {p: OwnedRows(p, 2, rank) for p in parameters}
-    groups = ReductionGroups(batch=group, shard=group if rows else None)
+    groups = ReductionGroups(everyone=group, shard=group if rows else None)
     reducer = GradientBuckets(parameters, groups, rows=owned, bucket_bytes=size)
     for index in range(2):
         if index == 1 or each:
@@ -138,7 +138,7 @@ def order_job() -> list[int]:
     group = world()
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     reducer = GradientBuckets(
-        list(layers.parameters()), ReductionGroups(batch=group), bucket_bytes=1
+        list(layers.parameters()), ReductionGroups(everyone=group), bucket_bytes=1
     )
     reducer.arm()
     started = []
@@ -159,7 +159,7 @@ def reentrant_job() -> None:
     group = world()
     layer = nn.Linear(WIDTH, WIDTH)
     names = dict(zip(layer.parameters(), ("layer.weight", "layer.bias"), strict=True))
-    reducer = GradientBuckets(list(names), ReductionGroups(batch=group), names=names)
+    reducer = GradientBuckets(list(names), ReductionGroups(everyone=group), names=names)
     reducer.arm()
     x = torch.ones(2, WIDTH, requires_grad=True)
     checkpoint(layer, layer(x), use_reentrant=True).sum().backward()
@@ -176,7 +176,7 @@ def levels_job(nodes: str, each: bool) -> list[tuple[Tensor, Tensor]]:
     dist.init_process_group("gloo")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     topology = Topology(Degrees(dp_shard=ranks), torch.device("cpu"), nodes=list(nodes))
-    levels = topology.levels("dp_shard")
+    levels = topology.levels("fsdp")
     assert levels is not None
     group = topology.dp_shard.group
     assert group is not None
@@ -186,7 +186,7 @@ def levels_job(nodes: str, each: bool) -> list[tuple[Tensor, Tensor]]:
         layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)).double()
         parameters = list(layers.parameters())
         owned = {p: OwnedRows(p, ranks, rank) for p in parameters}
-        groups = ReductionGroups(batch=group, shard=group, levels=chosen)
+        groups = ReductionGroups(everyone=group, shard=group, levels=chosen)
         reducer = GradientBuckets(parameters, groups, rows=owned, bucket_bytes=WIDTH * WIDTH * 8)
         for index in range(2):
             if index == 1 or each:

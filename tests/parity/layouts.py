@@ -24,6 +24,7 @@ class Layout:
 
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     dp: int = 1
     zero: int = 1
     dp_replicate: int = 1
@@ -34,7 +35,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.cp * self.dp
 
     @property
     def legal(self) -> bool:
@@ -56,7 +57,7 @@ class Layout:
     def pairs(self) -> set[frozenset[tuple[str, Any]]]:
         """The pairs of values that this layout puts to the test."""
         idle = {"schedule"} if self.pp == 1 else set()
-        if self.dp == 1:
+        if self.dp * self.cp == 1:
             idle |= {"zero", "dp_replicate"}
         values = [(name, value) for name, value in asdict(self).items() if name not in idle]
         return {frozenset(pair) for pair in itertools.combinations(values, 2)}

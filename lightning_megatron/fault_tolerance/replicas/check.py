@@ -208,9 +208,9 @@ def _holders(role: ParameterRole, topology: Topology, *, divided: bool) -> Holde
         topology: the layout.
         divided: whether data-parallel ranks have different parts.
     """
-    axes = ["dp_replicate", "cp"]
+    axes = ["dp_replicate"]
     if not divided:
-        axes.append("dp_shard")
+        axes += ["dp_shard", "cp"]
     if role.shard is None or role.shard.dim is None:
         axes.append("tp")
     if role.outside or role.tied_ranks:

@@ -32,10 +32,11 @@ class ActivationConfig:
     processes on it)."""
     keep: list[str] | None = None
     """For selective, and adaptive of blocks that are not compiled: ``attention`` (fused, without
-    dropout), ``matmul``, the products of linear layers, ``norm`` (those that are one operator; RMS
-    norms are on GPUs), ``activation`` functions, or single operators of torch (``"aten.bmm"``).
-    None: attention and matmul, so that all else, dropout and rotary embeddings too, is computed
-    again. ``["matmul"]`` also recomputes attention."""
+    dropout), ``context`` (only that over cp, which then sends nothing twice), ``matmul``, the
+    products of linear layers, ``norm`` (those that are one operator; RMS norms are on GPUs),
+    ``activation`` functions, or single operators of torch (``"aten.bmm"``). None: attention and
+    matmul, so that all else, dropout and rotary embeddings too, is computed again. ``["matmul"]``
+    also recomputes attention."""
     blocks: list[str] | None = None
     """Modules to recompute and to offload, by class name or by a pattern of their names
     (``"*.mlp"``), outermost. None: the composite modules in the lists of the network (every

@@ -36,7 +36,8 @@ from typing_extensions import override
 from lightning_megatron._torch import CallersMode, tree_flatten, tree_map
 from lightning_megatron.comm.operators import result_of
 
-Operation = Literal["attention", "matmul", "norm", "activation"]
+Operation = Literal["attention", "context", "matmul", "norm", "activation"]
+_CONTEXT = "lightning_megatron::context_attention"
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "attention": (
         "_scaled_dot_product_flash_attention",
@@ -44,7 +45,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
         "flash_attn::_flash_attn_forward",  # since 2.7
+        _CONTEXT,
     ),
+    "context": (_CONTEXT,),
     # Not bmm: where attention is not fused, it makes the s x s weights.
     "matmul": ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2"),
     "norm": ("native_layer_norm", "_fused_rms_norm", "native_group_norm"),

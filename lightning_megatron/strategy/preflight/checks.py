@@ -49,6 +49,7 @@ from lightning_megatron.schedules.schedule import (
 from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategy.preflight.averaging import averaging_problems
 from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
+from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import (
     Degrees,
     degree_problems,
@@ -65,6 +66,7 @@ class LayoutOptions:
 
     tp: int
     pp: PipelineConfig
+    cp: ContextConfig = ContextConfig(degree=1)
     zero: ShardingConfig
     sequence_parallel: bool
     microbatch_size: int | None
@@ -78,6 +80,7 @@ class LayoutOptions:
             world_size,
             tp=self.tp,
             pp=self.pp.degree,
+            cp=self.cp.degree,
             dp_replicate=self.zero.dp_replicate,
             zero=self.zero.stage,
         )
@@ -86,8 +89,9 @@ class LayoutOptions:
     def lasting(self, world_size: int, precision: Precision) -> str:
         """Description of the layout that a module keeps for all Trainers that it meets."""
         degrees = self.degrees(world_size)
+        context = f"cp={self.cp.degree}, " if degrees.cp > 1 else ""
         return (
-            f"tp={degrees.tp}, pp={degrees.pp}, dp={degrees.dp}, dp_replicate="
+            f"tp={degrees.tp}, pp={degrees.pp}, {context}dp={degrees.dp}, dp_replicate="
             f"{degrees.dp_replicate}, sequence_parallel={self.sequence_parallel}, "
             f"zero={self.zero.stage}, precision={precision.precision!r}"
         )
@@ -157,7 +161,7 @@ class LayoutOptions:
             world_size,
             tp=self.tp,
             pp=self.pp.degree,
-            cp=1,
+            cp=self.cp.degree,
             dp_replicate=self.zero.dp_replicate,
             zero=self.zero.stage,
         )
@@ -168,7 +172,7 @@ class LayoutOptions:
                 "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
                 "valid: sequence_parallel=False, or tp=2"
             )
-        problems += self.pp.problems()
+        problems += self.pp.problems() + self.cp.problems()
         return problems + self._microbatch_problems()
 
     def group_problems(self, module: nn.Module | None) -> list[str]:
@@ -254,7 +258,9 @@ def examine(
             log.debug("configure_model cannot be rehearsed: %s", outcome.error)
         else:
             types = getattr(trainer.precision_plugin, "types", ComputeTypes())
-            alone = degrees is not None and degrees.dp == 1 and types.parameters is None
+            alone = (
+                degrees is not None and degrees.dp * degrees.cp == 1 and types.parameters is None
+            )
             tp = 1 if degrees is None else degrees.tp
             problems += layer_problems(module, alone=alone, tp=tp)
             if any(has_unknown_sizes(child) for child in module.modules()):
