@@ -7,6 +7,7 @@
 * Other parts of a transformer: `MLP`, `RMSNorm`, `LayerNorm`, `Dropout`
 * Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
+* Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`
 * Output of a column-parallel layer, of which each rank holds a part: `SplitTensor`, `whole`,
   `own_part`
 * Base of a layer of your own: `ParallelLayer`, `TensorShard`
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.alibi import Alibi, alibi_slopes
     from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
     from lightning_megatron.layers.base import ParallelLayer, TensorShard
+    from lightning_megatron.layers.context_split import GatherContext, SplitContext
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
     from lightning_megatron.layers.linear import (
@@ -46,6 +48,7 @@ _HOMES = {
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
     "Dropout": "dropout",
+    "GatherContext": "context_split",
     "LayerNorm": "norm",
     "LinearCrossEntropy": "linear_loss",
     "MLP": "mlp",
@@ -60,6 +63,7 @@ _HOMES = {
     "Rotary": "rotary",
     "RowParallelLinear": "linear",
     "SelfAttention": "attention",
+    "SplitContext": "context_split",
     "SplitTensor": "split_tensor",
     "TensorShard": "base",
     "VocabParallelCrossEntropy": "loss",
@@ -76,6 +80,7 @@ __all__ = [
     "CausalSelfAttention",
     "ColumnParallelLinear",
     "Dropout",
+    "GatherContext",
     "LayerNorm",
     "LinearCrossEntropy",
     "MLP",
@@ -90,6 +95,7 @@ __all__ = [
     "Rotary",
     "RowParallelLinear",
     "SelfAttention",
+    "SplitContext",
     "SplitTensor",
     "TensorShard",
     "VocabParallelCrossEntropy",

@@ -235,10 +235,13 @@ class SelfAttention(AttentionLayer):
         q, k, v = map(self._heads, column_parts(x, (self.wq, self.wk, self.wv)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        context = self.context
+        layout = None if context is None else context.layout(q.shape[1])
         if isinstance(self.rotary, Rotary):
+            rank = 0 if context is None else context.cp.rank
             if positions is None and documents is not None:
                 positions = restarted_positions(documents)
-            q, k = self.rotary(q, k, positions)
+            q, k = self.rotary(q, k, positions, layout=layout, rank=rank)
         backend = self.backend
         if cache is not None:
             if documents is not None:
