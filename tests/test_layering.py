@@ -124,6 +124,7 @@ PURE = (
     "schedules/partition",
     "schedules/layout_string",
     "schedules/repartition",
+    "layers/context_choice",
     "models/config",
     "models/flops",
     "monitoring/events",

@@ -6,6 +6,7 @@
   `LayerNorm`, `PositionEmbedding`, `Dropout`
 * Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
+* Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`
 * Output of a column-parallel layer, of which each rank holds a part: `SplitTensor`, `whole`,
   `own_part`
 * Base of a layer of your own: `ParallelLayer`, `TensorShard`
@@ -20,6 +21,7 @@ from lightning_megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_megatron.layers.attention import CausalSelfAttention
     from lightning_megatron.layers.base import ParallelLayer, TensorShard
+    from lightning_megatron.layers.context_split import GatherContext, SplitContext
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
     from lightning_megatron.layers.linear import (
@@ -42,6 +44,7 @@ _HOMES = {
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
     "Dropout": "dropout",
+    "GatherContext": "context_split",
     "LayerNorm": "norm",
     "LinearCrossEntropy": "linear_loss",
     "MLP": "mlp",
@@ -55,6 +58,7 @@ _HOMES = {
     "RopeScaling": "rotary",
     "Rotary": "rotary",
     "RowParallelLinear": "linear",
+    "SplitContext": "context_split",
     "SplitTensor": "split_tensor",
     "TensorShard": "base",
     "VocabParallelCrossEntropy": "loss",
@@ -68,6 +72,7 @@ __all__ = [
     "CausalSelfAttention",
     "ColumnParallelLinear",
     "Dropout",
+    "GatherContext",
     "LayerNorm",
     "LinearCrossEntropy",
     "MLP",
@@ -81,6 +86,7 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "RowParallelLinear",
+    "SplitContext",
     "SplitTensor",
     "TensorShard",
     "VocabParallelCrossEntropy",

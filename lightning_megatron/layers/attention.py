@@ -140,8 +140,11 @@ class CausalSelfAttention(ParallelLayer):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        context = self.context
+        layout = None if context is None else context.layout(q.shape[1])
         if self.rotary is not None:
-            q, k = self.rotary(q, k, positions)
+            rank = 0 if context is None else context.cp.rank
+            q, k = self.rotary(q, k, positions, layout=layout, rank=rank)
         backend = self.backend
         if cache is not None:
             k, v = cache.extend(self, k, v)
