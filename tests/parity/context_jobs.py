@@ -30,9 +30,10 @@ class CutEmbedding(ParallelLayer):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(reference.VOCABULARY, reference.HIDDEN)
+        self.gain = nn.Parameter(torch.tensor(1.2))  # nothing divides a scalar
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.table(_part(self, tokens, 0, note=True))
+        return self.table(_part(self, tokens, 0)) * self.gain
 
 
 class WholeLoss(ParallelLayer):
@@ -69,7 +70,7 @@ class _SumOverContext(torch.autograd.Function):
         return gradient * ctx.size, None
 
 
-def _part(layer: ParallelLayer, whole: Tensor, fill: int, *, note: bool = False) -> Tensor:
+def _part(layer: ParallelLayer, whole: Tensor, fill: int) -> Tensor:
     context = layer.context
     if context is None:
         return whole

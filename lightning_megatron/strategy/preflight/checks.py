@@ -35,7 +35,6 @@ from lightning_megatron._lightning import set_device_mesh, training_source
 from lightning_megatron._torch import has_hooks
 from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
@@ -264,7 +263,6 @@ def examine(
             )
             tp = 1 if degrees is None else degrees.tp
             problems += layer_problems(module, alone=alone, tp=tp)
-            problems += batch_norm_problems(module, cp=_whole(options.cp.degree))
             if any(has_unknown_sizes(child) for child in module.modules()):
                 degrees = None  # what follows asks for sizes
             problems += options.group_problems(module)
@@ -440,7 +438,6 @@ def _whole(value: object) -> int:
 
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1) -> list[str]:
@@ -487,23 +484,6 @@ def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1) -> list[str]:
                 "valid: sparse=False"
             )
     return problems
-
-
-def batch_norm_problems(module: nn.Module, *, cp: int) -> list[str]:
-    """Sentences about batch norms that would see a part of the sequences."""
-    inside = [
-        (f"{path}.{name}" if path else name, layer)
-        for path, trunk in module.named_modules()
-        if isinstance(trunk, PipelineSequential) and cp > 1
-        for name, layer in trunk.named_modules()
-    ]
-    return [
-        f"{name} ({type(layer).__name__}), cp={cp}: inside of a PipelineSequential each cp rank "
-        "has a part of the sequences, and its statistics would be of that part; nearest valid: "
-        "LayerNorm or RMSNorm, the layer outside of the PipelineSequential, or cp=1"
-        for name, layer in inside
-        if isinstance(layer, BATCH_NORMS) and layer.training
-    ]
 
 
 def has_unknown_sizes(module: nn.Module) -> bool:

@@ -44,12 +44,6 @@ class TwoItems(Small):
         self.net = PipelineSequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-class Normed(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = PipelineSequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
-
-
 class TwoTrunks(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -197,11 +191,6 @@ CASES = {
     "groups of heads that do not divide cp": Case(
         layout={"cp": ContextConfig(degree=4, kind="ring", ulysses=3)},
         says=("cp.ulysses=3, degree=4", "ulysses=2 or 4"),
-    ),
-    "statistics of a part of the sequences": Case(
-        layout={"cp": 2},
-        module=Normed,
-        says=("net.0 (BatchNorm1d), cp=2", "LayerNorm or RMSNorm", "cp=1"),
     ),
     "no such ZeRO stage in a config": Case(
         layout={"zero": ShardingConfig(stage=4)},  # type: ignore[arg-type]
