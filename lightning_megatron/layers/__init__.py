@@ -2,9 +2,11 @@
 
 * Linear layers: `ColumnParallelLinear`, `RowParallelLinear`, `column_parallel`
 * Vocabulary: `VocabParallelEmbedding`, `VocabParallelCrossEntropy`, `LinearCrossEntropy`
-* Attention: `CausalSelfAttention`, `SelfAttention`; where positions are: `Rotary`, `RopeScaling`,
-  `Alibi`, `alibi_slopes`, `PositionEmbedding`; several documents in a row: `documents_of`
-* Other parts of a transformer: `MLP`, `RMSNorm`, `LayerNorm`, `Dropout`
+* Attention: `CausalSelfAttention`, `SelfAttention`, `CrossAttention`, without parameters
+  `ContextAttention`; several documents in a row: `documents_of`
+* Where positions are: `Rotary`, `RopeScaling`, `Alibi`, `alibi_slopes`, `PositionEmbedding`
+* Other parts of a transformer: `MLP`, `RMSNorm`, `LayerNorm`, `Dropout`; blocks: `EncoderBlock`,
+  `DecoderBlock`
 * Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
 * Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`
@@ -23,9 +25,12 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.alibi import Alibi, alibi_slopes
     from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
     from lightning_megatron.layers.base import ParallelLayer, TensorShard
+    from lightning_megatron.layers.context_layer import ContextAttention
     from lightning_megatron.layers.context_split import GatherContext, SplitContext
+    from lightning_megatron.layers.cross_attention import CrossAttention
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+    from lightning_megatron.layers.encoder import DecoderBlock, EncoderBlock
     from lightning_megatron.layers.linear import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -47,7 +52,11 @@ _HOMES = {
     "Alibi": "alibi",
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
+    "ContextAttention": "context_layer",
+    "CrossAttention": "cross_attention",
+    "DecoderBlock": "encoder",
     "Dropout": "dropout",
+    "EncoderBlock": "encoder",
     "GatherContext": "context_split",
     "LayerNorm": "norm",
     "LinearCrossEntropy": "linear_loss",
@@ -79,7 +88,11 @@ __all__ = [
     "Alibi",
     "CausalSelfAttention",
     "ColumnParallelLinear",
+    "ContextAttention",
+    "CrossAttention",
+    "DecoderBlock",
     "Dropout",
+    "EncoderBlock",
     "GatherContext",
     "LayerNorm",
     "LinearCrossEntropy",

@@ -16,11 +16,13 @@ rotary embedding. With a sliding window (Mistral, arXiv 2310.06825) a position s
 with the distance (`layers.alibi`). With ``documents`` a position sees its own document only
 (`layers.packed_documents`).
 
-The attention itself is computed by one of `layers.attention_backends`.
+The attention itself is computed by one of `layers.attention_backends`. Where cp splits the
+sequence, `layers.attention_exchange` brings together what the ranks hold.
 
 Legend: b batch, s sequence, t positions of a memory, h hidden size, n heads, d head dim.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -31,6 +33,12 @@ from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.alibi import Alibi, alibi_slopes
 from lightning_megatron.layers.attention_backends import attend, missing
 from lightning_megatron.layers.attention_call import AttentionCall
+from lightning_megatron.layers.attention_exchange import (
+    attend_over_ranks,
+    backend_problem,
+    kind_problems,
+    layout_of,
+)
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import random_stream
 from lightning_megatron.layers.kv_cache import KeyValueCache
@@ -43,6 +51,7 @@ from lightning_megatron.layers.norm import HeadNorm
 from lightning_megatron.layers.packed_documents import restarted_positions
 from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.layers.size_checks import AttentionBackend, head_problems, tp_head_problems
+from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
 from lightning_megatron.topology.degrees import Degrees
 
 
@@ -118,21 +127,62 @@ class AttentionLayer(ParallelLayer):
             problems.append(
                 f"attention_backend={self.backend}: {not_installed}; nearest valid: sdpa"
             )
+        if degrees.cp > 1:
+            problem = backend_problem(self.backend, degrees.cp)
+            problems += [problem] if problem else []
         return problems
 
-    def _heads(self, y: Tensor) -> Tensor:
-        """``[b, s, n d]`` as ``[b, s, n, d]``."""
-        return y.view(*y.shape[:-1], -1, self.head_dim)
+    def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
+        """Reasons why the layer's sequence cannot be split in that way, beside `problems`."""
+        return kind_problems(
+            config.kind,
+            cp=config.degree,
+            tp=tp,
+            num_heads=self.num_heads,
+            dropout=self.dropout,
+            ulysses=config.ulysses,
+        )
 
-    def _attended(self, backend: AttentionBackend, call: AttentionCall) -> Tensor:
-        """Attention and the output projection."""
-        if self.training and self.dropout:
-            with random_stream(self.topology, sharded=True):
-                y_bsnd = attend(backend, replace(call, dropout=self.dropout))
+    def _projected(self, x: Tensor, memory: Tensor | None = None) -> list[Tensor]:
+        """Queries of ``x``, and keys and values of ``memory``, by heads."""
+        if memory is None:
+            parts = column_parts(x, (self.wq, self.wk, self.wv))
         else:
-            y_bsnd = attend(backend, call)
+            parts = column_parts(x, (self.wq,)) + column_parts(memory, (self.wk, self.wv))
+        q, k, v = (y.view(*y.shape[:-1], -1, self.head_dim) for y in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return [q, k, v]
+
+    def _attended(
+        self,
+        backend: AttentionBackend,
+        call: AttentionCall,
+        layout: ContextLayout | None = None,
+        key_layout: ContextLayout | None = None,
+    ) -> Tensor:
+        """Attention and the output projection.
+
+        Args:
+            backend: kernel.
+            call: tensors and what hides keys.
+            layout: split of the queries' sequence over cp, with keys to be exchanged; None if this
+                rank has all keys.
+            key_layout: split of the keys' sequence, if it is another one.
+        """
+        if self.training and self.dropout:
+            call = replace(call, dropout=self.dropout)
+        with self._random(call.dropout):
+            context = self.context
+            if context is None or layout is None:
+                y_bsnd = attend(backend, call)
+            else:
+                y_bsnd = attend_over_ranks(context, layout, backend, call, key_layout)
         out: Tensor = self.wo(y_bsnd.flatten(2))
         return out
+
+    def _random(self, dropout: float) -> AbstractContextManager[None]:
+        return random_stream(self.topology, sharded=True) if dropout else nullcontext()
 
     @override
     def extra_repr(self) -> str:
@@ -215,6 +265,7 @@ class SelfAttention(AttentionLayer):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
         documents: Tensor | None = None,
+        length: int | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -223,32 +274,30 @@ class SelfAttention(AttentionLayer):
             positions: ``[s]`` or ``[b, s]`` over the whole sequence, for the rotary embedding;
                 ``0 .. s - 1`` when None, and from 0 in each document where there are some.
             mask: ``attn_mask`` of ``scaled_dot_product_attention``, in place of the causal mask and
-                the window; broadcastable to ``[b, n / tp, s, s]``.
+                the window; broadcastable to ``[b, n / tp, s, s]`` over the whole sequence.
             cache: keys and values of earlier calls, to which this call attends, too, and adds its
                 own. It needs a mask ``[..., s, earlier + s]``.
             documents: number of the document of each position, ``[b, s]`` over the whole sequence;
                 none sees another (`layers.packed_documents`).
+            length: positions of the whole sequence. Without the causal rule it must be given under
+                cp if the sequences in a `PipelineSequential` have several lengths.
 
         Raises:
             ConfigError: the backend cannot do this, or ``documents`` do not fit.
         """
-        q, k, v = map(self._heads, column_parts(x, (self.wq, self.wk, self.wv)))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        context = self.context
-        layout = None if context is None else context.layout(q.shape[1])
+        q, k, v = self._projected(x)
+        context, layout = self.context, None
+        if context is not None:
+            told = ((documents, -1), (mask, -1), (positions, -1))
+            layout = layout_of(context, q.shape[1], exact=not self.causal, length=length, told=told)
         if isinstance(self.rotary, Rotary):
-            rank = 0 if context is None else context.cp.rank
             if positions is None and documents is not None:
                 positions = restarted_positions(documents)
+            rank = 0 if context is None else context.cp.rank
             q, k = self.rotary(q, k, positions, layout=layout, rank=rank)
         backend = self.backend
         if cache is not None:
-            if documents is not None:
-                raise ConfigError(
-                    "documents with a cache of keys and values: the cache does not know where a "
-                    "document ends; nearest valid: cache=None"
-                )
+            _check_cache(documents, layout)
             k, v = cache.extend(self, k, v)
             backend = "sdpa"
         call = AttentionCall(
@@ -261,7 +310,7 @@ class SelfAttention(AttentionLayer):
             documents=documents,
             alibi=self._slopes(q) if isinstance(self.rotary, Alibi) else None,
         )
-        return self._attended(backend, call)
+        return self._attended(backend, call, layout)
 
     def _slopes(self, q_bsnd: Tensor) -> Tensor:
         """Slopes of the heads of this tp rank."""
@@ -269,6 +318,19 @@ class SelfAttention(AttentionLayer):
         first = 0 if self.topology is None else own * self.topology.tp.rank
         dtype = torch.promote_types(q_bsnd.dtype, torch.float32)
         return alibi_slopes(self.num_heads, first, own, dtype=dtype, device=q_bsnd.device)
+
+
+def _check_cache(documents: Tensor | None, layout: ContextLayout | None) -> None:
+    if documents is not None:
+        raise ConfigError(
+            "documents with a cache of keys and values: the cache does not know where a document "
+            "ends; nearest valid: cache=None"
+        )
+    if layout is not None:
+        raise ConfigError(
+            f"cp={layout.cp}: a cache holds whole sequences; nearest valid: "
+            "lightning_megatron.models.generate, or cache=None"
+        )
 
 
 class CausalSelfAttention(SelfAttention):
