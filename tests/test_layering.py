@@ -107,6 +107,7 @@ PURE = (
     "errors",
     "topology/degrees",
     "topology/coordinates",
+    "topology/context_layout",
     "schedules/actions",
     "schedules/__init__",
     "schedules/breadth_first",

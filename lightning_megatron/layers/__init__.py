@@ -2,8 +2,9 @@
 
 * Linear layers: `ColumnParallelLinear`, `RowParallelLinear`, `column_parallel`
 * Vocabulary: `VocabParallelEmbedding`, `VocabParallelCrossEntropy`, `LinearCrossEntropy`
-* Parts of a transformer: `CausalSelfAttention`, `Rotary`, `RopeScaling`, `MLP`, `RMSNorm`,
-  `LayerNorm`, `PositionEmbedding`, `Dropout`
+* Attention: `CausalSelfAttention`, `SelfAttention`; where positions are: `Rotary`, `RopeScaling`,
+  `Alibi`, `alibi_slopes`, `PositionEmbedding`; several documents in a row: `documents_of`
+* Other parts of a transformer: `MLP`, `RMSNorm`, `LayerNorm`, `Dropout`
 * Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
 * Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.layers.attention import CausalSelfAttention
+    from lightning_megatron.layers.alibi import Alibi, alibi_slopes
+    from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
     from lightning_megatron.layers.base import ParallelLayer, TensorShard
     from lightning_megatron.layers.context_split import GatherContext, SplitContext
     from lightning_megatron.layers.dropout import Dropout
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.loss import VocabParallelCrossEntropy
     from lightning_megatron.layers.mlp import MLP
     from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+    from lightning_megatron.layers.packed_documents import documents_of
     from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
     from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
     from lightning_megatron.layers.rotary import RopeScaling, Rotary
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.splits import own_part, whole
 
 _HOMES = {
+    "Alibi": "alibi",
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
     "Dropout": "dropout",
@@ -58,17 +62,21 @@ _HOMES = {
     "RopeScaling": "rotary",
     "Rotary": "rotary",
     "RowParallelLinear": "linear",
+    "SelfAttention": "attention",
     "SplitContext": "context_split",
     "SplitTensor": "split_tensor",
     "TensorShard": "base",
     "VocabParallelCrossEntropy": "loss",
     "VocabParallelEmbedding": "embedding",
+    "alibi_slopes": "alibi",
     "column_parallel": "linear",
+    "documents_of": "packed_documents",
     "own_part": "splits",
     "whole": "splits",
 }
 
 __all__ = [
+    "Alibi",
     "CausalSelfAttention",
     "ColumnParallelLinear",
     "Dropout",
@@ -86,12 +94,15 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "RowParallelLinear",
+    "SelfAttention",
     "SplitContext",
     "SplitTensor",
     "TensorShard",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
+    "alibi_slopes",
     "column_parallel",
+    "documents_of",
     "own_part",
     "whole",
 ]

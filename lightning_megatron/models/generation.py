@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.attention_backends import window_mask
+from lightning_megatron.layers.attention_call import window_mask
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem

@@ -9,8 +9,10 @@ from lightning_megatron.layers.context_choice import (
     choose,
     cost,
     overlap_tokens,
+    pairs,
     refusal,
 )
+from lightning_megatron.topology.context_layout import ContextLayout
 
 LLAMA = AttentionSizes(cp=8, heads=32, kv_heads=8, head_dim=128, length=131072)
 
@@ -128,6 +130,27 @@ def test_on_gpus() -> None:
 def test_hardware_of_a_peak() -> None:
     assert Hardware.of_peak(989e12, 4) == Hardware(flops=494.5e12, ranks_per_node=4)
     assert Hardware.of_peak(None) == Hardware()
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+def test_pairs(order: str, causal: bool, window: int | None) -> None:
+    for length in (1, 5, 8, 21):
+        layout = ContextLayout(length, 2, order)  # type: ignore[arg-type]
+        found = [pairs(layout, rank, causal=causal, window=window) for rank in range(2)]
+        reach = window or length
+        expected = [
+            sum(
+                abs(i - j) < reach and (j <= i or not causal)
+                for chunk in layout.chunks(rank)
+                for i in chunk
+                if i < length
+                for j in range(length)
+            )
+            for rank in range(2)
+        ]
+        assert found == expected
 
 
 def test_what_a_kind_refuses() -> None:

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from lightning_megatron.layers import linear_functions
-from lightning_megatron.layers.attention import CausalSelfAttention
+from lightning_megatron.layers.alibi import Alibi
+from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.packed_documents import documents_of
 from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
 from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
 from lightning_megatron.layers.rotary import Rotary
@@ -35,6 +37,9 @@ def _attention(**kwargs):
 
 def _mlp(activation, bias=False):
     return Case(lambda: MLP(8, 16, activation, bias=bias), _x(2, 8, 8))
+
+
+DOCUMENTS = documents_of([[3, 5], [1, 2, 4]], 8)
 
 
 def _drawn(norm):
@@ -90,6 +95,17 @@ CASES = {
     ),
     "attention, masked": Case(
         _attention().build, _x(2, 8, 16), kwargs={"mask": torch.ones(8, 8).tril(2).bool()}
+    ),
+    "attention, documents": Case(
+        _attention(num_kv_heads=2).build, _x(2, 8, 16), kwargs={"documents": DOCUMENTS}
+    ),
+    "attention, slopes": Case(
+        lambda: CausalSelfAttention(24, 12, 4, rotary=Alibi()),
+        _x(2, 8, 24),
+        kwargs={"documents": DOCUMENTS},
+    ),
+    "attention to all positions": Case(
+        lambda: SelfAttention(16, 4, 1, rotary=Rotary(4), window=3), _x(2, 8, 16)
     ),
     "swiglu": _mlp("swiglu"),
     "geglu": _mlp("geglu", bias=True),

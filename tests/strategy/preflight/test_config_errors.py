@@ -183,7 +183,7 @@ CASES = {
     ),
     "parts of sequences for too few processes": Case(
         layout={"cp": 3},
-        says=("cp=3", "must divide the number of processes", "or cp=2 or cp=4 on 4"),
+        says=("cp=3", "must divide the number of processes", "cp=2 or cp=4 on 4"),
     ),
     "a word for a degree of cp": Case(layout={"cp": "2"}, says=("cp='2'", "nearest valid: cp=2")),
     "no such exchange of keys": Case(
