@@ -305,7 +305,8 @@ class StepRunner:
 
     def _whole(self, output: Any) -> Any:
         """Output as whole tensors, as it may be pickled, or used by one rank alone."""
-        return whole(output) if self._topology.tp.size > 1 else output
+        topology = self._topology
+        return whole(output) if topology.tp.size * topology.cp.size > 1 else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
         own = getattr(self._module, "split_batch", None)
