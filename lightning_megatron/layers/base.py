@@ -46,6 +46,8 @@ class ParallelLayer(nn.Module):
     Attributes:
         topology: topology of the run; None until `distribute`.
         in_trunk: whether a `PipelineSequential` holds the layer: inside of one cp splits sequences.
+        splits_context: whether the layer takes whole sequences and returns this cp rank's part.
+        joins_context: whether it takes this cp rank's part and returns whole sequences.
         tensor_shards: shard of each parameter by its local name; empty until `distribute`.
         wgrad_queue: queue of weight gradients that are computed later (`layers.delayed_wgrad`).
         without_graphs: queue that calls the layer between compiled graphs, if no compiler may trace
@@ -54,6 +56,8 @@ class ParallelLayer(nn.Module):
 
     topology: Topology | None = None
     in_trunk: bool = False
+    splits_context: bool = False
+    joins_context: bool = False
     wgrad_queue: Any = None
     without_graphs: Any = None
     tensor_shards: Mapping[str, TensorShard]

@@ -4,6 +4,9 @@ Each tp rank holds the rows of a part of the vocabulary. It looks up the tokens 
 zeros for the others, and the sum over the ranks is the embedding of every token (Megatron-LM,
 arXiv 1909.08053, section 3). Under sequence parallelism that sum is scattered, so the residual
 stream starts out as ``[b, s / tp, h]``.
+
+Here a sequence is cut over cp, too: tokens and positions are whole, and the embeddings are those of
+this rank's part (`layers.context_split`).
 """
 
 import torch
@@ -15,6 +18,7 @@ from lightning_megatron.comm.collectives import own_slice
 from lightning_megatron.comm.functional import reduce_from, reduce_scatter
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.context_split import own_positions, split
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 from lightning_megatron.topology.mesh import Topology
@@ -25,6 +29,8 @@ class VocabParallelEmbedding(ParallelLayer):
 
     Input: token indices ``[b, s]``, equal on all tp ranks. Output ``[b, s, embedding_dim]``, equal
     on all tp ranks; under sequence parallelism this rank's part ``[b, s / tp, embedding_dim]``.
+    Inside of a `PipelineSequential` it cuts the sequence over cp: tokens are whole, and the output
+    is this cp rank's part.
 
     Args:
         num_embeddings: size of the vocabulary.
@@ -37,6 +43,8 @@ class VocabParallelEmbedding(ParallelLayer):
     Raises:
         ConfigError: ``num_tokens`` lies outside of the vocabulary.
     """
+
+    splits_context = True
 
     def __init__(
         self,
@@ -88,7 +96,9 @@ class VocabParallelEmbedding(ParallelLayer):
             IndexError: a token lies outside the vocabulary, on CPU. On a GPU it fails an assertion
                 on the device, as with ``nn.Embedding``.
         """
-        topology = self.topology
+        topology, context = self.topology, self.context
+        if context is not None:
+            tokens = split(tokens, context.split(tokens.shape[1]), context.cp.rank)
         if self.num_tokens < self.num_embeddings:
             tokens = tokens.masked_fill(tokens >= self.num_tokens, self.num_embeddings)
         if topology is None or topology.tp.size == 1:
@@ -111,6 +121,8 @@ class VocabParallelEmbedding(ParallelLayer):
 
 class PositionEmbedding(ParallelLayer):
     """Learned table of absolute positions, added to the residual stream; whole on every rank.
+
+    Inside of a `PipelineSequential` it returns this cp rank's part, as the embedding of tokens.
 
     Args:
         max_seq_len: number of positions.
@@ -146,8 +158,15 @@ class PositionEmbedding(ParallelLayer):
         Returns:
             ``[s, h]`` or ``[b, s, h]``; under sequence parallelism this rank's part of ``s``.
         """
-        if positions is None:
-            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        context, length = self.context, tokens.shape[-1]
+        if context is not None:
+            layout, rank = context.split(length), context.cp.rank
+            if positions is None:
+                positions = own_positions(layout, rank, tokens.device).clamp(max=length - 1)
+            else:
+                positions = split(positions, layout, rank, -1)
+        elif positions is None:
+            positions = torch.arange(length, device=tokens.device)
         topology = self.topology
         if topology is not None and topology.tp.size > 1 and topology.sequence_parallel:
             batched = positions if positions.dim() == 2 else positions.unsqueeze(0)

@@ -28,6 +28,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lightning_megatron.layers.context_split import own_positions, split
+from lightning_megatron.topology.context_layout import ContextLayout
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -54,6 +57,10 @@ class RopeScaling:
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
+_Key = tuple[int | tuple[ContextLayout, int], torch.device, torch.dtype]
+"""Positions of a table, all up to a length or those of a cp rank, its device and format."""
+
+
 class Rotary:
     """Rotary embedding of queries and keys; all blocks of a model may share one.
 
@@ -69,23 +76,34 @@ class Rotary:
         self.head_dim = head_dim
         self.base = base
         self.scaling = scaling
-        self._key: tuple[int, torch.device, torch.dtype] | None = None
+        self._key: _Key | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def __call__(
-        self, q_bsnd: Tensor, k_bsnd: Tensor, positions: Tensor | None = None
+        self,
+        q_bsnd: Tensor,
+        k_bsnd: Tensor,
+        positions: Tensor | None = None,
+        *,
+        layout: ContextLayout | None = None,
+        rank: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Rotate.
 
         Args:
             q_bsnd: queries.
             k_bsnd: keys; may have fewer heads.
-            positions: ``[s]`` or ``[b, s]``; ``0 .. s - 1`` when None.
+            positions: ``[s]`` or ``[b, s]`` of the whole sequence; ``0 .. s - 1`` when None.
+            layout: split of the sequence of which queries and keys are a part; None if they are
+                whole.
+            rank: cp rank whose part they are.
         """
         if positions is None:
-            cos, sin = self._cached(q_bsnd.shape[1], q_bsnd.device, q_bsnd.dtype)
+            held = q_bsnd.shape[1] if layout is None else (layout, rank)
+            cos, sin = self._cached((held, q_bsnd.device, q_bsnd.dtype))
         else:
-            cos, sin = self._angles(positions, q_bsnd.dtype)
+            own = positions if layout is None else split(positions, layout, rank, -1)
+            cos, sin = self._angles(own, q_bsnd.dtype)
         q, k = _apply_rotation(q_bsnd, k_bsnd, cos, sin)
         return q, k
 
@@ -93,20 +111,23 @@ class Rotary:
         """Return the state without the table, for copies and pickles."""
         return {**self.__dict__, "_key": None, "_tables": None}
 
-    def _cached(
-        self, length: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        key = (length, device, dtype)
+    def _cached(self, key: _Key) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
             # A graph that fills the table is another one than that which finds it full, but what
             # is computed again in the backward must meet the same. In a graph it is nearly free.
-            return self._angles(torch.arange(length, device=device), dtype)
+            return self._table(key)
         if self._tables is None or self._key != key:
             # Tables made under inference_mode could not be saved for a later backward.
             with torch.inference_mode(False), torch.no_grad():
-                self._tables = self._angles(torch.arange(length, device=device), dtype)
+                self._tables = self._table(key)
             self._key = key
         return self._tables
+
+    def _table(self, key: _Key) -> tuple[Tensor, Tensor]:
+        held, device, dtype = key
+        if isinstance(held, int):
+            return self._angles(torch.arange(held, device=device), dtype)
+        return self._angles(own_positions(*held, device), dtype)
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines ``[(b,) s, 1, d]`` and, of half the channels, sines ``[(b,) s, 1, d/2]``."""
