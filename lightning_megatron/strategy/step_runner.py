@@ -302,7 +302,8 @@ class StepRunner:
 
     def _whole(self, output: Any) -> Any:
         """Output as whole tensors, as it may be pickled, or used by one rank alone."""
-        return whole(output) if self._topology.tp.size > 1 else output
+        split = self._topology.tp.size > 1 or self._topology.cp.size > 1
+        return whole(output) if split else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
         own = getattr(self._module, "split_batch", None)

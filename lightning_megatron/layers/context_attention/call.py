@@ -20,7 +20,6 @@ Legend: b batch, s sequence of this rank, n heads of this rank, d head dim.
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from lightning_megatron.errors import ConfigError
