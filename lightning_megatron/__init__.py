@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.checkpoint_monitor import CheckpointMonitor
     from lightning_megatron.monitoring.communication import CommunicationMonitor
     from lightning_megatron.monitoring.console import ConsoleLine
+    from lightning_megatron.monitoring.context_monitor import ContextMonitor
     from lightning_megatron.monitoring.event_log import EventLogWriter
     from lightning_megatron.monitoring.gradients import GradientMonitor
     from lightning_megatron.monitoring.logger_guard import LoggerGuard
@@ -88,6 +89,7 @@ _HOMES = {
     "ConnectionConfig": "strategy.processes.connection",
     "ConsoleLine": "monitoring.console",
     "ContextConfig": "topology.context_layout",
+    "ContextMonitor": "monitoring.context_monitor",
     "EventLogWriter": "monitoring.event_log",
     "FaultTolerance": "fault_tolerance.suite",
     "Fp16Precision": "precision.fp16",
@@ -148,6 +150,7 @@ __all__ = [
     "ConnectionConfig",
     "ConsoleLine",
     "ContextConfig",
+    "ContextMonitor",
     "EventLogWriter",
     "FaultTolerance",
     "Fp16Precision",

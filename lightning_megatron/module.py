@@ -47,9 +47,10 @@ class LanguageModel(pl.LightningModule):
     """LightningModule that trains a transformer to predict the next token.
 
     A batch is `(tokens, labels)` or a dict with these keys: int64 `[b, s]`, where `labels[:, t]` is
-    the token that follows `tokens[:, : t + 1]`, or -100 where no loss is wanted. Logs `train_loss`
-    every step, and `val_loss` and `val_perplexity` (likewise `test_...`) every evaluation, in nats
-    per token.
+    the token that follows `tokens[:, : t + 1]`, or -100 where no loss is wanted. A dict may also
+    hold `documents` `[b, s]`, the number of the document of each token, none of which sees another
+    (`layers.packed_documents`). Logs `train_loss` every step, and `val_loss` and `val_perplexity`
+    (likewise `test_...`) every evaluation, in nats per token.
 
     Args:
         config: sizes of the model, name of a preset of `TransformerConfig`, mapping of its fields,
@@ -151,9 +152,10 @@ class LanguageModel(pl.LightningModule):
         )
 
     @override
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the logits `[b, s, vocab_size]` of the next token at every position."""
-        logits: Tensor = self.trunk(tokens)
+        kwargs = {} if documents is None else {"documents": documents}
+        logits: Tensor = self.trunk(tokens, **kwargs)
         return logits
 
     @override
@@ -185,7 +187,7 @@ class LanguageModel(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the logits `[b, s, vocab_size]` of the whole vocabulary, padding included."""
         tokens = batch if isinstance(batch, Tensor) else _tokens_and_labels(batch)[0]
-        logits: Tensor = whole(self(tokens))
+        logits: Tensor = whole(self(tokens, _documents(batch)))
         return logits
 
     @override
@@ -230,10 +232,12 @@ class LanguageModel(pl.LightningModule):
     def _batch_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Sum of the losses of the tokens that count, and their number."""
         tokens, labels = _tokens_and_labels(batch)
+        documents = _documents(batch)
         if self.chunked_loss:
-            total = self.trunk(tokens, targets=labels)
+            kwargs = {} if documents is None else {"documents": documents}
+            total = self.trunk(tokens, targets=labels, **kwargs)
         else:
-            total = self.loss(self(tokens), labels)
+            total = self.loss(self(tokens, documents), labels)
         return total, (labels != self.loss.ignore_index).sum()
 
     def _log_mean(self, name: str, total: Tensor, tokens: Tensor, **options: Any) -> None:
@@ -272,6 +276,10 @@ def _tokens_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
     raise ConfigError(
         f"batch={found}: LanguageModel takes (tokens, labels), or a dict with these keys"
     )
+
+
+def _documents(batch: Any) -> Tensor | None:
+    return batch.get("documents") if isinstance(batch, Mapping) else None
 
 
 def _option_problems(

@@ -233,6 +233,27 @@ def test_chunked_loss_is_the_same_loss(padding: int) -> None:
         torch.testing.assert_close(gradients[1][name], grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_documents_of_a_batch_do_not_see_each_other(chunked: bool) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel(SIZES, chunked_loss=chunked)
+    model.configure_model()
+    rows = torch.randint(32, (1, 9), generator=torch.Generator().manual_seed(1))
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    apart = [{name: value[:, part] for name, value in batch.items()} for part in _PARTS]
+    expected = sum(model._batch_loss(part)[0] for part in apart)
+    documents = torch.tensor([[5, 5, 5, 2, 2, 2, 2, 2]])
+    found, count = model._batch_loss(batch | {"documents": documents})
+    assert count == 8
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(model._batch_loss(batch)[0], found)
+    logits = model.predict_step(batch | {"documents": documents}, 0)
+    torch.testing.assert_close(logits[:, 3:], model.predict_step(apart[1]["tokens"], 0))
+
+
+_PARTS = (slice(0, 3), slice(3, 8))
+
+
 class Uneven(LanguageModel):
     """Labels most of which are -100 on some ranks, in some microbatches."""
 

@@ -19,6 +19,7 @@ Monitoring: `Monitor` is all of these as one callback.
 - `CommunicationMonitor`: bytes and time of collectives, by axis.
 - `GradientMonitor`, `ParameterNorm`, `GradientNoiseScale`: norms, clipping, critical batch size.
 - `PipelineMonitor`: share of the time in which pipeline ranks are idle.
+- `ContextMonitor`: how equally attention is divided over cp ranks.
 - `CheckpointMonitor`: time, size and failures of saves.
 - `EventLogWriter`: events as JSON lines, of which `report` makes a page; goodput.
 - `LoggerGuard`: an error of a logger becomes a warning.
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         CommunicationMonitor as CommunicationMonitor,
     )
     from lightning_megatron.monitoring.console import ConsoleLine as ConsoleLine
+    from lightning_megatron.monitoring.context_monitor import ContextMonitor as ContextMonitor
     from lightning_megatron.monitoring.event_log import EventLogWriter as EventLogWriter
     from lightning_megatron.monitoring.gradients import GradientMonitor as GradientMonitor
     from lightning_megatron.monitoring.logger_guard import LoggerGuard as LoggerGuard
@@ -80,6 +82,7 @@ _HOMES = {
     "CheckpointMonitor": ".monitoring.checkpoint_monitor",
     "CommunicationMonitor": ".monitoring.communication",
     "ConsoleLine": ".monitoring.console",
+    "ContextMonitor": ".monitoring.context_monitor",
     "EventLogWriter": ".monitoring.event_log",
     "FaultTolerance": ".fault_tolerance.suite",
     "GradientMonitor": ".monitoring.gradients",
@@ -112,6 +115,7 @@ __all__ = [
     "CheckpointMonitor",
     "CommunicationMonitor",
     "ConsoleLine",
+    "ContextMonitor",
     "EventLogWriter",
     "FaultTolerance",
     "GradientMonitor",

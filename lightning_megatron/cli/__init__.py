@@ -33,6 +33,7 @@ _COMMANDS = {
     "convert": "take weights to and from Hugging Face, Lightning and one file",
     "ckpt": "list, show and verify checkpoints",
     "schedule": "draw a pipeline schedule and say what it costs",
+    "context": "say what attention sends when sequences are split over GPUs",
     "report": "make an HTML page of a run from the events it left",
     "dashboards": "write files for Prometheus and Grafana",
     "doctor": "say whether this machine is fit to train",

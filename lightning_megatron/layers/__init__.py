@@ -2,8 +2,11 @@
 
 * Linear layers: `ColumnParallelLinear`, `RowParallelLinear`, `column_parallel`
 * Vocabulary: `VocabParallelEmbedding`, `VocabParallelCrossEntropy`, `LinearCrossEntropy`
-* Parts of a transformer: `CausalSelfAttention`, `Rotary`, `RopeScaling`, `MLP`, `RMSNorm`,
-  `LayerNorm`, `PositionEmbedding`, `Dropout`
+* Attention: `CausalSelfAttention`, `SelfAttention`, `CrossAttention`, without parameters
+  `ContextAttention`; several documents in a row: `documents_of`
+* Where positions are: `Rotary`, `RopeScaling`, `Alibi`, `alibi_slopes`, `PositionEmbedding`
+* Other parts of a transformer: `MLP`, `RMSNorm`, `LayerNorm`, `Dropout`; blocks: `EncoderBlock`,
+  `DecoderBlock`
 * Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
 * Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`
@@ -19,11 +22,15 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.layers.attention import CausalSelfAttention
+    from lightning_megatron.layers.alibi import Alibi, alibi_slopes
+    from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
     from lightning_megatron.layers.base import ParallelLayer, TensorShard
+    from lightning_megatron.layers.context_layer import ContextAttention
     from lightning_megatron.layers.context_split import GatherContext, SplitContext
+    from lightning_megatron.layers.cross_attention import CrossAttention
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+    from lightning_megatron.layers.encoder import DecoderBlock, EncoderBlock
     from lightning_megatron.layers.linear import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -33,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.loss import VocabParallelCrossEntropy
     from lightning_megatron.layers.mlp import MLP
     from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+    from lightning_megatron.layers.packed_documents import documents_of
     from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
     from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
     from lightning_megatron.layers.rotary import RopeScaling, Rotary
@@ -41,9 +49,14 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.splits import own_part, whole
 
 _HOMES = {
+    "Alibi": "alibi",
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
+    "ContextAttention": "context_layer",
+    "CrossAttention": "cross_attention",
+    "DecoderBlock": "encoder",
     "Dropout": "dropout",
+    "EncoderBlock": "encoder",
     "GatherContext": "context_split",
     "LayerNorm": "norm",
     "LinearCrossEntropy": "linear_loss",
@@ -58,20 +71,28 @@ _HOMES = {
     "RopeScaling": "rotary",
     "Rotary": "rotary",
     "RowParallelLinear": "linear",
+    "SelfAttention": "attention",
     "SplitContext": "context_split",
     "SplitTensor": "split_tensor",
     "TensorShard": "base",
     "VocabParallelCrossEntropy": "loss",
     "VocabParallelEmbedding": "embedding",
+    "alibi_slopes": "alibi",
     "column_parallel": "linear",
+    "documents_of": "packed_documents",
     "own_part": "splits",
     "whole": "splits",
 }
 
 __all__ = [
+    "Alibi",
     "CausalSelfAttention",
     "ColumnParallelLinear",
+    "ContextAttention",
+    "CrossAttention",
+    "DecoderBlock",
     "Dropout",
+    "EncoderBlock",
     "GatherContext",
     "LayerNorm",
     "LinearCrossEntropy",
@@ -86,12 +107,15 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "RowParallelLinear",
+    "SelfAttention",
     "SplitContext",
     "SplitTensor",
     "TensorShard",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
+    "alibi_slopes",
     "column_parallel",
+    "documents_of",
     "own_part",
     "whole",
 ]

@@ -48,6 +48,8 @@ class ParallelLayer(nn.Module):
         in_trunk: whether a `PipelineSequential` holds the layer: inside of one cp splits sequences.
         trunk_context: split of the sequences in that `PipelineSequential`; None for the one of the
             whole run.
+        splits_context: whether the layer takes whole sequences and returns this cp rank's part.
+        joins_context: whether it takes this cp rank's part and returns whole sequences.
         tensor_shards: shard of each parameter by its local name; empty until `distribute`.
         wgrad_queue: queue of weight gradients that are computed later (`layers.delayed_wgrad`).
         without_graphs: queue that calls the layer between compiled graphs, if no compiler may trace
@@ -57,6 +59,8 @@ class ParallelLayer(nn.Module):
     topology: Topology | None = None
     in_trunk: bool = False
     trunk_context: Context | None = None
+    splits_context: bool = False
+    joins_context: bool = False
     wgrad_queue: Any = None
     without_graphs: Any = None
     tensor_shards: Mapping[str, TensorShard]

@@ -114,6 +114,8 @@ class SplitContext(ParallelLayer):
             `RowParallelLinear`).
     """
 
+    splits_context = True
+
     def __init__(self, dim: int = 1, *, residual: bool = True) -> None:
         super().__init__()
         self.dim = dim
@@ -145,6 +147,8 @@ class GatherContext(ParallelLayer):
         residual: whether the input is the residual stream, of which each tp rank has a part under
             sequence parallelism. False behind a column-parallel layer.
     """
+
+    joins_context = True
 
     def __init__(self, dim: int = 1, *, residual: bool = True) -> None:
         super().__init__()

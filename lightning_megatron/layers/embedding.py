@@ -44,6 +44,8 @@ class VocabParallelEmbedding(ParallelLayer):
         ConfigError: ``num_tokens`` lies outside of the vocabulary.
     """
 
+    splits_context = True
+
     def __init__(
         self,
         num_embeddings: int,

@@ -22,7 +22,7 @@ from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "activation": ("swiglu", "geglu", "gelu", "gelu_tanh", "relu"),
     "norm": ("rmsnorm", "layernorm"),
-    "positions": ("rotary", "learned"),
+    "positions": ("rotary", "learned", "alibi"),
     "rope_scaling": ("none", "linear", "llama3"),
     "attention_backend": ATTENTION_BACKENDS,
 }
@@ -62,8 +62,8 @@ class TransformerConfig:
     """Kind of normalisation, before attention, before the MLP and after the last block."""
     norm_eps: float = 1e-5
     """Number added to the variance (layernorm) or mean square (rmsnorm)."""
-    positions: Literal["rotary", "learned"] = "rotary"
-    """Kind of position embedding."""
+    positions: Literal["rotary", "learned", "alibi"] = "rotary"
+    """Kind of position embedding; ``alibi`` is scores that fall with the distance."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "linear", "llama3"] = "none"

@@ -6,8 +6,8 @@ the left, so that all of them end at the same position; no position attends to p
 
 Under tp every rank runs its part of the network on the same tokens, the logits of the last position
 are gathered, and all ranks use the first rank's choice. Under cp every rank works on whole
-sequences, all of them on the same: a single new token cannot be split. Generation is for looking at a model while
-it trains and for checking an export; to serve a model, export it
+sequences, all of them on the same: a single new token cannot be split. Generation is for looking at
+a model while it trains and for checking an export; to serve a model, export it
 (`checkpoint.offline.huggingface.export_model`).
 
 Legend: b batch, s length of the prompt, v vocabulary.
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_megatron.errors import ConfigError, raise_if_any
-from lightning_megatron.layers.attention_backends import window_mask
+from lightning_megatron.layers.attention_call import window_mask
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
@@ -48,7 +48,8 @@ def generate(
     """Continue prompts.
 
     Under a strategy all ranks call it together; those of one tp or cp group with the same
-    arguments. With ZeRO 1 to 3 the call belongs in a step (``validation_step``), where the parameters are there.
+    arguments. With ZeRO 1 to 3 the call belongs in a step (``validation_step``), where the
+    parameters are there.
 
     Args:
         model: `Transformer` or `LanguageModel`, or a module with their ``trunk`` and ``config``.

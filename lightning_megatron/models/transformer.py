@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_megatron.layers.alibi import Alibi
 from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import Dropout
@@ -23,6 +24,7 @@ from lightning_megatron.layers.kv_cache import KeyValueCache
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.packed_documents import restarted_positions
 from lightning_megatron.layers.rotary import RopeScaling, Rotary
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.size_checks import vocabulary_problems
@@ -53,10 +55,17 @@ class InputEmbedding(nn.Module):
         return vocabulary_problems(self.tokens.num_embeddings, degrees)
 
     @override
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Embed tokens; ``positions`` count where they are learned."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Embed tokens; ``positions`` and ``documents`` count where positions are learned."""
         x = self.tokens(tokens)
         if self.positions is not None:
+            if positions is None and documents is not None:
+                positions = restarted_positions(documents)
             x = x + self.positions(tokens, positions)
         out: Tensor = self.dropout(x)
         return out
@@ -67,10 +76,10 @@ class TransformerBlock(nn.Module):
 
     Args:
         config: sizes of the model.
-        rotary: rotary embedding shared by the blocks; None for learned positions.
+        rotary: rotary embedding shared by the blocks, or ALiBi; None for learned positions.
     """
 
-    def __init__(self, config: TransformerConfig, rotary: Rotary | None) -> None:
+    def __init__(self, config: TransformerConfig, rotary: Rotary | Alibi | None) -> None:
         super().__init__()
         std = config.init_std
         out_std = std / math.sqrt(2 * config.num_layers)
@@ -108,9 +117,11 @@ class TransformerBlock(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """``[b, s, h]`` to the same; see `CausalSelfAttention` for the arguments."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions, mask, cache))
+        y = self.attention(self.attention_norm(x), positions, mask, cache, documents)
+        x = x + self.dropout(y)
         out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return out
 
@@ -166,16 +177,23 @@ class Transformer(nn.Module):
 
     @override
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Compute the logits of the next token at every position.
 
         Args:
             tokens: ``[b, s]``.
-            positions: ``[s]`` or ``[b, s]``; ``0 .. s - 1`` when None.
+            positions: ``[s]`` or ``[b, s]``; ``0 .. s - 1`` when None, and from 0 in each document
+                where there are some.
             mask: mask in place of the causal one; see `CausalSelfAttention`.
+            documents: number of the document of each position, ``[b, s]``; none sees another
+                (`layers.packed_documents`).
         """
-        given = {"positions": positions, "mask": mask}
+        given = {"positions": positions, "mask": mask, "documents": documents}
         kwargs = {name: value for name, value in given.items() if value is not None}
         logits: Tensor = self.trunk(tokens, **kwargs)
         return logits
@@ -190,7 +208,7 @@ def build_trunk(
         config: sizes of the model.
         make_head: function that makes another output projection, with the same parameters.
     """
-    rotary = _rotary(config) if config.positions == "rotary" else None
+    rotary = _rotary(config)
     embedding = InputEmbedding(config)
     head = Head(config) if make_head is None else make_head()
     if config.tied_embeddings:
@@ -203,7 +221,9 @@ def build_trunk(
     )
 
 
-def _rotary(config: TransformerConfig) -> Rotary:
+def _rotary(config: TransformerConfig) -> Rotary | Alibi | None:
+    if config.positions != "rotary":
+        return Alibi() if config.positions == "alibi" else None
     if config.rope_scaling == "none":
         return Rotary(config.head_size, config.rope_base)
     scaling = RopeScaling(

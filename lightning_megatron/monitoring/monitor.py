@@ -13,6 +13,7 @@ from lightning_megatron.monitoring.alerts import Alerts
 from lightning_megatron.monitoring.checkpoint_monitor import CheckpointMonitor
 from lightning_megatron.monitoring.communication import CommunicationMonitor
 from lightning_megatron.monitoring.console import ConsoleLine
+from lightning_megatron.monitoring.context_monitor import ContextMonitor
 from lightning_megatron.monitoring.event_log import EventLogWriter
 from lightning_megatron.monitoring.gradients import GradientMonitor
 from lightning_megatron.monitoring.logger_guard import LoggerGuard
@@ -29,9 +30,10 @@ class Monitor(CallbackGroup):
     """Throughput, loss, memory, communication, norms, pipeline, checkpoints, goodput, event log.
 
     Works under `MegatronStrategy`. The names of the metrics begin with ``perf/``, ``time/``,
-    ``mem/``, ``comm/``, ``pp/``, ``optim/``, ``loss/``, ``ckpt/`` and ``ft/``; they go to the
-    Trainer's loggers, to one line of the console each time that these are written, and to the event
-    log, of which ``lightning-megatron report`` makes a page. A logger that fails costs a warning.
+    ``mem/``, ``comm/``, ``pp/``, ``cp/``, ``optim/``, ``loss/``, ``ckpt/`` and ``ft/``; they go to
+    the Trainer's loggers, to one line of the console each time that these are written, and to the
+    event log, of which ``lightning-megatron report`` makes a page. A logger that fails costs a
+    warning.
 
     Args:
         run_dir: where events go; None: the Trainer's ``default_root_dir``. All attempts of a run
@@ -71,6 +73,7 @@ class Monitor(CallbackGroup):
             GradientMonitor(every=None),
             ParameterNorm(every),
             PipelineMonitor(every),
+            ContextMonitor(every),
             CheckpointMonitor(),
         ]
         if noise_scale:

@@ -55,7 +55,7 @@ _RETRY_S = 5.0
 
 PREFIX = "lightning_megatron"
 NAMESPACES = frozenset({
-    *("perf", "mem", "time", "comm", "pp", "optim", "loss"),
+    *("perf", "mem", "time", "comm", "pp", "cp", "optim", "loss"),
     *("straggler", "ckpt", "ft", "dist", "data", "precision"),
 })  # fmt: skip
 """First parts of the names of this package's metrics."""

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
+from lightning_megatron.parallel.context_problems import context_problems
 from lightning_megatron.parallel.item_flops import ItemFlops, count_item_flops
 from lightning_megatron.parallel.layer_skeletons import spare_problems
 from lightning_megatron.schedules.layout_string import (
@@ -221,6 +222,8 @@ class ModulePlan:
     def problems(self, *, sequence_parallel: bool = False) -> list[str]:
         """Everything about the module that the layout forbids."""
         found = _layer_problems(self._module, self._degrees)
+        if self._degrees.cp > 1:
+            found += context_problems(self.trunks, self._degrees.cp)
         if sequence_parallel:
             found += self._sequence_problems()
         if self._degrees.pp > 1:

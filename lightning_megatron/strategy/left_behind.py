@@ -1,4 +1,4 @@
-"""Tensors that items of a pipeline leave in attributes, for the step to use behind its trunk.
+"""Tensors that items of a trunk leave in attributes, for the step to use behind the trunk.
 
 A block may append a loss of its own to a list (the load of experts), or a forward hook keep what a
 layer has computed. In one process the step adds that to its loss. Under a pipeline it does so on
@@ -7,9 +7,12 @@ train without that part of the loss, and nothing would tell. So the first forwar
 watched, and later ones now and then, as a loss may begin after a warm-up: a tensor that takes part
 in a backward, that a stage before the last has left in an attribute or a global which
 ``training_step`` mentions, ends the run.
+
+Under cp the items have run, each on this rank's part of the sequences and its padding: a mean of
+what they leave is not that of the whole sequences. That ends the run, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -28,18 +31,26 @@ _CONTAINERS = (dict, list, tuple, set)
 
 
 class LeftBehind:
-    """Refuses losses that would be lost between the stages of a pipeline.
+    """Refuses losses that would be lost between stages, or be those of a part of the sequences.
 
     Args:
         module: the user's.
-        trunk: its `PipelineSequential`, reduced to this rank's stages.
+        trunks: each `PipelineSequential` in it, reduced to this rank's stages.
         rank: this rank on the pipeline axis.
+        cp: degree of context parallelism.
     """
 
-    def __init__(self, module: LightningModule, trunk: PipelineSequential, rank: int) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        trunks: Sequence[PipelineSequential],
+        rank: int,
+        cp: int = 1,
+    ) -> None:
         self._module = module
-        self._trunk = trunk
+        self._trunks = trunks
         self._rank = rank
+        self._cp = cp
         functions = list(functions_from(methods_of(module), "training_step"))
         self._names = frozenset[str]().union(*map(names_in, functions))
         self._globals = [function.__globals__ for function in functions]
@@ -58,29 +69,39 @@ class LeftBehind:
             yield
             return
         # The code before the call runs on all stages; what it leaves is there on the last, too.
-        hook = self._trunk.register_forward_pre_hook(self._note)
+        hooks = [trunk.register_forward_pre_hook(self._note) for trunk in self._trunks]
+        if self._cp > 1:
+            hooks += [trunk.register_forward_hook(self._refuse_part) for trunk in self._trunks]
         try:
             yield
         except StageBoundary:
-            self._refuse()
+            self._refuse(
+                f"items of the PipelineSequential on pipeline rank {self._rank} leave tensors "
+                "there, and training_step uses them behind its trunk, which is on the last stage, "
+                "where these items do not run; nearest valid: items that take and return a tuple "
+                "(x, loss so far), or pp=1"
+            )
             raise
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
             self._before = []
 
     def _note(self, *_: Any) -> None:
         self._before = [tensor for _, tensor in self._found()]
 
-    def _refuse(self) -> None:
+    def _refuse_part(self, *_: Any) -> None:
+        self._refuse(
+            f"items of the PipelineSequential leave tensors there that are of one of cp={self._cp} "
+            "parts of the sequences, and training_step uses them behind its trunk; nearest valid: "
+            "items that take and return a tuple (x, loss of each position [b, s]), or cp=1"
+        )
+
+    def _refuse(self, reason: str) -> None:
         known = {id(tensor) for tensor in self._before}
         place = next((place for place, tensor in self._found() if id(tensor) not in known), None)
         if place is not None:
-            raise ConfigError(
-                f"{place}: items of the PipelineSequential on pipeline rank {self._rank} leave "
-                "tensors there, and training_step uses them behind its trunk, which is on the last "
-                "stage, where these items do not run; nearest valid: items that take and return a "
-                "tuple (x, loss so far), or pp=1"
-            )
+            raise ConfigError(f"{place}: {reason}")
 
     def _found(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors with a graph in attributes and globals that the step mentions, by name."""

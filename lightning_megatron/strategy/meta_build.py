@@ -60,9 +60,9 @@ def axis_problem(name: object) -> str:
     """Message for a module that asks for an axis of ``ModelParallelStrategy``."""
     return (
         f"device_mesh[{name!r}]: that is an axis of ModelParallelStrategy; MegatronStrategy splits "
-        "layers itself, and its axes are 'pp', 'dp_replicate', 'dp_shard' and 'tp'; nearest valid: "
-        "layers of lightning_megatron.layers, which tp=2 splits, and zero=3, which shards all "
-        "others"
+        "layers itself, and its axes are 'pp', 'dp_replicate', 'dp_shard', 'cp' and 'tp'; nearest "
+        "valid: layers of lightning_megatron.layers, which tp=2 splits, and zero=3, which shards "
+        "all others"
     )
 
 

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.gradients import HeldGradient
@@ -120,8 +121,10 @@ class StepRunner:
                 topology, parallel.trunk, schedule, stage_ranks, host_group, scatter_gather
             )
             last_rank = stage_ranks[-1]
-            self._left_behind = LeftBehind(module, parallel.trunk, topology.pp.rank)
         self.last_rank = last_rank
+        if topology.pp.size * topology.cp.size > 1:
+            trunks = [part for part in module.modules() if isinstance(part, PipelineSequential)]
+            self._left_behind = LeftBehind(module, trunks, topology.pp.rank, topology.cp.size)
         self._share_output = ObjectBroadcast(
             topology.pp, topology.pp.ranks[last_rank], topology.device, host_group
         )
@@ -302,8 +305,8 @@ class StepRunner:
 
     def _whole(self, output: Any) -> Any:
         """Output as whole tensors, as it may be pickled, or used by one rank alone."""
-        split = self._topology.tp.size > 1 or self._topology.cp.size > 1
-        return whole(output) if split else output
+        topology = self._topology
+        return whole(output) if topology.tp.size * topology.cp.size > 1 else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
         own = getattr(self._module, "split_batch", None)
@@ -342,10 +345,10 @@ class StepRunner:
             # What a step logs before its trunk, the last stage logs too.
             recorder.begin_microbatch(microbatches.weights[index] if to_end and counts else None)
             self._seeds.microbatch(index)
-            with context(), nullcontext() if counts else unchanged(self._module, device):
+            kept = nullcontext() if counts else unchanged(self._module, device)
+            with context(), kept, watch():
                 if pipelined:
-                    with watch():
-                        return getattr(self._module, name)(microbatches.batches[index], *args[1:])
+                    return getattr(self._module, name)(microbatches.batches[index], *args[1:])
                 return self._parallel.step(name, microbatches.batches[index], *args[1:])
 
         return run

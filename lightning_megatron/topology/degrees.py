@@ -163,6 +163,9 @@ def _world_problem(world_size: int, *, tp: int, pp: int, cp: int) -> str:
         for p in nearest_divisors(world_size // t, pp)
         if world_size % (t * p * cp) == 0
     ]
+    rest = world_size // (tp * pp)
+    if cp > 1 and world_size % (tp * pp) == 0:
+        choices = [f"cp={c}" for c in nearest_divisors(rest, cp)]
     hint = f", or {' or '.join(choices[:3])} on {world_size}" if choices else ""
     given = _set(tp, pp, cp)
     product = "*".join(axis.partition("=")[0] for axis in given)

@@ -240,7 +240,9 @@ class Topology:
         for ranks in groups_along(axes, self.degrees):
             if len(ranks) == 1:
                 continue
-            group: Any = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+            group: Any = dist.new_group(
+                list(ranks), timeout=self._timeout, backend=backend, group_desc=axes
+            )
             if self.rank in ranks:
                 mine = self.keep(group)
         return mine

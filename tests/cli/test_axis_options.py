@@ -6,8 +6,8 @@ import pytest
 
 from lightning_megatron.cli.axis_options import with_degrees
 
-RECIPE = "trainer: {strategy: {class_path: MegatronStrategy, init_args: {pp: 2, zero: 3}}}"
-PP, ZERO = "--trainer.strategy.pp", "--trainer.strategy.zero"
+RECIPE = "trainer: {strategy: {class_path: MegatronStrategy, init_args: {pp: 2, cp: 4, zero: 3}}}"
+PP, CP, ZERO = (f"--trainer.strategy.{axis}" for axis in ("pp", "cp", "zero"))
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,11 @@ PP, ZERO = "--trainer.strategy.pp", "--trainer.strategy.zero"
             [f"{PP}.degree=2", f"{PP}.schedule=zbv", f"{PP}.degree=4"],
         ),
         ([f"{ZERO}.dp_replicate", "2"], [f"{ZERO}.stage=3", f"{ZERO}.dp_replicate", "2"]),
+        ([f"{CP}.kind=ring"], [f"{CP}.degree=4", f"{CP}.kind=ring"]),
         ([f"{PP}", "4"], [f"{PP}", "4"]),
         (["--trainer.max_steps=1"], ["--trainer.max_steps=1"]),
     ],
-    ids=["one option", "and another number", "zero", "a number alone", "neither"],
+    ids=["one option", "and another number", "zero", "cp", "a number alone", "neither"],
 )
 def test_the_number_of_a_file_stays(tmp_path: Path, given: list[str], expected: list[str]) -> None:
     (file := tmp_path / "recipe.yaml").write_text(RECIPE)

@@ -52,6 +52,8 @@ COMMANDS = [
     (f"fit {STRATEGY}.pp.schedule zbv", "required: degree"),
     (f"fit {STRATEGY}.pp 2 {STRATEGY}.pp.shedule zbv", "did you mean `schedule`?"),
     (f"fit {STRATEGY}.pp two", "pp=two: must be a whole number or a PipelineConfig"),
+    (f"fit {STRATEGY}.cp two", "cp=two: must be a whole number or a ContextConfig"),
+    (f"fit {STRATEGY}.cp.kind ring", "required: degree"),
     (f"fit {STRATEGY}.pp.degree two", "pp.degree=two: must be a whole number"),
     (f"fit {STRATEGY}.zero.stage 4", "zero.stage=4: must be 0, 1, 2 or 3"),
     (f"fit {STRATEGY}.zero 4", "zero=4: must be 0, 1, 2 or 3"),

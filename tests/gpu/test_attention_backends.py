@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.layers.attention_backends import AttentionCall, attend, missing
+from lightning_megatron.layers.attention_backends import attend, missing
+from lightning_megatron.layers.attention_call import AttentionCall
 
 pytestmark = [
     pytest.mark.gpu,

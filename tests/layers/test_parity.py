@@ -7,11 +7,15 @@ import torch
 from torch import nn
 
 from lightning_megatron.layers import linear_functions
-from lightning_megatron.layers.attention import CausalSelfAttention
+from lightning_megatron.layers.alibi import Alibi
+from lightning_megatron.layers.attention import CausalSelfAttention, SelfAttention
+from lightning_megatron.layers.cross_attention import CrossAttention
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from lightning_megatron.layers.encoder import DecoderBlock, EncoderBlock
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
+from lightning_megatron.layers.packed_documents import documents_of
 from lightning_megatron.layers.parallel_norm import ParallelLayerNorm, ParallelRMSNorm
 from lightning_megatron.layers.parallel_softmax import ParallelSoftmax
 from lightning_megatron.layers.rotary import Rotary
@@ -35,6 +39,10 @@ def _attention(**kwargs):
 
 def _mlp(activation, bias=False):
     return Case(lambda: MLP(8, 16, activation, bias=bias), _x(2, 8, 8))
+
+
+MEMORY_MASK = torch.ones(8, 4).tril().bool()
+DOCUMENTS = documents_of([[3, 5], [1, 2, 4]], 8)
 
 
 def _drawn(norm):
@@ -90,6 +98,36 @@ CASES = {
     ),
     "attention, masked": Case(
         _attention().build, _x(2, 8, 16), kwargs={"mask": torch.ones(8, 8).tril(2).bool()}
+    ),
+    "attention, documents": Case(
+        _attention(num_kv_heads=2).build, _x(2, 8, 16), kwargs={"documents": DOCUMENTS}
+    ),
+    "attention, slopes": Case(
+        lambda: CausalSelfAttention(24, 12, 4, rotary=Alibi()),
+        _x(2, 8, 24),
+        kwargs={"documents": DOCUMENTS},
+    ),
+    "attention to all positions": Case(
+        lambda: SelfAttention(16, 4, 1, rotary=Rotary(4), window=3), _x(2, 8, 16)
+    ),
+    "attention to a memory": Case(
+        lambda: CrossAttention(16, 4, 1, memory_size=12, qk_norm_eps=1e-6),
+        lambda: (torch.randn(2, 8, 16), torch.randn(2, 4, 12)),
+    ),
+    "attention to a masked memory": Case(
+        lambda: CrossAttention(16, 4, qkv_bias=True),
+        lambda: (torch.randn(2, 8, 16), torch.randn(2, 4, 16)),
+        kwargs={"memory_mask": MEMORY_MASK, "memory_lengths": torch.tensor([1, 4])},
+    ),
+    "encoder block": Case(lambda: EncoderBlock(16, 4, rotary=Rotary(4)), _x(2, 8, 16)),
+    "encoder block, documents and slopes": Case(
+        lambda: EncoderBlock(16, 4, 24, norm="rmsnorm", bias=False, rotary=Alibi()),
+        _x(2, 8, 16),
+        kwargs={"documents": DOCUMENTS},
+    ),
+    "decoder block": Case(
+        lambda: DecoderBlock(16, 4, memory_size=12, activation="swiglu"),
+        lambda: (torch.randn(2, 8, 16), torch.randn(2, 4, 12)),
     ),
     "swiglu": _mlp("swiglu"),
     "geglu": _mlp("geglu", bias=True),

@@ -47,7 +47,9 @@ def tiny(**fields):
     return Transformer(TransformerConfig(**{**TINY, "init_std": 0.5, **fields})).double()
 
 
-@pytest.mark.parametrize("fields", [{}, {"sliding_window": 3}, {"positions": "learned"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"sliding_window": 3}, {"positions": "learned"}, {"positions": "alibi"}]
+)
 def test_the_cache_changes_nothing(fields):
     model, tokens = tiny(**fields), torch.randint(16, (2, 5))
     found = generate(model, tokens, 9)

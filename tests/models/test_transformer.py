@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.layers.packed_documents import documents_of
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
 from tests.layers.parity import Case, check, distribute, make_topology
@@ -17,6 +18,7 @@ CONFIGS = {
         **TINY, num_kv_heads=2, qk_norm=True, vocab_padding=5, sliding_window=6
     ),
     "gpt2": TransformerConfig.preset("gpt2-124m", **TINY),
+    "slopes": TransformerConfig(**TINY, positions="alibi"),
 }
 
 
@@ -31,6 +33,8 @@ def _parity(tp, sequence_parallel):
         check(Case(model, _tokens, output_split="features"), topology)
         positions = {"positions": torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])}
         check(Case(model, _tokens, output_split="features", kwargs=positions), topology)
+        documents = {"documents": documents_of([[3, 5], [1, 2, 4]], 8)}
+        check(Case(model, _tokens, output_split="features", kwargs=documents), topology)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,30 @@ def test_dropout_is_equal_where_the_activation_is(pool):
     assert torch.equal(first, second)
     first, second = pool.run(2, _dropout, 2, True)
     assert not torch.equal(first == 1, second == 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_documents_have_the_loss_of_unpacked_ones(name):
+    torch.manual_seed(0)
+    model = Transformer(CONFIGS[name]).double()
+    lengths, (tokens,) = [[3, 5], [1, 2, 5]], _tokens()
+    targets = torch.randint(0, 11, (2, 8))
+    found = _summed_loss(model, tokens, targets, documents=documents_of(lengths, 8))
+    apart = [
+        _summed_loss(model, x, y)
+        for row, of_row in enumerate(lengths)
+        for x, y in zip(tokens[row].split(of_row), targets[row].split(of_row), strict=True)
+    ]
+    expected = [sum(values) for values in zip(*apart, strict=True)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def _summed_loss(model, tokens, targets, **kwargs):
+    """Sum of the losses, and its gradients."""
+    logits = model(tokens.view(-1, tokens.shape[-1]), **kwargs)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
 def test_mask_and_positions_reach_the_blocks():

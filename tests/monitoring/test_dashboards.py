@@ -42,13 +42,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
 ELSEWHERE = {
     *("mem/peak_allocated_gib", "mem/peak_reserved_gib", "mem/peak_allocated_fraction"),
     *("mem/alloc_retries", "mem/ooms"),
+    "cp/imbalance",
     *(
         f"comm/{where}_node_mib/{axis}"
         for where in ("intra", "inter")
-        for axis in ("tp", "dp", "pp")
+        for axis in ("tp", "cp", "dp", "pp")
     ),
+    *(f"comm/{what}/cp" for what in ("calls", "mib")),
+    *(f"time/{what}/cp" for what in ("comm_s", "comm_exposed_s")),
 }
-"""Metrics of GPUs and of several nodes, which no run here has."""
+"""Metrics of GPUs, of several nodes and of the cp axis, which no run here has."""
 LEFT_OUT = {
     "comm_calls_": "MiB and seconds say more",
     "straggler_worst_": "straggler_score has all ranks and sections",
@@ -194,7 +197,9 @@ def rows(pattern: str) -> set[str]:
 
 def test_the_page_lists_what_is_logged(logged: set[str]) -> None:
     listed = {
-        name.replace("AXIS", axis) for name in rows("[a-z]+/[^`]+") for axis in ("tp", "dp", "pp")
+        name.replace("AXIS", axis)
+        for name in rows("[a-z]+/[^`]+")
+        for axis in ("tp", "cp", "dp", "pp")
     }
     assert listed == logged | ELSEWHERE
 

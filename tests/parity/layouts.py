@@ -8,14 +8,16 @@ only where it makes a difference: a ZeRO stage needs `dp > 1`, a schedule `pp > 
 import itertools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.parallel.zero import ShardingConfig
-from tests.parity.reference import Architecture
+from lightning_megatron.topology.context_layout import ContextConfig
+from tests.parity.reference import HEADS, Architecture
 
 MOST_PROCESSES = 8
 BATCH = 8
+Kind = Literal["ring", "gather", "ulysses", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,8 @@ class Layout:
     dp: int = 1
     zero: int = 1
     dp_replicate: int = 1
+    kind: Kind = "ring"
+    """Exchange of keys and values under cp; ``both`` is a ring of groups that exchange heads."""
     sequence_parallel: bool = False
     schedule: str = "1f1b"
     num_microbatches: int = 1
@@ -44,12 +48,26 @@ class Layout:
             and self.dp * self.num_microbatches <= BATCH
             and (self.tp > 1 or not self.sequence_parallel)
             and (self.dp_replicate == 1 or (self.zero > 0 and self.dp % self.dp_replicate == 0))
+            and (self.kind not in ("ulysses", "both") or HEADS // self.tp % self._exchanging == 0)
+            and (self.kind != "both" or self.cp == 4)
+            and (self.kind == "ring" or self.cp > 1)
         )
+
+    @property
+    def _exchanging(self) -> int:
+        """Ranks that exchange heads."""
+        return self.cp if self.kind == "ulysses" else 2
 
     def strategy_options(self) -> dict[str, Any]:
         """Arguments of the strategy."""
         given = asdict(self)
         del given["dp"], given["architecture"]
+        kind, cp = given.pop("kind"), given.pop("cp")
+        if cp > 1:
+            both = kind == "both"
+            given["cp"] = ContextConfig(
+                degree=cp, kind="ring" if both else kind, ulysses=2 if both else None
+            )
         zero = ShardingConfig(stage=given.pop("zero"), dp_replicate=given.pop("dp_replicate"))
         pp = PipelineConfig(degree=given.pop("pp"), schedule=given.pop("schedule"))
         return {**given, "pp": pp, "zero": zero}
@@ -57,6 +75,8 @@ class Layout:
     def pairs(self) -> set[frozenset[tuple[str, Any]]]:
         """The pairs of values that this layout puts to the test."""
         idle = {"schedule"} if self.pp == 1 else set()
+        if self.cp == 1:
+            idle |= {"kind"}
         if self.dp * self.cp == 1:
             idle |= {"zero", "dp_replicate"}
         values = [(name, value) for name, value in asdict(self).items() if name not in idle]

@@ -56,7 +56,7 @@ class ByNeither(Leaving):
 
 
 def run(module: Leaving, forwards: int) -> None:
-    watch = LeftBehind(module, module.net, 0)
+    watch = LeftBehind(module, [module.net], 0)
     for _ in range(forwards):
         module.losses.clear()
         with pytest.raises(StageBoundary), watch.watched():
@@ -85,3 +85,10 @@ def test_a_loss_that_begins_later_is_seen() -> None:
 
 def test_what_no_step_uses_may_stay() -> None:
     run(ByNeither([]), 3)
+
+
+def test_what_the_items_of_a_cp_rank_leave_is_of_its_part() -> None:
+    module = ByAttribute([])
+    watch = LeftBehind(module, [module.net], 0, cp=2)
+    with pytest.raises(ConfigError, match=r"self\.losses: .* one of cp=2 parts"), watch.watched():
+        module.net(torch.ones(1, 2))

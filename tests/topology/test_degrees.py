@@ -106,6 +106,8 @@ def test_offered_layouts_fit_the_world(world: int, tp: int, pp: int, cp: int) ->
         for t, p in re.findall(r"tp=(\d+) pp=(\d+)", rest):
             fixed = degree_problems(world, tp=int(t), pp=int(p), cp=cp, dp_replicate=1, zero=1)
             assert fixed == []
+        for c in re.findall(r"cp=(\d+)", rest):
+            assert degree_problems(world, tp=tp, pp=pp, cp=int(c), dp_replicate=1, zero=1) == []
 
 
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(1, 3))

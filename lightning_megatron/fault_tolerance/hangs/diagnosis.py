@@ -38,7 +38,13 @@ ENTANGLED = "all ranks wait for each other, and it has waited the longest"
 SILENT = "its node sends nothing"
 
 _INNERMOST = 4
-_WAITING_CODE = ("/torch/distributed/", "/lightning_megatron/comm/")
+_WAITING_CODE = (
+    "/torch/distributed/",
+    "/lightning_megatron/comm/",
+    "/lightning_megatron/_torch/collectives.py",
+    "/lightning_megatron/topology/meter.py",
+)
+"""Where transfers are waited for; a ring of attention waits by the meter."""
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,12 @@ class Collective:
     began: int
     """Wall clock, nanoseconds."""
     completed: bool
+    axis: str = ""
+    """Axis of the layout that the group belongs to, if it has a name."""
 
     def __str__(self) -> str:
-        return f"{self.name} {self.shapes}, number {self.number} of group {self.group}"
+        axis = f" ({self.axis})" if self.axis else ""
+        return f"{self.name} {self.shapes}, number {self.number} of group {self.group}{axis}"
 
 
 def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -63,6 +66,7 @@ def latest(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
             "shapes": " ".join("x".join(map(str, shape)) or "scalar" for shape in shapes[:4]),
             "began": began,
             "completed": bool(entry.get("retired")) or entry.get("state") == "completed",
+            "axis": _axis(entry),
         }
     return list(last.values())
 
@@ -86,6 +90,12 @@ def begun(trace: Mapping[str, Any]) -> list[str]:
 
 def _group(entry: Mapping[str, Any]) -> str:
     return str(entry.get("process_group", ["?"])[0])
+
+
+def _axis(entry: Mapping[str, Any]) -> str:
+    """Name of an axis from what its group was described by; those of meshes have a prefix."""
+    described = str([*entry.get("process_group", ()), "", ""][1])
+    return "" if described in ("undefined", "default_pg") else described.removeprefix("mesh_")
 
 
 def _kind(entry: Mapping[str, Any]) -> str:

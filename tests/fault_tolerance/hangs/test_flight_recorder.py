@@ -35,6 +35,10 @@ def trace(number: int) -> dict[str, Any]:
 
 def test_a_group_of_an_earlier_run_hides_no_collective_that_is_missing() -> None:
     ahead, behind = ([Collective(**c) for c in latest(trace(n))] for n in (4, 3))
+    assert (
+        latest({"entries": [entry("7", 7, 1, 1, process_group=["7", "mesh_cp"])]})[0]["axis"]
+        == "cp"
+    )
     missing = first_missing({0: ahead, 1: behind}, {"0": [0, 1]})
     assert missing is not None
     assert str(missing.collective) == "all_reduce 5x3, number 4 of group 0"

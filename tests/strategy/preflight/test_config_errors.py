@@ -18,6 +18,7 @@ from lightning_megatron import (
     CompileConfig,
     ConfigError,
     ConnectionConfig,
+    ContextConfig,
     LanguageModel,
     PipelineConfig,
     PipelineSequential,
@@ -173,6 +174,23 @@ CASES = {
     "a word for a degree in a config": Case(
         layout={"pp": PipelineConfig(degree="2")},  # type: ignore[arg-type]
         says=("pp='2'", "nearest valid: pp=2"),
+    ),
+    "parts of sequences for too few processes": Case(
+        layout={"cp": 3},
+        says=("cp=3", "must divide the number of processes", "cp=2 or cp=4 on 4"),
+    ),
+    "a word for a degree of cp": Case(layout={"cp": "2"}, says=("cp='2'", "nearest valid: cp=2")),
+    "no such exchange of keys": Case(
+        layout={"cp": ContextConfig(degree=2, kind="rings")},  # type: ignore[arg-type]
+        says=("cp.kind='rings'", "ring, gather or ulysses", "kind='auto'"),
+    ),
+    "heads exchanged without a ring": Case(
+        layout={"cp": ContextConfig(degree=4, kind="gather", ulysses=2)},
+        says=("cp.ulysses=2, kind='gather'", "kind='ring'"),
+    ),
+    "groups of heads that do not divide cp": Case(
+        layout={"cp": ContextConfig(degree=4, kind="ring", ulysses=3)},
+        says=("cp.ulysses=3, degree=4", "ulysses=2 or 4"),
     ),
     "no such ZeRO stage in a config": Case(
         layout={"zero": ShardingConfig(stage=4)},  # type: ignore[arg-type]

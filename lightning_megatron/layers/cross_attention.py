@@ -1,0 +1,140 @@
+"""Attention of one sequence to another, as of a decoder to what an encoder made.
+
+Queries come from the residual stream ``x``, keys and values from a ``memory``: the residual stream
+of another sequence, or its last value. Heads are split over tp as in `layers.attention`.
+
+Over cp both sequences are split. A memory that no layer has split, such as a keyword of the
+`PipelineSequential`, is whole on every rank (``whole_memory``): then nothing is exchanged, each
+rank's queries meet the same keys.
+
+Legend: b batch, s queries, t positions of the memory, h hidden size, n heads.
+"""
+
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.comm.functional import split_to
+from lightning_megatron.layers.attention import AttentionLayer
+from lightning_megatron.layers.attention_call import AttentionCall
+from lightning_megatron.layers.attention_exchange import layout_of
+from lightning_megatron.layers.context_split import split
+from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
+from lightning_megatron.topology.context_layout import ContextLayout
+
+
+class CrossAttention(AttentionLayer):
+    """Attention of every position of one sequence to all of another.
+
+    Input ``x`` ``[b, s, hidden_size]``, memory ``[b, t, memory_size]``, output as ``x``; under
+    sequence parallelism ``[b, s / tp, hidden_size]`` and ``[b, t / tp, memory_size]``.
+
+    Args:
+        hidden_size: size of the residual stream.
+        num_heads: number of query heads over all ranks.
+        num_kv_heads: number of key-value heads; ``num_heads`` when None.
+        memory_size: size of the memory; ``hidden_size`` when None.
+        whole_memory: whether the memory is whole and equal on all ranks of tp and cp, and not a
+            sequence that a layer of the `PipelineSequential` has split.
+        head_dim: size of each head; ``hidden_size / num_heads`` when None.
+        qkv_bias: whether queries, keys and values have a bias.
+        out_bias: whether the output has a bias.
+        qk_norm_eps: ``eps`` of the norm of queries and keys; no such norm when None.
+        dropout: probability of an attention weight to be zeroed.
+        init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
+        out_init_std: standard deviation of the initial ``wo``; ``init_std`` when None.
+
+    Attributes:
+        backend: kernel that computes attention (`layers.attention_backends`).
+
+    Raises:
+        ConfigError: the numbers of heads do not fit each other or the hidden size.
+
+    Example:
+        >>> layer = CrossAttention(16, num_heads=4, memory_size=8)
+        >>> layer(torch.ones(2, 5, 16), torch.ones(2, 9, 8)).shape
+        torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        memory_size: int | None = None,
+        whole_memory: bool = False,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        dropout: float = 0.0,
+        init_std: float | None = None,
+        out_init_std: float | None = None,
+    ) -> None:
+        super().__init__(
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            memory_size=memory_size,
+            head_dim=head_dim,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            qk_norm_eps=qk_norm_eps,
+            dropout=dropout,
+            init_std=init_std,
+            out_init_std=out_init_std,
+        )
+        self.whole_memory = whole_memory
+
+    @override
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        memory_mask: Tensor | None = None,
+        memory_lengths: Tensor | None = None,
+        memory_length: int | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: activation from which queries are made.
+            memory: activation from which keys and values are made.
+            memory_mask: ``attn_mask`` of ``scaled_dot_product_attention`` over whole sequences,
+                broadcastable to ``[b, n / tp, s, t]``.
+            memory_lengths: number of positions of the memory that are no padding, ``[b]``.
+            memory_length: positions of the whole memory. Under cp it must be given if the sequences
+                in a `PipelineSequential` have several lengths.
+
+        Raises:
+            ConfigError: the backend cannot do this, or the memory has an unknown length.
+        """
+        positions = memory.shape[SEQUENCE_DIM]
+        if self.whole_memory:
+            memory = self._as_residual(memory)
+        q, k, v = self._projected(x, memory)
+        if self.whole_memory:
+            k, v = k[:, :positions], v[:, :positions]
+        layouts: list[ContextLayout] = []
+        context = self.context
+        if context is not None:
+            layout = layout_of(context, q.shape[1], exact=False, told=((memory_mask, -2),))
+            if not self.whole_memory:
+                told = ((memory_mask, -1),)
+                layouts = [
+                    layout,
+                    layout_of(context, k.shape[1], exact=True, length=memory_length, told=told),
+                ]
+            elif memory_mask is not None and memory_mask.shape[-2] > 1:
+                memory_mask = split(memory_mask, layout, context.cp.rank, -2)
+        call = AttentionCall(q, k, v, memory_mask, causal=False, key_lengths=memory_lengths)
+        return self._attended(self.backend, call, *layouts)
+
+    def _as_residual(self, memory: Tensor) -> Tensor:
+        """A whole memory as the residual stream, of which each tp rank may have a part."""
+        topology = self.topology
+        if topology is None or topology.tp.size == 1 or not topology.sequence_parallel:
+            return memory
+        missing = -memory.shape[SEQUENCE_DIM] % topology.tp.size
+        return split_to(F.pad(memory, (0, 0, 0, missing)), topology.tp, SEQUENCE_DIM)
