@@ -45,7 +45,8 @@ class Context:
         self.ring = ring
         self.order: ContextOrder = "contiguous" if config.order == "contiguous" else "zigzag"
         self._lengths: dict[int, dict[int, set[int]]] = {}
-        self._microbatch = 0
+        # Layers look here: a compiler takes whatever number selects it for a constant of the graph.
+        self._present = self._lengths.setdefault(0, {})
         self._suspended = 0
         _contexts[self.key] = self
 
@@ -70,19 +71,19 @@ class Context:
             microbatch: index of the microbatch, also of a stage of it.
             forget: whether a forward begins, so that nothing is known of its sequences.
         """
-        self._microbatch = microbatch
         if forget:
             self._lengths.pop(microbatch, None)
+        self._present = self._lengths.setdefault(microbatch, {})
 
     def split(self, length: int) -> ContextLayout:
         """Note that a sequence is cut; return how."""
         layout = ContextLayout(length, self.cp.size, self.order, self.tp)
-        self._lengths.setdefault(self._microbatch, {}).setdefault(layout.local, set()).add(length)
+        self._present.setdefault(layout.local, set()).add(length)
         return layout
 
     def noted(self) -> list[int]:
         """Lengths of the sequences that were cut in this microbatch, to tell the next stage."""
-        found = self._lengths.get(self._microbatch, {}).values()
+        found = self._present.values()
         return sorted(length for lengths in found for length in lengths)
 
     def layout(self, local: int, length: int | None = None) -> ContextLayout:
@@ -98,9 +99,9 @@ class Context:
         Raises:
             ConfigError: no sequence of this microbatch was cut into parts of that length.
         """
-        known = self._lengths.get(self._microbatch, {}).get(local, set())
+        known = self._present.get(local, set())
         if length is None and not known:
-            parts = sorted(self._lengths.get(self._microbatch, {}))
+            parts = sorted(self._present)
             raise ConfigError(
                 f"cp={self.cp.size}: a layer got {local} positions of a sequence, but sequences "
                 f"were cut into parts of {parts or 'no length'}: the sequence was shortened or "
@@ -111,7 +112,7 @@ class Context:
 
     def lengths(self, local: int) -> frozenset[int]:
         """Lengths of all sequences of this microbatch with parts of ``local`` positions."""
-        return frozenset(self._lengths.get(self._microbatch, {}).get(local, set()))
+        return frozenset(self._present.get(local, set()))
 
 
 def context_of(key: str) -> Context:
