@@ -128,7 +128,7 @@ def culprit(parts: Parts, whole: Trace, part: Trace, output: Any) -> Call | None
     """
     agrees = []
     for a, b in zip(whole.calls, part.calls, strict=False):
-        if a.function is not b.function or len(a.values) != len(b.values):
+        if a.function != b.function or len(a.values) != len(b.values):
             break
         agrees.append(all(parts.relation(x, y)[0] for x, y in zip(a.values, b.values, strict=True)))
     number = whole.producer(output)
