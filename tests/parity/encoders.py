@@ -29,10 +29,10 @@ from tests.parity import reference
 from tests.parity.jobs import GlobalBatches, Outcome, Recorder, quiet_trainer, whole_parameters
 from tests.parity.reference import Curve
 
-Kind = Literal["translator", "vision"]
+Kind = Literal["translator", "padded", "vision"]
+"""``padded`` is ``translator`` with sources of several lengths."""
 HIDDEN, HEADS, MLP, VOCABULARY, CLASSES, PATCH = 16, 4, 24, 32, 10, 4
-SOURCE, TARGET = 7, 5
-"""Lengths that fill up to the same one over cp."""
+SOURCE, TARGET = 7, 11
 TORCH = {"batch_first": True, "norm_first": True, "dropout": 0.0, "activation": F.gelu}
 
 
@@ -48,7 +48,7 @@ def batches(kind: Kind) -> list[Any]:
         source = torch.randint(VOCABULARY, (4, SOURCE), generator=draw)
         target = torch.randint(VOCABULARY, (4, TARGET + 1), generator=draw)
         lengths = torch.randint(1, SOURCE + 1, (4,), generator=draw)
-        found.append((source, target, lengths))
+        found.append((source, target, lengths) if kind == "padded" else (source, target))
     return found
 
 
@@ -58,7 +58,7 @@ class TorchTranslator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.target = (nn.Embedding(VOCABULARY, HIDDEN) for _ in range(2))
-        self.source_place, self.target_place = (nn.Embedding(8, HIDDEN) for _ in range(2))
+        self.source_place, self.target_place = (nn.Embedding(TARGET, HIDDEN) for _ in range(2))
         self.encoder = nn.ModuleList(
             nn.TransformerEncoderLayer(HIDDEN, HEADS, MLP, **TORCH) for _ in range(2)
         )
@@ -68,8 +68,8 @@ class TorchTranslator(nn.Module):
         self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
 
     def loss(self, batch: Any) -> Tensor:
-        source, target, lengths = batch
-        padding = torch.arange(SOURCE) >= lengths[:, None]
+        source, target, *lengths = batch
+        padding = torch.arange(SOURCE) >= lengths[0][:, None] if lengths else None
         x = self.source(source) + self.source_place(torch.arange(SOURCE))
         y = self.target(target[:, :-1]) + self.target_place(torch.arange(TARGET))
         for block in self.encoder:
@@ -103,7 +103,10 @@ class TorchVision(nn.Module):
 
 def torch_model(kind: Kind) -> Any:
     torch.manual_seed(2)
-    return (TorchVision() if kind == "vision" else TorchTranslator()).double()
+    model = (TorchVision() if kind == "vision" else TorchTranslator()).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 @cache
@@ -171,7 +174,7 @@ class Embedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.source, self.target = (VocabParallelEmbedding(VOCABULARY, HIDDEN) for _ in range(2))
-        self.source_place, self.target_place = (PositionEmbedding(8, HIDDEN) for _ in range(2))
+        self.source_place, self.target_place = (PositionEmbedding(TARGET, HIDDEN) for _ in range(2))
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         x = self.source(source) + self.source_place(source)
@@ -185,9 +188,9 @@ class Encode(nn.Module):
         super().__init__()
         self.block = EncoderBlock(HIDDEN, HEADS, MLP)
 
-    def forward(self, state: tuple[Tensor, Tensor], source_length: int) -> tuple[Tensor, Tensor]:
+    def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, y = state
-        return self.block(x, length=source_length), y
+        return self.block(x), y
 
 
 class Decode(nn.Module):
@@ -198,10 +201,10 @@ class Decode(nn.Module):
         self.block = DecoderBlock(HIDDEN, HEADS, MLP)
 
     def forward(
-        self, state: tuple[Tensor, Tensor], source_length: int, source_lengths: Tensor
+        self, state: tuple[Tensor, Tensor], source_lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         x, y = state
-        y = self.block(y, x, memory_lengths=source_lengths, memory_length=source_length)
+        y = self.block(y, x, memory_lengths=source_lengths)
         return x, y
 
 
@@ -225,22 +228,22 @@ class Patches(nn.Module):
 
 
 class Translator(GlobalBatches):
-    def __init__(self) -> None:
-        super().__init__(batches("translator"))
+    def __init__(self, kind: Kind) -> None:
+        super().__init__(batches(kind))
         self.trunk = PipelineSequential(
             embedding=Embedding(),
             encoder=[Encode() for _ in range(2)],
             decoder=[Decode() for _ in range(2)],
             written=Written(),
             norm=LayerNorm(HIDDEN),
-            join=GatherContext(),
             head=ColumnParallelLinear(HIDDEN, VOCABULARY),
+            join=GatherContext(),
         )
         self.loss = VocabParallelCrossEntropy()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        source, target, lengths = batch
-        told = {"source_length": source.shape[1], "source_lengths": lengths}
+        source, target, *lengths = batch
+        told = {"source_lengths": lengths[0]} if lengths else {}
         logits = self.trunk(source, target[:, :-1], **told)
         loss: Tensor = self.loss(logits, target[:, 1:])
         return loss
@@ -275,7 +278,7 @@ def encoder_job(options: Mapping[str, Any], kind: Kind) -> Outcome:
     strategy = MegatronStrategy(**options)
     recorder = Recorder(1)
     trainer = quiet_trainer(strategy, callbacks=[recorder], gradient_clip_val=reference.CLIP)
-    module = (Vision() if kind == "vision" else Translator()).double()
+    module = (Vision() if kind == "vision" else Translator(kind)).double()
     module.load_state_dict(our_weights(torch_model(kind)))
     trainer.fit(module)
     losses = [float(strategy.reduce(loss)) for loss in recorder.losses]
