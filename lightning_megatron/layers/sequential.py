@@ -230,6 +230,7 @@ class PipelineSequential(nn.Module):
 
     Attributes:
         draws: makes the context in which the items draw random numbers without a pipeline.
+        check: called with the arguments of each call before it; may raise. None: nothing is.
         boundary: what makes the output whole again under context parallelism; else None.
 
     Raises:
@@ -242,6 +243,7 @@ class PipelineSequential(nn.Module):
     """
 
     draws: Callable[[], AbstractContextManager[None]] = nullcontext
+    check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
     boundary: Boundary | None = None
 
     def __init__(
@@ -256,7 +258,7 @@ class PipelineSequential(nn.Module):
             raise ConfigError("PipelineSequential() has no items: give it at least one module")
         self.item_names: tuple[str, ...] = tuple(names)
         self._paths = tuple(tuple(name.split(".")) for name in names)
-        self._accepts = [_accepted_keywords(item) for item in self.items()]
+        self._accepts = [accepted_keywords(item) for item in self.items()]
         self._runs: list[StageItems]
         self._held: list[range]
         self._set_runs([range(len(names))])
@@ -312,7 +314,7 @@ class PipelineSequential(nn.Module):
                 for part in self._paths[index]:
                     item = item._modules[part]  # type: ignore[assignment]  # an item is never None
                 if item is not held:
-                    self._accepts[index] = _accepted_keywords(item)
+                    self._accepts[index] = accepted_keywords(item)
                     run.replace(position, item, self._accepts[index])
 
     def keep(self, stages: Sequence[range], mine: Sequence[int]) -> None:
@@ -372,6 +374,8 @@ class PipelineSequential(nn.Module):
         """
         self._refresh()
         self._check_keywords(kwargs)
+        if self.check is not None and not torch.compiler.is_compiling():
+            self.check(args, kwargs)
         boundary = self.boundary
         if boundary is None or not boundary.is_active:
             return self._run(args, kwargs)
@@ -403,7 +407,7 @@ class PipelineSequential(nn.Module):
                 raise TypeError(f"No item of the PipelineSequential takes the argument {name!r}")
 
 
-def _accepted_keywords(item: nn.Module) -> frozenset[str] | None:
+def accepted_keywords(item: nn.Module) -> frozenset[str] | None:
     """Keyword arguments that ``item.forward`` names; None when it takes any."""
     parameters = inspect.signature(item.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
