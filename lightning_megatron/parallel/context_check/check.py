@@ -337,6 +337,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
             torch.random.fork_rng(devices=devices),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
+            torch.inference_mode(False),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),

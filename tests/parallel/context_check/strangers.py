@@ -119,6 +119,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any] | type[nn.Module], str]] = {
     "length": (lambda x: x / x.shape[1], "torch.Tensor.div"),
     "largest": (lambda x: x / x.abs().max(), "torch.Tensor.max"),
     "loss beside": (lambda x: (x, x.square().mean()), "torch.Tensor.mean"),
+    "length beside": (lambda x: (x, x.shape[1]), "it"),
     "windows": (lambda x: x.unflatten(1, (-1, 4)).mean(2), "torch.Tensor.unflatten"),
     "triangle": (lambda x: torch.ones(2 * [x.shape[1]]).to(x).tril() @ x, "torch.ones"),
     "group norm": (lambda x: F.group_norm(x.mT, 4).mT, "torch.nn.functional.group_norm"),

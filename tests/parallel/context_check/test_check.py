@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from lightning_megatron import PipelineSequential
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers import GatherContext, SplitContext, VocabParallelEmbedding
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.context_check.check import ContextCheck
 from tests.parallel.context_check import strangers
 from tests.parallel.context_check.strangers import MIXING, ORDINARY, WIDTH, Applies
@@ -105,6 +107,34 @@ def test_what_cannot_be_tried_is_refused_unless_its_author_says_so() -> None:
     assert "exchanges_context = True in the class" in text
 
 
+def test_what_cannot_be_compared_is_refused() -> None:
+    text = refusal(Applies(lambda x: SimpleNamespace(x=x)))
+    assert "could not be tried" in text
+    assert "it returns a SimpleNamespace" in text
+
+
+def test_evaluation_may_come_first() -> None:
+    mask = torch.ones(4, 12)
+    with torch.inference_mode():
+        assert refusal(strangers.Block(), Masked(SplitContext()), mask=mask.clone()) == ""
+        assert "torch.Tensor.flip" in refusal(Applies(lambda x: x.flip(1)))
+
+
+def test_arguments_stay_as_they_are() -> None:
+    mask = torch.ones(4, 12)
+    assert refusal(Masked(Applied(SplitContext())), mask=mask) == ""
+    assert bool((mask == 1).all())
+
+
+class Applied(nn.Module):
+    def __init__(self, cut: nn.Module) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, mask: Tensor) -> Tensor:
+        return self.cut(mask.zero_())
+
+
 class Mean(nn.Module):
     exchanges_context = True
 
@@ -125,6 +155,31 @@ def test_before_the_split_and_between_join_and_split_sequences_are_whole() -> No
     check_of(mean, SplitContext(), nn.Linear(WIDTH, WIDTH))((frames,), {})
     with pytest.raises(ConfigError, match=r"trunk\.2 \(Applies\)"):
         check_of(nn.Identity(), SplitContext(), mean)((frames,), {})
+
+
+def test_items_behind_an_embedding_of_a_transformer_are_on_parts() -> None:
+    network = Transformer(TransformerConfig.preset("tiny", hidden_size=WIDTH))
+    items = [*network.trunk.items()][:2]
+    check_of(*items)((TOKENS,), {})
+    with pytest.raises(ConfigError, match=r"trunk\.2 .* torch\.Tensor\.flip \("):
+        check_of(*items, Applies(lambda x: x.flip(1)))((TOKENS,), {})
+
+
+class CutsItself(nn.Module):
+    exchanges_context = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cut = nn.Embedding(32, WIDTH), SplitContext()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(self.cut(tokens))
+
+
+def test_modules_that_know_cp_may_split() -> None:
+    check_of(CutsItself(), nn.Linear(WIDTH, WIDTH))((TOKENS,), {})
+    with pytest.raises(ConfigError, match=r"trunk\.1 .* torch\.Tensor\.flip \("):
+        check_of(CutsItself(), Applies(lambda x: x.flip(1)))((TOKENS,), {})
 
 
 class Patches(nn.Module):
