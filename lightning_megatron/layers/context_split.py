@@ -86,6 +86,8 @@ class SplitContext(ParallelLayer):
             `RowParallelLinear`).
     """
 
+    splits_context = True
+
     def __init__(self, dim: int = 1, *, residual: bool = True) -> None:
         super().__init__()
         self.dim = dim
@@ -117,6 +119,8 @@ class GatherContext(ParallelLayer):
         residual: whether the input is the residual stream, of which each tp rank has a part under
             sequence parallelism. False behind a column-parallel layer.
     """
+
+    joins_context = True
 
     def __init__(self, dim: int = 1, *, residual: bool = True) -> None:
         super().__init__()

@@ -213,6 +213,7 @@ class PipelineSequential(nn.Module):
 
     Attributes:
         draws: makes the context in which the items draw random numbers without a pipeline.
+        check: called with the arguments of each call before it; may raise. None: nothing is.
 
     Raises:
         ConfigError: no item was given, or one is not a module.
@@ -224,6 +225,7 @@ class PipelineSequential(nn.Module):
     """
 
     draws: Callable[[], AbstractContextManager[None]] = nullcontext
+    check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
 
     def __init__(
         self, *items: nn.Module, **named: nn.Module | Sequence[nn.Module] | nn.ModuleList
@@ -237,7 +239,7 @@ class PipelineSequential(nn.Module):
             raise ConfigError("PipelineSequential() has no items: give it at least one module")
         self.item_names: tuple[str, ...] = tuple(names)
         self._paths = tuple(tuple(name.split(".")) for name in names)
-        self._accepts = [_accepted_keywords(item) for item in self.items()]
+        self._accepts = [accepted_keywords(item) for item in self.items()]
         self._runs: list[StageItems]
         self._held: list[range]
         self._set_runs([range(len(names))])
@@ -287,7 +289,7 @@ class PipelineSequential(nn.Module):
                 for part in self._paths[index]:
                     item = item._modules[part]  # type: ignore[assignment]  # an item is never None
                 if item is not held:
-                    self._accepts[index] = _accepted_keywords(item)
+                    self._accepts[index] = accepted_keywords(item)
                     run.replace(position, item, self._accepts[index])
 
     def keep(self, stages: Sequence[range], mine: Sequence[int]) -> None:
@@ -345,6 +347,8 @@ class PipelineSequential(nn.Module):
         """
         self._refresh()
         self._check_keywords(kwargs)
+        if self.check is not None and not torch.compiler.is_compiling():
+            self.check(args, kwargs)
         port = self._port
         if port is None:
             self._check_whole()
@@ -369,7 +373,7 @@ class PipelineSequential(nn.Module):
                 raise TypeError(f"No item of the PipelineSequential takes the argument {name!r}")
 
 
-def _accepted_keywords(item: nn.Module) -> frozenset[str] | None:
+def accepted_keywords(item: nn.Module) -> frozenset[str] | None:
     """Keyword arguments that ``item.forward`` names; None when it takes any."""
     parameters = inspect.signature(item.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -37,6 +37,7 @@ from lightning_megatron.parallel.activations.config import (
 )
 from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.compile import CompileConfig
+from lightning_megatron.parallel.context_check.check import check_parts_of_sequences
 from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
@@ -154,6 +155,8 @@ def parallelize(
         ConfigError: the module does not fit the layout.
     """
     plan = ModulePlan(module, topology.degrees, transforms.pipeline, transforms.stage_ranks)
+    if topology.cp.size > 1:
+        check_parts_of_sequences(module, plan.trunks, topology)
     if topology.world_size > 1:
         _broadcast_weights(module, topology)
     names = {id(child): name for name, child in module.named_modules()}
