@@ -20,7 +20,12 @@ LENGTHS = (1, 2, 5, 61)
 
 
 def context_topology(
-    cp: int = 2, tp: int = 1, *, sequence_parallel: bool = False, order: str = "auto"
+    cp: int = 2,
+    tp: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    order: str = "auto",
+    kind: str = "auto",
 ) -> Topology:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -28,7 +33,7 @@ def context_topology(
         Degrees(cp=cp, tp=tp),
         torch.device("cpu"),
         sequence_parallel=sequence_parallel,
-        context=ContextConfig(degree=cp, order=order),
+        context=ContextConfig(degree=cp, order=order, kind=kind),
     )
 
 

@@ -22,6 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from lightning_megatron.errors import ConfigError
