@@ -29,6 +29,12 @@ _SPLITTERS = (VocabParallelEmbedding, SplitContext)
 _JOINERS = (GatherContext, LinearCrossEntropy, VocabParallelCrossEntropy)
 
 
+def _may_join(kind: type[nn.Module]) -> bool:
+    """Whether what a module returns may be of whole sequences."""
+    declared = ("joins_context", "exchanges_context")
+    return issubclass(kind, _JOINERS) or any(getattr(kind, name, False) for name in declared)
+
+
 class ContextExit:
     """What a `PipelineSequential` does with its input and output.
 
@@ -43,7 +49,7 @@ class ContextExit:
         sequence = topology.sequence_parallel and topology.tp.size > 1
         self._residual = topology.tp if sequence else None
         self._splits = any(issubclass(kind, _SPLITTERS) for kind in trunk.kinds)
-        self._joins = any(issubclass(kind, _JOINERS) for kind in trunk.kinds)
+        self._joins = any(map(_may_join, trunk.kinds))
         ends = [kind for kind in trunk.kinds if issubclass(kind, (GatherContext, *_SPLITTERS))]
         self._ends_joined = bool(ends) and issubclass(ends[-1], GatherContext)
         self._said: set[str] = set()
