@@ -62,7 +62,8 @@ def context_problems(trunks: Mapping[str, PipelineSequential], cp: int) -> list[
             "lightning_megatron.PipelineSequential(embedding=..., layers=[...], head=...) and call "
             "it in every step, or cp=1"
         ]
-    if not any(splits(m) for trunk in trunks.values() for m in trunk.modules()):
+    inside = [module for trunk in trunks.values() for module in trunk.modules()]
+    if not any(splits(m) or getattr(type(m), "exchanges_context", False) for m in inside):
         return [
             f"cp={cp}: nothing in the module splits the sequence; nearest valid: "
             "VocabParallelEmbedding or SplitContext"
