@@ -46,6 +46,7 @@ def restore(parallel: ParallelModule) -> None:
             child.connect(None)
             child.__dict__.pop("draws", None)
             child.__dict__.pop("check", None)
+            child.__dict__.pop("boundary", None)
             for stage in child.stage_items:
                 stage.groups = {}
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.context_exit import ContextExit
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
@@ -44,6 +45,7 @@ def on_context(module: nn.Module, topology: Topology) -> nn.Module:
             for layer in trunk.modules():
                 if isinstance(layer, ParallelLayer):
                     layer.in_trunk = True
+            trunk.boundary = ContextExit(trunk, topology)
     return parallel
 
 
@@ -92,6 +94,8 @@ def _learning(x: Any) -> Any:
 
 
 def _mean(grad: Tensor, topology: Topology) -> Tensor:
+    if topology.cp.size == 1:
+        return grad
     grad = grad.clone()
     dist.all_reduce(grad, group=topology.cp.group)
     return grad / topology.cp.size
