@@ -158,7 +158,7 @@ def _refusals():
     found = {"lengths": said(Two(), x)}
     two = on_context(PipelineSequential(Two()), topology)
     topology.context.begin(0, forget=True)
-    assert two(x, length=LENGTH).shape == (1, 8, 16)
+    assert list(two.items())[0](x, length=LENGTH).shape == (1, 8, 16)
     part = Between(causal())
     found["documents"] = said(part, x, documents=DOCUMENTS[:, :8])
     found["shape"] = said(Between(causal()), x, documents=DOCUMENTS)
