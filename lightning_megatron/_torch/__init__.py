@@ -56,8 +56,16 @@ from lightning_megatron._torch.groups import group_ranks as group_ranks
 from lightning_megatron._torch.groups import is_known as is_known
 from lightning_megatron._torch.groups import own_connection as own_connection
 from lightning_megatron._torch.groups import split_world as split_world
+from lightning_megatron._torch.kernels import cpu_attention as cpu_attention
+from lightning_megatron._torch.kernels import cpu_attention_backward as cpu_attention_backward
 from lightning_megatron._torch.kernels import dump_allocations as dump_allocations
+from lightning_megatron._torch.kernels import efficient_attention as efficient_attention
+from lightning_megatron._torch.kernels import (
+    efficient_attention_backward as efficient_attention_backward,
+)
 from lightning_megatron._torch.kernels import end_kernel_threads as end_kernel_threads
+from lightning_megatron._torch.kernels import flash_attention as flash_attention
+from lightning_megatron._torch.kernels import flash_attention_backward as flash_attention_backward
 from lightning_megatron._torch.kernels import foreach_clamp_ as foreach_clamp_
 from lightning_megatron._torch.kernels import foreach_lerp as foreach_lerp
 from lightning_megatron._torch.kernels import foreach_lerp_ as foreach_lerp_

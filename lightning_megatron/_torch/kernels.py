@@ -136,3 +136,119 @@ def end_kernel_threads() -> None:
         }
         for path in loaded:
             ctypes.CDLL(path).omp_pause_resource_all(_HARD)
+
+
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention ``[b, n, s, d]`` on CPUs, and its log-sum-exp ``[b, n, s]`` (2.11-2.13).
+
+    ``scaled_dot_product_attention`` calls it, but does not return the log-sum-exp. Keys and values
+    may have fewer heads. Rows that see nothing have output and log-sum-exp 0.
+    """
+    run: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    out, lse = run(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return out, lse
+
+
+def cpu_attention_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the inputs of `cpu_attention` (2.11-2.13)."""
+    run: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    dq, dk, dv = run(grad, *inputs, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+    return dq, dk, dv
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Flash attention ``[b, n, s, d]`` on CUDA, and its log-sum-exp (2.11-2.13)."""
+    run: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+    out, lse, *_ = run(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the inputs of `flash_attention` (2.11-2.13)."""
+    run: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    q, k, _ = inputs
+    # Of random numbers, of which there are none without dropout.
+    seed, offset = (torch.empty(0, dtype=torch.int64, device=q.device) for _ in range(2))
+    longest = q.shape[2], k.shape[2]
+    none = None, None  # lengths of packed sequences
+    dq, dk, dv = run(
+        grad,
+        *inputs,
+        out,
+        lse.contiguous(),
+        *none,
+        *longest,
+        0.0,
+        causal,
+        seed,
+        offset,
+        scale=scale,
+    )
+    return dq, dk, dv
+
+
+_EFFICIENT_ALIGN = 32
+"""Rows to a multiple of which the log-sum-exp of `efficient_attention` is filled up."""
+_BIAS_ALIGN = 16
+"""Bytes at which its rows of addends begin."""
+
+
+def efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Memory-efficient attention ``[b, n, s, d]`` on CUDA, and its log-sum-exp (2.11-2.13)."""
+    run: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    out, lse, *_ = run(q, k, v, _aligned_bias(bias, q, k), True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def efficient_attention_backward(
+    grad: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the inputs of `efficient_attention` (2.11-2.13)."""
+    run: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    q, k, _ = inputs
+    missing = -q.shape[2] % _EFFICIENT_ALIGN
+    lse = torch.nn.functional.pad(lse, (0, missing), value=torch.inf).contiguous()
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    wanted = [True, True, True, False]
+    added = _aligned_bias(bias, q, k)
+    dq, dk, dv, _ = run(
+        grad, *inputs, added, out, lse, seed, seed, 0.0, wanted, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _aligned_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The addend for every head, in memory as the kernel reads it."""
+    if bias is None:
+        return None
+    t = k.shape[2]
+    missing = -t % (_BIAS_ALIGN // bias.element_size())
+    filled = torch.nn.functional.pad(bias, (0, missing))[..., :t]
+    return filled.expand(*q.shape[:3], t)

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout, ContextOrder
+
+_contexts: WeakValueDictionary[str, "Context"] = WeakValueDictionary()
 
 
 class Context:
@@ -20,6 +23,9 @@ class Context:
         tp: ranks that divide the part of a cp rank once more; 1 without sequence parallelism.
         ulysses: axis of the ranks that exchange heads, for ``kind="ring"`` with ``ulysses > 1``.
         ring: axis of the ranks that then pass keys and values around.
+
+    Attributes:
+        key: key of `context_of`.
     """
 
     def __init__(
@@ -33,6 +39,7 @@ class Context:
     ) -> None:
         self.config = config
         self.cp = cp
+        self.key = cp.key
         self.tp = tp
         self.ulysses = ulysses
         self.ring = ring
@@ -40,6 +47,7 @@ class Context:
         self._lengths: dict[int, dict[int, set[int]]] = {}
         self._microbatch = 0
         self._suspended = 0
+        _contexts[self.key] = self
 
     @property
     def is_active(self) -> bool:
@@ -104,3 +112,8 @@ class Context:
     def lengths(self, local: int) -> frozenset[int]:
         """Lengths of all sequences of this microbatch with parts of ``local`` positions."""
         return frozenset(self._lengths.get(self._microbatch, {}).get(local, set()))
+
+
+def context_of(key: str) -> Context:
+    """Return the context with that key; for operators, whose arguments are tensors and numbers."""
+    return _contexts[key]

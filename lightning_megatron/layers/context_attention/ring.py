@@ -1,0 +1,320 @@
+"""Keys and values that travel around a ring.
+
+In hop ``h`` rank ``r`` multiplies its queries with the keys of rank ``r - h`` and at the same time
+passes them on to rank ``r + 1`` (Liu et al., arXiv 2310.01889). Of two buffers one is multiplied
+with and sent, the other received into. In backward the gradients of keys and values follow one hop
+behind them, in float32 at least: every rank adds its part, and the last one sends them home.
+
+Over ``p`` ranks, of ``b`` sequences with ``n`` positions a rank and ``K`` heads of size ``d`` and
+``e`` bytes (``a`` bytes of a sum), a rank sends ``2 b n K d e (p - 1)`` bytes forward and ``2 b n K
+d (e (p - 1) + a p)`` backward. In contiguous order a causal mask needs nothing of higher ranks, and
+a window nothing of those more than ``ceil((window - 1) / n)`` away: less is sent.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.comm.scratch import Scratch
+from lightning_megatron.layers.context_attention.blocks import Blocks, Task
+from lightning_megatron.layers.context_attention.partial_sums import wide
+from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.meter import Meter
+
+_KEYS, _GRADIENTS, _HOME = 1, 2, 3
+"""Tags of messages."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which keys a rank has at each hop, and where they go from there.
+
+    >>> [Route(1, 4, 3, True).source(hop) for hop in range(4)]
+    [1, 0, 3, 2]
+    >>> [Route(1, 4, 1, False).source(hop) for hop in range(3)]
+    [1, 0, None]
+    """
+
+    rank: int
+    """Place of this rank."""
+    size: int
+    """Ranks of the ring."""
+    hops: int
+    """Hops that keys travel."""
+    wraps: bool
+    """Whether the last rank passes on to the first."""
+
+    @staticmethod
+    def of(task: Task, size: int) -> "Route":
+        """Shortest route of a call."""
+        ordered = task.rule.causal and task.rows.order == "contiguous"
+        if not ordered:
+            return Route(task.rank, size, size - 1, True)
+        reach = size - 1
+        if task.rule.window is not None:
+            reach = min(reach, math.ceil((task.rule.window - 1) / task.rows.local))
+        return Route(task.rank, size, reach, False)
+
+    def source(self, hop: int) -> int | None:
+        """Rank whose keys this one has at a hop; None: none any more."""
+        source = self.rank - hop
+        if hop > self.hops or (source < 0 and not self.wraps):
+            return None
+        return source % self.size
+
+    def passes(self, hop: int) -> bool:
+        """Whether this rank passes on the keys that it has at a hop."""
+        follows = self.wraps or self.rank + 1 < self.size
+        return self.source(hop) is not None and hop < self.hops and follows
+
+    def last_hop(self, source: int) -> int:
+        """Hop after which the keys of a rank go no further."""
+        return self.hops if self.wraps else min(self.hops, self.size - 1 - source)
+
+    def holder(self, source: int, hop: int) -> int:
+        """Rank that has the keys of another one at a hop."""
+        return (source + hop) % self.size
+
+
+class Transfer:
+    """Messages under way.
+
+    Args:
+        works: their handles.
+        held: what is sent and received, kept alive.
+        meter: meter that counts the time.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], held: Sequence[Tensor], meter: Meter) -> None:
+        self._works = works
+        self._held: Sequence[Tensor] | None = held
+        self._meter = meter
+        for work in works:
+            meter.started(work)
+
+    def wait(self) -> None:
+        """Wait until they have arrived, or left."""
+        for work in self._works:
+            self._meter.wait(work)
+        self._works, self._held = (), None
+
+
+def exchange(
+    axis: Axis, tag: int, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
+) -> Transfer:
+    """Start to send a tensor to a rank of the axis, and to receive one.
+
+    All ranks call this in the same order. On NCCL, which knows no tags, each call is one group.
+
+    Args:
+        axis: axis of both.
+        tag: kind of message.
+        sent: contiguous tensor, and place of its receiver on the axis.
+        received: contiguous tensor to fill, and place of its sender.
+    """
+    group, works, held = axis.group, [], []
+    assert group is not None
+    operations = []
+    for message, run in ((received, dist.irecv), (sent, dist.isend)):
+        if message is not None:
+            tensor, place = message
+            held.append(tensor)
+            operations.append(dist.P2POp(run, tensor, axis.ranks[place], group, tag))
+    if sent is not None:
+        size = sent[0].numel() * sent[0].element_size()
+        axis.meter.message(size, axis.ranks[sent[1]])
+    if operations:
+        works = dist.batch_isend_irecv(operations)
+    return Transfer(works, held, axis.meter)
+
+
+def forward(axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor, scratch: Scratch) -> None:
+    """Attend to the keys of all ranks."""
+    route, ring = Route.of(task, axis.size), _Keys(axis, scratch)
+    ring.begin(route, k, v)
+    for hop in range(route.hops + 1):
+        ring.start(hop)
+        source = route.source(hop)
+        if source is not None:
+            blocks.forward(source, *ring.present(hop))
+        ring.finish()
+    ring.end()
+
+
+def backward(
+    axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
+    """Gradients of this rank's keys and values."""
+    route, ring = Route.of(task, axis.size), _Keys(axis, scratch)
+    ring.begin(route, k, v)
+    sums = _Gradients(axis, route, k, scratch)
+    for hop in range(route.hops + 1):
+        ring.start(hop)
+        source = route.source(hop)
+        parts = [] if source is None else blocks.backward(source, *ring.present(hop))
+        sums.add(hop, parts)
+        ring.finish()
+    ring.end()
+    return sums.result()
+
+
+class _Keys:
+    """Keys and values on their way around.
+
+    Args:
+        axis: axis of the ring.
+        scratch: pool of memory.
+    """
+
+    def __init__(self, axis: Axis, scratch: Scratch) -> None:
+        self._axis, self._scratch = axis, scratch
+        self._transfer: Transfer | None = None
+        self._buffers: list[Tensor] = []
+
+    def begin(self, route: Route, k: Tensor, v: Tensor) -> None:
+        """Begin with the keys and values of this rank."""
+        self._route, self._own = route, (k, v)
+        if not route.hops:
+            return
+        shape = 2, *k.shape
+        for _ in range(2):
+            flat = self._scratch.take(2 * k.numel(), k.dtype, k.device)
+            self._buffers.append(flat.view(shape))
+        self._buffers[0][0].copy_(k)
+        self._buffers[0][1].copy_(v)
+
+    def start(self, hop: int) -> None:
+        """Start to pass on the present keys and to receive the next ones."""
+        route, sent, received = self._route, None, None
+        if route.passes(hop):
+            sent = self._buffers[hop % 2], (route.rank + 1) % route.size
+        if route.source(hop + 1) is not None:
+            received = self._buffers[(hop + 1) % 2], (route.rank - 1) % route.size
+        if sent or received:
+            self._transfer = exchange(self._axis, _KEYS, sent, received)
+
+    def present(self, hop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a hop."""
+        if hop == 0:
+            return self._own
+        k, v = self._buffers[hop % 2].unbind(0)
+        return k, v
+
+    def finish(self) -> None:
+        """Wait for what `start` has started."""
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
+
+    def end(self) -> None:
+        """Give the memory back."""
+        for buffer in self._buffers:
+            self._scratch.give(buffer)
+        self._buffers.clear()
+
+
+class _Gradients:
+    """Gradients of keys and values, one hop behind them.
+
+    Args:
+        axis: axis of the ring.
+        route: route of the keys.
+        like: keys of this rank.
+        scratch: pool of memory.
+    """
+
+    def __init__(self, axis: Axis, route: Route, like: Tensor, scratch: Scratch) -> None:
+        self._axis, self._route, self._like, self._scratch = axis, route, like, scratch
+        self._transfers: list[Transfer] = []
+        self._taken = [self._buffer()]
+        self._present = self._taken[0]
+        self._arriving: Transfer | None = None
+        self._home: Tensor | None = None
+
+    def add(self, hop: int, parts: list[tuple[tuple[int, int], Tensor, Tensor]]) -> None:
+        """Add what this rank computed at a hop, and pass the sum on."""
+        route = self._route
+        source, following = route.source(hop), route.source(hop + 1)
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+        present = self._present
+        if source is not None:
+            add_parts(present, parts, fresh=hop == 0)
+        sent, received = None, None
+        if route.passes(hop):
+            sent = present, (route.rank + 1) % route.size
+        if following is not None:
+            self._present = self._other(present)
+            received = self._present, (route.rank - 1) % route.size
+        if sent or received:
+            self._settle()
+            self._arriving = exchange(self._axis, _GRADIENTS, sent, received)
+        self._send_home(hop, source, present)
+
+    def _send_home(self, hop: int, source: int | None, present: Tensor) -> None:
+        """Send a sum home that goes no further, and receive this rank's own."""
+        route, sent, received = self._route, None, None
+        mine = route.last_hop(route.rank)
+        if source == route.rank and mine == hop:
+            self._home = present
+            return
+        if source is not None and route.last_hop(source) == hop:
+            sent = present, source
+        if mine == hop:
+            self._home = self._buffer()
+            self._taken.append(self._home)
+            received = self._home, route.holder(route.rank, hop)
+        if sent or received:
+            self._transfers.append(exchange(self._axis, _HOME, sent, received))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Gradients of this rank's keys and values."""
+        for transfer in self._transfers:
+            transfer.wait()
+        assert self._home is not None
+        dk, dv = (x.to(self._like.dtype, copy=True) for x in self._home.unbind(0))
+        for buffer in self._taken:
+            self._scratch.give(buffer)
+        return dk, dv
+
+    def _settle(self) -> None:
+        """Wait for sums on their way home, which lie where the next ones arrive."""
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers.clear()
+
+    def _other(self, present: Tensor) -> Tensor:
+        """The buffer that is not in use."""
+        if len(self._taken) == 1:
+            self._taken.append(self._buffer())
+        return self._taken[1] if present is self._taken[0] else self._taken[0]
+
+    def _buffer(self) -> Tensor:
+        like = self._like
+        flat = self._scratch.take(2 * like.numel(), wide(like.dtype), like.device)
+        return flat.view(2, *like.shape)
+
+
+def add_parts(
+    total: Tensor, parts: list[tuple[tuple[int, int], Tensor, Tensor]], *, fresh: bool
+) -> None:
+    """Add gradients of some places of keys and values, ``[2, b, t, n, d]``.
+
+    Args:
+        total: the sum.
+        parts: places, and gradients of both.
+        fresh: whether the sum holds nothing yet.
+    """
+    if fresh and len(parts) == 1 and parts[0][0] == (0, total.shape[2]):
+        total[0].copy_(parts[0][1])
+        total[1].copy_(parts[0][2])
+        return
+    if fresh:
+        total.zero_()
+    for (start, end), dk, dv in parts:
+        total[0, :, start:end].add_(dk)
+        total[1, :, start:end].add_(dv)
