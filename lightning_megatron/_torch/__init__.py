@@ -94,3 +94,5 @@ from lightning_megatron._torch.state_dicts import saves_itself as saves_itself
 from lightning_megatron._torch.state_dicts import state_hooks as state_hooks
 from lightning_megatron._torch.state_dicts import tensor_without_memory as tensor_without_memory
 from lightning_megatron._torch.state_dicts import tree_any as tree_any
+from lightning_megatron._torch.wrappers import stand_in as stand_in
+from lightning_megatron._torch.wrappers import writes as writes

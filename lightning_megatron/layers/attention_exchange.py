@@ -22,7 +22,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.context_attention.call import ContextCall, context_attend
 from lightning_megatron.layers.context_choice import AttentionSizes, Kind, choose, refusal
-from lightning_megatron.layers.packed_documents import document_problem, numbered
+from lightning_megatron.layers.packed_documents import check_documents, numbered
 from lightning_megatron.layers.size_checks import AttentionBackend
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
@@ -91,10 +91,10 @@ def attend_over_ranks(
         ConfigError: the kind cannot do this call, or its tensors do not fit.
     """
     problem = backend_problem(backend, layout.cp) or _learning_problem(call, layout.cp)
-    if problem is None and call.documents is not None:
-        problem = document_problem(call.documents, call.q_bsnd.shape[0], layout.length)
     if problem:
         raise ConfigError(problem)
+    if call.documents is not None:
+        check_documents(call.documents, call.q_bsnd.shape[0], layout.length)
     mask = _whole_mask(call, layout, key_layout or layout)
     kind = _kind(context, layout, call, key_layout, mask is not None)
     ruled = call.mask is None

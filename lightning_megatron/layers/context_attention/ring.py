@@ -229,8 +229,9 @@ class _Gradients:
     def __init__(self, axis: Axis, route: Route, like: Tensor, scratch: Scratch) -> None:
         self._axis, self._route, self._like, self._scratch = axis, route, like, scratch
         self._transfers: list[Transfer] = []
-        self._taken = [self._buffer()]
-        self._present = self._taken[0]
+        self._taken: list[Tensor] = []
+        self._pair: list[Tensor | None] = [self._buffer(), None]
+        self._turn = 0
         self._arriving: Transfer | None = None
         self._home: Tensor | None = None
 
@@ -241,19 +242,21 @@ class _Gradients:
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
-        present = self._present
+        present = self._pair[self._turn]
+        assert present is not None
         if source is not None:
             add_parts(present, parts, fresh=hop == 0)
         sent, received = None, None
         if route.passes(hop):
             sent = present, (route.rank + 1) % route.size
         if following is not None:
-            self._present = self._other(present)
-            received = self._present, (route.rank - 1) % route.size
+            received = self._following(), (route.rank - 1) % route.size
         if sent or received:
             self._settle()
             self._arriving = exchange(self._axis, _GRADIENTS, sent, received)
         self._send_home(hop, source, present)
+        if following is not None:
+            self._turn = 1 - self._turn
 
     def _send_home(self, hop: int, source: int | None, present: Tensor) -> None:
         """Send a sum home that goes no further, and receive this rank's own."""
@@ -261,12 +264,12 @@ class _Gradients:
         mine = route.last_hop(route.rank)
         if source == route.rank and mine == hop:
             self._home = present
+            self._pair[self._turn] = None
             return
         if source is not None and route.last_hop(source) == hop:
             sent = present, source
         if mine == hop:
             self._home = self._buffer()
-            self._taken.append(self._home)
             received = self._home, route.holder(route.rank, hop)
         if sent or received:
             self._transfers.append(exchange(self._axis, _HOME, sent, received))
@@ -287,15 +290,17 @@ class _Gradients:
             transfer.wait()
         self._transfers.clear()
 
-    def _other(self, present: Tensor) -> Tensor:
-        """The buffer that is not in use."""
-        if len(self._taken) == 1:
-            self._taken.append(self._buffer())
-        return self._taken[1] if present is self._taken[0] else self._taken[0]
+    def _following(self) -> Tensor:
+        """Buffer of the sum that arrives next."""
+        buffer = self._pair[1 - self._turn]
+        if buffer is None:
+            buffer = self._pair[1 - self._turn] = self._buffer()
+        return buffer
 
     def _buffer(self) -> Tensor:
         like = self._like
         flat = self._scratch.take(2 * like.numel(), wide(like.dtype), like.device)
+        self._taken.append(flat)
         return flat.view(2, *like.shape)
 
 
