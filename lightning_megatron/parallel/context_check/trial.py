@@ -144,6 +144,8 @@ class Trial:
             return Fault("whole", f"{type(error).__name__}: {error}", place_of(error))
 
     def _call(self, item: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.values.dtype is not None:
+            torch.set_default_dtype(self.values.dtype)  # of what the item makes, as its weights
         torch.manual_seed(1)
         random.seed(1)
         if "numpy" in sys.modules:
@@ -210,7 +212,7 @@ class _First:
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output on the meta device."""
-        without = on_meta(self.bare)
+        without = on_meta(self.bare, self.trial.values.dtype)
         moved = tree_map(_to_meta, (args, kwargs))
         try:
             return without(*moved[0], **moved[1])

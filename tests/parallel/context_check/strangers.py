@@ -1,5 +1,6 @@
 """Items that somebody might write into a trunk: some mix positions of a sequence, some do not."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,17 @@ class Turned(nn.Module):
         return x + self.core(q, k, v).flatten(2)
 
 
+class Reversed(nn.Module):
+    """Mixes in front of what exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = CausalSelfAttention(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x.flip(1))
+
+
 class Left(nn.Module):
     """Leaves a loss for the step to add."""
 
@@ -127,6 +139,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any] | type[nn.Module], str]] = {
     "gate": (Gated, "torch.Tensor.mean"),
     "table": (Table, "torch.Tensor.__getitem__"),
     "rotary": (Turned, "torch.arange"),
+    "before attention": (Reversed, "torch.Tensor.flip"),
 }
 
 
@@ -189,6 +202,20 @@ class Noisy(nn.Module):
         return x + keep * torch.randn_like(x) + torch.empty_like(x).normal_()
 
 
+class Skips(nn.Module):
+    """Leaves its layer out by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            if random.random() < 0.5 and torch.rand(()) < 0.9:
+                x = x + self.inner(F.dropout(x, 0.5))
+        return x
+
+
 class Pooled(nn.Module):
     """Takes the mean of the whole sequence and adds it to each position."""
 
@@ -232,6 +259,7 @@ ORDINARY: dict[str, Callable[[], nn.Module]] = {
     "noise": Noisy,
     "experts": Experts,
     "joined": Pooled,
+    "skips": Skips,
     "own attention": Own,
     "flat": Flat,
 }

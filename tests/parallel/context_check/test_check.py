@@ -120,6 +120,17 @@ def test_evaluation_may_come_first() -> None:
         assert "torch.Tensor.flip" in refusal(Applies(lambda x: x.flip(1)))
 
 
+def test_number_formats_of_the_run_do_not_matter() -> None:
+    items = [embedding().bfloat16(), strangers.Experts().bfloat16(), strangers.Own().bfloat16()]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            check_of(*items)((TOKENS,), {})
+            assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_arguments_stay_as_they_are() -> None:
     mask = torch.ones(4, 12)
     assert refusal(Masked(Applied(SplitContext())), mask=mask) == ""
