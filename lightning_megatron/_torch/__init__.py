@@ -72,6 +72,7 @@ from lightning_megatron._torch.kernels import foreach_lerp_ as foreach_lerp_
 from lightning_megatron._torch.kernels import foreach_mul_ as foreach_mul_
 from lightning_megatron._torch.kernels import foreach_norm as foreach_norm
 from lightning_megatron._torch.kernels import foreach_sub_signs_ as foreach_sub_signs_
+from lightning_megatron._torch.kernels import host_attention_operators as host_attention_operators
 from lightning_megatron._torch.kernels import in_shape as in_shape
 from lightning_megatron._torch.kernels import record_allocations as record_allocations
 from lightning_megatron._torch.kernels import scaled_mm as scaled_mm
@@ -94,3 +95,5 @@ from lightning_megatron._torch.state_dicts import saves_itself as saves_itself
 from lightning_megatron._torch.state_dicts import state_hooks as state_hooks
 from lightning_megatron._torch.state_dicts import tensor_without_memory as tensor_without_memory
 from lightning_megatron._torch.state_dicts import tree_any as tree_any
+from lightning_megatron._torch.wrappers import stand_in as stand_in
+from lightning_megatron._torch.wrappers import writes as writes

@@ -48,7 +48,7 @@ from lightning_megatron.layers.linear import (
     column_parts,
 )
 from lightning_megatron.layers.norm import HeadNorm
-from lightning_megatron.layers.packed_documents import restarted_positions
+from lightning_megatron.layers.packed_documents import check_documents, restarted_positions
 from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.layers.size_checks import AttentionBackend, head_problems, tp_head_problems
 from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
@@ -127,20 +127,22 @@ class AttentionLayer(ParallelLayer):
             problems.append(
                 f"attention_backend={self.backend}: {not_installed}; nearest valid: sdpa"
             )
-        if degrees.cp > 1:
-            problem = backend_problem(self.backend, degrees.cp)
-            problems += [problem] if problem else []
         return problems
 
+    @override
     def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
-        """Reasons why the layer's sequence cannot be split in that way, beside `problems`."""
-        return kind_problems(
-            config.kind,
-            cp=config.degree,
-            tp=tp,
-            num_heads=self.num_heads,
-            dropout=self.dropout,
-            ulysses=config.ulysses,
+        problem = backend_problem(self.backend, config.degree)
+        return (
+            [problem]
+            if problem
+            else kind_problems(
+                config.kind,
+                cp=config.degree,
+                tp=tp,
+                num_heads=self.num_heads,
+                dropout=self.dropout,
+                ulysses=config.ulysses,
+            )
         )
 
     def _projected(self, x: Tensor, memory: Tensor | None = None) -> list[Tensor]:
@@ -290,9 +292,11 @@ class SelfAttention(AttentionLayer):
         if context is not None:
             told = ((documents, -1), (mask, -1), (positions, -1))
             layout = layout_of(context, q.shape[1], exact=not self.causal, length=length, told=told)
+        if documents is not None:
+            whole = q.shape[1] if layout is None else layout.length
+            check_documents(documents, q.shape[0], whole)
+            positions = restarted_positions(documents) if positions is None else positions
         if isinstance(self.rotary, Rotary):
-            if positions is None and documents is not None:
-                positions = restarted_positions(documents)
             rank = 0 if context is None else context.cp.rank
             q, k = self.rotary(q, k, positions, layout=layout, rank=rank)
         backend = self.backend

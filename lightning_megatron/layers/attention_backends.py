@@ -65,9 +65,7 @@ def attend(backend: AttentionBackend, call: AttentionCall) -> Tensor:
         ConfigError: the backend is not installed, or cannot do this call.
     """
     name = _automatic(call) if backend == "auto" else backend
-    unfit = call.problem()
-    if unfit:
-        raise ConfigError(unfit)
+    call.check()
     problem = missing(name) or _limit(name, call)
     if problem:
         raise ConfigError(f"attention_backend={name}: {problem}; nearest valid: sdpa")

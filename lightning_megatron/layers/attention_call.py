@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.alibi import alibi_bias
-from lightning_megatron.layers.packed_documents import document_problem, numbered
+from lightning_megatron.layers.packed_documents import check_documents, numbered
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,16 @@ class AttentionCall:
         """Whether there are as many queries as keys."""
         return self.q_bsnd.shape[1] == self.k_btnd.shape[1]
 
-    def problem(self) -> str | None:
-        """Reason why the tensors do not fit each other; None if they do."""
+    def check(self) -> None:
+        """Raise a `ConfigError` if documents do not fit the tensors."""
         if self.documents is None:
-            return None
-        b, s = self.q_bsnd.shape[:2]
+            return
         if not self.is_square:
-            return "documents: queries and keys must be those of one sequence"
-        return document_problem(self.documents, b, s)
+            raise ConfigError(
+                f"documents, {self.q_bsnd.shape[1]} queries and {self.k_btnd.shape[1]} keys: "
+                "both must be of one sequence; nearest valid: a mask"
+            )
+        check_documents(self.documents, *self.q_bsnd.shape[:2])
 
 
 def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:

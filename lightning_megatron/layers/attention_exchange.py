@@ -14,6 +14,7 @@ Legend: b batch, s sequence, n heads, d head dim.
 
 import logging
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.context_attention.call import ContextCall, context_attend
 from lightning_megatron.layers.context_choice import AttentionSizes, Kind, choose, refusal
-from lightning_megatron.layers.packed_documents import document_problem, numbered
+from lightning_megatron.layers.packed_documents import check_documents, numbered
 from lightning_megatron.layers.size_checks import AttentionBackend
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
@@ -91,10 +92,10 @@ def attend_over_ranks(
         ConfigError: the kind cannot do this call, or its tensors do not fit.
     """
     problem = backend_problem(backend, layout.cp) or _learning_problem(call, layout.cp)
-    if problem is None and call.documents is not None:
-        problem = document_problem(call.documents, call.q_bsnd.shape[0], layout.length)
     if problem:
         raise ConfigError(problem)
+    if call.documents is not None:
+        check_documents(call.documents, call.q_bsnd.shape[0], layout.length)
     mask = _whole_mask(call, layout, key_layout or layout)
     kind = _kind(context, layout, call, key_layout, mask is not None)
     ruled = call.mask is None
@@ -181,12 +182,19 @@ def _kind(
         causal=call.causal,
         window=call.window,
     )
-    return _chosen(sizes, call.q_bsnd.device.type, masked, call.dropout)
+    how: dict[str, Any] = {
+        "device": call.q_bsnd.device.type,
+        "mask": masked,
+        "dropout": call.dropout,
+    }
+    if torch.compiler.is_compiling():  # which neither looks into a cache nor writes to a log
+        return choose(sizes, **how).kind
+    return _chosen(sizes, **how)
 
 
 @lru_cache(maxsize=256)
-def _chosen(sizes: AttentionSizes, device: str, masked: bool, dropout: float) -> Kind:
-    choice = choose(sizes, device=device, mask=masked, dropout=dropout)
+def _chosen(sizes: AttentionSizes, *, device: str, mask: bool, dropout: float) -> Kind:
+    choice = choose(sizes, device=device, mask=mask, dropout=dropout)
     _say(choice.reason)
     return choice.kind
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.topology.context import Context
+from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
 
@@ -46,6 +47,8 @@ class ParallelLayer(nn.Module):
     Attributes:
         topology: topology of the run; None until `distribute`.
         in_trunk: whether a `PipelineSequential` holds the layer: inside of one cp splits sequences.
+        trunk_context: split of the sequences in that `PipelineSequential`; None for the one of the
+            whole run.
         splits_context: whether the layer takes whole sequences and returns this cp rank's part.
         joins_context: whether it takes this cp rank's part and returns whole sequences.
         tensor_shards: shard of each parameter by its local name; empty until `distribute`.
@@ -56,6 +59,7 @@ class ParallelLayer(nn.Module):
 
     topology: Topology | None = None
     in_trunk: bool = False
+    trunk_context: Context | None = None
     splits_context: bool = False
     joins_context: bool = False
     wgrad_queue: Any = None
@@ -76,7 +80,7 @@ class ParallelLayer(nn.Module):
         """Split of the sequences over cp; None where the layer works on whole sequences."""
         if self.topology is None or not self.in_trunk:
             return None
-        context = self.topology.context
+        context = self.trunk_context or self.topology.context
         return context if context.is_active else None
 
     def shard_dims(self) -> dict[str, int]:
@@ -91,6 +95,11 @@ class ParallelLayer(nn.Module):
     def problems(self, degrees: Degrees) -> list[str]:
         """Reasons why this layer cannot be distributed over ``degrees``; none by default."""
         del degrees
+        return []
+
+    def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
+        """Reasons why sequences cannot be split so over cp; asked of layers inside of a trunk."""
+        del config, tp
         return []
 
     def init_parameter(
@@ -133,6 +142,7 @@ class ParallelLayer(nn.Module):
         """Undo `distribute` for a layer that holds all of its parameters (tp of 1)."""
         self.topology = None
         self.in_trunk = False
+        self.trunk_context = None
         self.tensor_shards = {}
         self.wgrad_queue = None
         self.without_graphs = None

@@ -21,7 +21,7 @@ from lightning_megatron.layers.attention_exchange import (
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.size_checks import AttentionBackend
 from lightning_megatron.layers.splits import marked, own_part, split_of, whole
-from lightning_megatron.topology.degrees import Degrees
+from lightning_megatron.topology.context_layout import ContextConfig
 
 _HEADS = 2
 
@@ -56,8 +56,8 @@ class ContextAttention(ParallelLayer):
         self.backend: AttentionBackend = "sdpa"
 
     @override
-    def problems(self, degrees: Degrees) -> list[str]:
-        problem = backend_problem(self.backend, degrees.cp) if degrees.cp > 1 else None
+    def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
+        problem = backend_problem(self.backend, config.degree)
         return [problem] if problem else []
 
     @override

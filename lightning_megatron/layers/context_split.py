@@ -21,7 +21,7 @@ there, and its gradient there is zero.
 Under sequence parallelism the part of a cp rank is cut over tp once more, in the residual stream.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_megatron.comm.collectives import start_gather, start_sum_scatter
+from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
 from lightning_megatron.comm.functional import gather_from, split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.splits import marked, own_part, split_of
+from lightning_megatron.layers.splits import marked, own_part, part_of, split_of, whole
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context_layout import ContextLayout
 
@@ -43,7 +43,7 @@ def split(x: Tensor, layout: ContextLayout, rank: int, dim: int = 1) -> Tensor:
     """Return a cp rank's part of a whole tensor, filled up with zeros.
 
     Args:
-        x: whole tensor, equal on all cp ranks.
+        x: whole tensor, equal on all cp ranks; also a `ContextTensor`.
         layout: split of ``dim``.
         rank: cp rank.
         dim: dim of the sequence.
@@ -51,6 +51,12 @@ def split(x: Tensor, layout: ContextLayout, rank: int, dim: int = 1) -> Tensor:
     Raises:
         ConfigError: ``dim`` has another size than the sequence.
     """
+    of_sequence = part_of(x)
+    if of_sequence is not None:
+        if of_sequence.is_part(layout) and of_sequence.is_behind(x) and dim == 1:
+            part: Tensor = of_sequence.local()
+            return part
+        x = whole(x)
     dim %= x.dim()
     if x.shape[dim] != layout.length:
         raise ConfigError(
@@ -58,12 +64,34 @@ def split(x: Tensor, layout: ContextLayout, rank: int, dim: int = 1) -> Tensor:
             f"{layout.length} positions: dim {dim} must have that size; nearest valid: the tensor "
             "of the whole sequence, which the layers cut themselves"
         )
-    return _split(x, layout, rank, dim) if x.requires_grad else _part(x, layout, rank, dim)
+    return keep_rows(x, own_rows(layout, rank), dim, layout.local)
 
 
 def join(x: Tensor, layout: ContextLayout, axis: Axis, dim: int = 1) -> Tensor:
     """Return the whole tensor of which each cp rank has a part; all of them must call this."""
-    return _join(x, layout, axis, dim % x.dim())
+    return join_rows(x, [own_rows(layout, rank) for rank in range(axis.size)], axis, dim)
+
+
+Rows = tuple[tuple[int, int], ...]
+"""Positions that a rank holds, in its order: the first and the number of each piece."""
+
+
+def own_rows(layout: ContextLayout, rank: int, start: int = 0, stop: int | None = None) -> Rows:
+    """Positions in ``[start, stop)`` that a cp rank holds, counted from ``start``; no padding."""
+    end = layout.length if stop is None else stop
+    cut = [(max(c.start, start), min(c.stop, end)) for c in layout.chunks(rank)]
+    return tuple((first - start, last - first) for first, last in cut if last > first)
+
+
+def keep_rows(x: Tensor, rows: Rows, dim: int, size: int | None = None) -> Tensor:
+    """Return these rows of a whole tensor, followed by zeros up to ``size``."""
+    size = sum(count for _, count in rows) if size is None else size
+    return _keep(x, rows, dim % x.dim(), size) if x.requires_grad else _rows(x, rows, dim, size)
+
+
+def join_rows(x: Tensor, rows: Sequence[Rows], axis: Axis, dim: int) -> Tensor:
+    """Return the whole tensor of which each cp rank has these rows, perhaps followed by padding."""
+    return _join(x, tuple(rows), axis, dim % x.dim())
 
 
 def own_positions(layout: ContextLayout, rank: int, device: torch.device | None = None) -> Tensor:
@@ -85,6 +113,8 @@ class SplitContext(ParallelLayer):
             sequence parallelism. False in front of a layer that divides it over tp by itself (a
             `RowParallelLinear`).
     """
+
+    splits_context = True
 
     def __init__(self, dim: int = 1, *, residual: bool = True) -> None:
         super().__init__()
@@ -118,6 +148,8 @@ class GatherContext(ParallelLayer):
             sequence parallelism. False behind a column-parallel layer.
     """
 
+    joins_context = True
+
     def __init__(self, dim: int = 1, *, residual: bool = True) -> None:
         super().__init__()
         self.dim = dim
@@ -137,6 +169,7 @@ class GatherContext(ParallelLayer):
         context = self.context
         if context is not None:
             part = join(part, context.layout(part.shape[dim]), context.cp, dim)
+            context.join()
         if features is None or part is x:
             return part
         return marked(part, type(x), features.topology, features.dim)
@@ -154,35 +187,27 @@ def _residual_axis(layer: ParallelLayer, residual: bool) -> Axis | None:
     return topology.tp if topology.sequence_parallel and topology.tp.size > 1 else None
 
 
-def _part(x: Tensor, layout: ContextLayout, rank: int, dim: int) -> Tensor:
-    pieces, missing = [], layout.local
-    for start, count in _own(layout, rank):
-        pieces.append(x.narrow(dim, start, count))
-        missing -= count
-    if missing:
+def _rows(x: Tensor, rows: Rows, dim: int, size: int) -> Tensor:
+    pieces = [x.narrow(dim, start, count) for start, count in rows]
+    missing = size - sum(count for _, count in rows)
+    if missing or not pieces:
+        dim %= x.dim()
         pieces.append(x.new_zeros((*x.shape[:dim], missing, *x.shape[dim + 1 :])))
     return torch.cat(pieces, dim)
 
 
-def _own(layout: ContextLayout, rank: int) -> list[tuple[int, int]]:
-    """First position and number of positions of each chunk, without padding."""
-    ends = [(min(c.start, layout.length), min(c.stop, layout.length)) for c in layout.chunks(rank)]
-    return [(start, stop - start) for start, stop in ends]
-
-
-class _Split(Function):
+class _Keep(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: ContextLayout, rank: int, dim: int) -> Tensor:
-        ctx.where = layout, rank, dim
-        return _part(x, layout, rank, dim)
+    def forward(ctx: Any, x: Tensor, rows: Rows, dim: int, size: int) -> Tensor:
+        ctx.where = rows, dim, x.shape[dim]
+        return _rows(x, rows, dim, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout, rank, dim = ctx.where
-        shape = (*grad.shape[:dim], layout.length, *grad.shape[dim + 1 :])
-        whole, place = grad.new_zeros(shape), 0
-        for start, count in _own(layout, rank):
+        rows, dim, length = ctx.where
+        whole, place = grad.new_zeros((*grad.shape[:dim], length, *grad.shape[dim + 1 :])), 0
+        for start, count in rows:
             whole.narrow(dim, start, count).copy_(grad.narrow(dim, place, count))
             place += count
         return whole, None, None, None
@@ -190,13 +215,16 @@ class _Split(Function):
 
 class _Join(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: ContextLayout, axis: Axis, dim: int) -> Tensor:
-        ctx.where = layout, axis, dim
-        parts = start_gather(x.unsqueeze(0), axis, 0).wait()
+    def forward(ctx: Any, x: Tensor, rows: tuple[Rows, ...], axis: Axis, dim: int) -> Tensor:
+        ctx.where = rows, axis, dim, x.shape[dim]
+        size = max(sum(count for _, count in of_rank) for of_rank in rows)
+        if not size:
+            return _fitted(x, dim, 0)
+        parts = start_gather(_fitted(x, dim, size).unsqueeze(0), axis, 0).wait()
         pieces = []
-        for rank, part in enumerate(parts.unbind(0)):
+        for of_rank, part in zip(rows, parts.unbind(0), strict=True):
             place = 0
-            for start, count in _own(layout, rank):
+            for start, count in of_rank:
                 pieces.append((start, part.narrow(dim, place, count)))
                 place += count
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], dim)
@@ -204,10 +232,46 @@ class _Join(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layout, axis, dim = ctx.where
-        parts = torch.stack([_part(grad, layout, rank, dim) for rank in range(axis.size)])
-        return start_sum_scatter(parts, axis, 0).wait().squeeze(0), None, None, None
+        rows, axis, dim, held = ctx.where
+        return sum_rows(grad, rows, axis, dim, held), None, None, None
 
 
-_split: Callable[..., Tensor] = _Split.apply
+def sum_rows(grad: Tensor, rows: Sequence[Rows], axis: Axis, dim: int, held: int) -> Tensor:
+    """Sum a gradient of the whole over the ranks; each keeps that of its rows, and zeros."""
+    size = max(sum(count for _, count in of_rank) for of_rank in rows)
+    if not size:
+        return grad.new_zeros((*grad.shape[:dim], held, *grad.shape[dim + 1 :]))
+    parts = torch.stack([_rows(grad, of_rank, dim, size) for of_rank in rows])
+    return _fitted(start_sum_scatter(parts, axis, 0).wait().squeeze(0), dim, held)
+
+
+def _fitted(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return ``x`` with so many rows, cut or filled up at its end."""
+    if x.shape[dim] >= size:
+        return x.narrow(dim, 0, size)
+    missing = x.new_zeros((*x.shape[:dim], size - x.shape[dim], *x.shape[dim + 1 :]))
+    return torch.cat((x, missing), dim)
+
+
+_keep: Callable[..., Tensor] = _Keep.apply
 _join: Callable[..., Tensor] = _Join.apply
+
+
+def sum_over_context(x: Tensor, axis: Axis) -> Tensor:
+    """Sum what each cp rank has of its part of the sequences; the gradient counts cp-fold."""
+    return _sum(x, axis)
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.size = axis.size
+        return start_sum(x.clone(), axis).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.size, None
+
+
+_sum: Callable[..., Tensor] = _Sum.apply

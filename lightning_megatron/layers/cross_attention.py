@@ -20,7 +20,7 @@ from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.attention_exchange import layout_of
 from lightning_megatron.layers.context_split import split
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
-from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
 
 
 class CrossAttention(AttentionLayer):
@@ -86,6 +86,10 @@ class CrossAttention(AttentionLayer):
             out_init_std=out_init_std,
         )
         self.whole_memory = whole_memory
+
+    @override
+    def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
+        return [] if self.whole_memory else super().context_problems(config, tp)
 
     @override
     def forward(

@@ -130,6 +130,8 @@ class PositionEmbedding(ParallelLayer):
         init_std: standard deviation of the initial values.
     """
 
+    splits_context = True
+
     def __init__(self, max_seq_len: int, embedding_dim: int, *, init_std: float = 1.0) -> None:
         super().__init__()
         self.max_seq_len = max_seq_len

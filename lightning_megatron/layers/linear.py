@@ -30,12 +30,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.comm.functional import gather_from, split_to
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.context_tensor import on_rows
 from lightning_megatron.layers.delayed_wgrad import breaks_graphs, can_defer, linear, without_graphs
 from lightning_megatron.layers.gemm import GemmBackend
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM, apply_column, apply_row
 from lightning_megatron.layers.split_tensor import split_output
-from lightning_megatron.layers.splits import own_part, split_of, whole
+from lightning_megatron.layers.splits import own_part, part_of, split_of, whole
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem, nearest_divisors
 from lightning_megatron.topology.mesh import Topology
 
@@ -171,10 +173,24 @@ class ColumnParallelLinear(_Linear):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        if part_of(x) is not None:
+            return self._of_context(x)
         y = self.own_output(x)
         if self.topology is not None and self.gather_output:
             return gather_from(y, self.topology.tp, -1)
         return self.marked_output(y)
+
+    def _of_context(self, x: Tensor) -> Tensor:
+        """Output of a `ContextTensor`: outside of the `PipelineSequential` that it comes from."""
+        topology = self.topology
+        if topology is not None and topology.sequence_parallel:
+            raise ConfigError(
+                f"sequence_parallel=True and cp > 1: {type(self).__name__} outside of a "
+                "PipelineSequential got the output of one; nearest valid: the layer as its last "
+                "item, or sequence_parallel=False"
+            )
+        y: Tensor = on_rows(self.forward, x)
+        return y
 
     def marked_output(self, y: Tensor) -> Tensor:
         """Return the output as a `SplitTensor` if its features are split."""

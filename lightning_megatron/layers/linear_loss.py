@@ -34,10 +34,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.comm.collectives import start_gather, start_sum, start_sum_scatter
 from lightning_megatron.errors import raise_if_any
+from lightning_megatron.layers.context_loss import (
+    loss_rows,
+    own_loss_targets,
+    place_in_trunk,
+    reduced_over_context,
+)
 from lightning_megatron.layers.delayed_wgrad import (
     compute_dtype,
     input_gradient,
@@ -58,6 +65,7 @@ from lightning_megatron.layers.loss import (
     reduced,
 )
 from lightning_megatron.layers.size_checks import vocabulary_problems
+from lightning_megatron.layers.splits import part_of
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.degrees import Degrees
 
@@ -144,13 +152,23 @@ class LinearCrossEntropy(ColumnParallelLinear):
         Raises:
             IndexError: a target lies outside the vocabulary (found on CPU only).
         """
+        outside = part_of(x) is not None
+        if targets is None and outside:
+            return self._of_context(x)
         padding = self._padding_starts()
         if targets is None:
             return super().marked_output(_without_padding(self.own_output(x), padding))
+        x, place = loss_rows(x, targets, None) if outside else (x, None)
         topology, x = self.topology, self.entering(x)
+        axis = topology.tp if topology is not None and topology.tp.size > 1 else None
+        sequence = topology is not None and topology.sequence_parallel and not outside
+        sequence, context = sequence and axis is not None, self.context
+        if context is not None and not outside:
+            local = x.shape[1] * (self.tp_size if sequence else 1)
+            place = place_in_trunk(context, local, targets)
         plan = _Plan(
-            axis=topology.tp if topology is not None and topology.tp.size > 1 else None,
-            sequence=topology is not None and topology.tp.size > 1 and topology.sequence_parallel,
+            axis=axis,
+            sequence=sequence,
             vocabulary=self.out_features,
             chunk=self.chunk_size,
             padding=padding,
@@ -158,11 +176,23 @@ class LinearCrossEntropy(ColumnParallelLinear):
             z=self.z_loss,
             gemm=self.gemm,
         )
+        ignored = targets == self.ignore_index
+        check_targets(targets.reshape(-1), ignored.reshape(-1), self.num_tokens)
+        if place is None:
+            loss_n = self._losses(x, targets, plan)
+            return reduced(loss_n, targets, self.ignore_index, self.reduction)
+        own = own_loss_targets(targets, place)
+        held = x.shape[1] * (self.tp_size if plan.sequence else 1)
+        filled = F.pad(own, (0, held - own.shape[1]), value=self.ignore_index)
+        loss = self._losses(x, filled, plan).view(filled.shape)[:, : own.shape[1]]
+        return reduced_over_context(loss, ignored, place, self.reduction)
+
+    def _losses(self, x: Tensor, targets: Tensor, plan: "_Plan") -> Tensor:
+        """Loss of each position; 0 where it is ignored."""
         targets_n = targets.reshape(-1)
         ignored_n = targets_n == self.ignore_index
-        check_targets(targets_n, ignored_n, self.num_tokens)
-        loss_n = _apply(x, self.weight, self.bias, targets_n, ignored_n, plan)
-        return reduced(loss_n, targets, self.ignore_index, self.reduction)
+        loss_n: Tensor = _apply(x, self.weight, self.bias, targets_n, ignored_n, plan)
+        return loss_n
 
     @override
     def marked_output(self, y: Tensor) -> Tensor:
@@ -201,7 +231,8 @@ class _Plan:
 
     def chunks(self, count: int) -> Iterator[slice]:
         """Positions of every chunk."""
-        return (slice(i, min(i + self.chunk, count)) for i in range(0, count, self.chunk))
+        starts = range(0, max(count, 1), self.chunk)  # a cp rank may have no positions
+        return (slice(i, min(i + self.chunk, count)) for i in starts)
 
     def logits(self, x_nh: Tensor, weight_vh: Tensor, bias_v: Tensor | None) -> tuple[Tensor, Any]:
         """Compute the logits of one chunk, and what `prepare_gradient` needs of them."""

@@ -13,6 +13,10 @@ and the gradient needs nothing more: ``softmax = exp(logits - lse)`` on every ra
 more.) ``e`` is the label smoothing, ``z`` the weight of the z-loss (PaLM, arXiv 2204.02311,
 section 5).
 
+Under context parallelism each cp rank has the logits of its part of the sequences, and the whole
+targets. It takes its own targets, and the loss is that of whole sequences on every rank: one sum
+over cp of one number.
+
 Arithmetic is float32 for lower precisions and float64 for float64. Every tp rank computes the same
 loss to the last bit, since all combine the same numbers in the same order.
 
@@ -32,7 +36,12 @@ from typing_extensions import override
 from lightning_megatron.comm.collectives import start_gather
 from lightning_megatron.errors import raise_if_any
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.splits import own_part, split_of, whole
+from lightning_megatron.layers.context_loss import (
+    loss_rows,
+    own_loss_targets,
+    reduced_over_context,
+)
+from lightning_megatron.layers.splits import Split, own_part, split_of, whole
 from lightning_megatron.topology.axis import Axis
 
 
@@ -83,22 +92,42 @@ class VocabParallelCrossEntropy(ParallelLayer):
         Raises:
             IndexError: a target lies outside the vocabulary (found on CPU only).
         """
+        logits, place = loss_rows(logits, targets, self.context)
         split = split_of(logits)
         if split is not None and split.dim != logits.dim() - 1:
             logits, split = whole(logits), None
         logits = own_part(logits)
+        if place is None:
+            return self._reduced(logits, targets, split)
+        own, ignored = own_loss_targets(targets, place), targets == self.ignore_index
+        check_targets(targets.reshape(-1), ignored.reshape(-1), self._vocabulary(logits, split))
+        loss_n = self._position_losses(logits.flatten(0, 1), own.reshape(-1), split)
+        return reduced_over_context(loss_n.view(own.shape), ignored, place, self.reduction)
+
+    def _reduced(self, logits: Tensor, targets: Tensor, split: Split | None) -> Tensor:
+        """Loss of logits whose sequences this rank has whole."""
         logits_nv, targets_n = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        axis = self._split_axis(logits_nv) if split is None else split.axis
-        if axis is None and self.z_loss == 0.0:
+        if self.z_loss == 0.0 and split is None and self._split_axis(logits_nv) is None:
             loss = self._cross_entropy(logits_nv, targets_n, self.reduction)
             return loss.view(targets.shape) if self.reduction == "none" else loss
-        if axis is None:
-            loss_n = self._whole_loss(logits_nv, targets_n)
-        else:
-            loss_n = vocab_parallel_cross_entropy(
+        loss_n = self._position_losses(logits_nv, targets_n, split)
+        return reduced(loss_n, targets, self.ignore_index, self.reduction)
+
+    def _position_losses(self, logits_nv: Tensor, targets_n: Tensor, split: Split | None) -> Tensor:
+        """Loss of each position; 0 where it is ignored."""
+        axis = self._split_axis(logits_nv) if split is None else split.axis
+        if axis is not None:
+            return vocab_parallel_cross_entropy(
                 logits_nv, targets_n, axis, self.ignore_index, self.label_smoothing, self.z_loss
             )
-        return reduced(loss_n, targets, self.ignore_index, self.reduction)
+        if self.z_loss == 0.0:
+            return self._cross_entropy(logits_nv, targets_n, "none")
+        return self._whole_loss(logits_nv, targets_n)
+
+    def _vocabulary(self, logits: Tensor, split: Split | None) -> int:
+        """Size of the whole vocabulary."""
+        axis = self._split_axis(logits.flatten(0, 1)) if split is None else split.axis
+        return int(logits.shape[-1]) * (1 if axis is None else axis.size)
 
     def _cross_entropy(self, logits_nv: Tensor, targets_n: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(
@@ -130,6 +159,8 @@ class VocabParallelCrossEntropy(ParallelLayer):
 
         Decided once, on the first logits that are not all equal (as those of a zeroed head are).
         """
+        if self._whole is None and not logits_nv.numel():
+            return False  # a rank without positions, as all of its tp peers are
         if self._whole is None:
             x = logits_nv.detach().to(torch.float64)
             fingerprint = torch.stack((x.sum(), x.square().sum(), x.amin(), x.amax())).unsqueeze(0)

@@ -124,14 +124,13 @@ def remembered(documents: Tensor, key: Hashable, make: Callable[[], T]) -> T:
     return found
 
 
-def document_problem(documents: Tensor, b: int, s: int) -> str | None:
-    """Reason why ``documents`` do not fit a batch; None if they do."""
-    if tuple(documents.shape) == (b, s):
-        return None
-    return (
-        f"documents of shape {tuple(documents.shape)}: must be one number for each of the "
-        f"[{b}, {s}] positions; nearest valid: documents_of(lengths, {s})"
-    )
+def check_documents(documents: Tensor, b: int, s: int) -> None:
+    """Raise a `ConfigError` if ``documents`` do not fit a batch."""
+    if tuple(documents.shape) != (b, s):
+        raise ConfigError(
+            f"documents of shape {tuple(documents.shape)}: must be one number for each of the "
+            f"[{b}, {s}] positions; nearest valid: documents_of(lengths, {s})"
+        )
 
 
 _KEPT: Any = WeakTensorKeyDictionary()

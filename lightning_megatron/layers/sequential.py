@@ -46,6 +46,23 @@ class StagePort(Protocol):
         ...
 
 
+class Boundary(Protocol):
+    """What a trunk does with tensors that come in and go out under context parallelism."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it does anything now."""
+        ...
+
+    def enter(self, args: tuple[Any, ...], *, alone: bool) -> tuple[Any, ...]:
+        """Return the arguments of the first item; ``alone`` is without a pipeline."""
+        ...
+
+    def leave(self, output: Any, given: Any) -> Any:
+        """Return the output of the last item as whole tensors."""
+        ...
+
+
 class _Visited(dict[str, Any]):
     """Parameters or children of a `RemoteItem`: none; it tells who iterates over them."""
 
@@ -213,6 +230,8 @@ class PipelineSequential(nn.Module):
 
     Attributes:
         draws: makes the context in which the items draw random numbers without a pipeline.
+        check: called with the arguments of each call before it; may raise. None: nothing is.
+        boundary: what makes the output whole again under context parallelism; else None.
 
     Raises:
         ConfigError: no item was given, or one is not a module.
@@ -224,6 +243,8 @@ class PipelineSequential(nn.Module):
     """
 
     draws: Callable[[], AbstractContextManager[None]] = nullcontext
+    check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
+    boundary: Boundary | None = None
 
     def __init__(
         self, *items: nn.Module, **named: nn.Module | Sequence[nn.Module] | nn.ModuleList
@@ -237,10 +258,11 @@ class PipelineSequential(nn.Module):
             raise ConfigError("PipelineSequential() has no items: give it at least one module")
         self.item_names: tuple[str, ...] = tuple(names)
         self._paths = tuple(tuple(name.split(".")) for name in names)
-        self._accepts = [_accepted_keywords(item) for item in self.items()]
+        self._accepts = [accepted_keywords(item) for item in self.items()]
         self._runs: list[StageItems]
         self._held: list[range]
         self._set_runs([range(len(names))])
+        self._kinds: tuple[type[nn.Module], ...] = ()
         self._port: StagePort | None = None
 
     def _add(self, name: str, part: Any) -> list[str]:
@@ -279,6 +301,11 @@ class PipelineSequential(nn.Module):
         """Item indices of each stage of this rank; one stage of all until `keep` is called."""
         return tuple(self._held)
 
+    @property
+    def kinds(self) -> tuple[type[nn.Module], ...]:
+        """Classes of the modules of all items in order, also of those that other stages hold."""
+        return self._kinds or tuple(type(module) for module in self.modules())
+
     def _refresh(self) -> None:
         """Read the items again: an adapter or a compiled block may have replaced one."""
         for indices, run in zip(self._held, self._runs, strict=True):
@@ -287,7 +314,7 @@ class PipelineSequential(nn.Module):
                 for part in self._paths[index]:
                     item = item._modules[part]  # type: ignore[assignment]  # an item is never None
                 if item is not held:
-                    self._accepts[index] = _accepted_keywords(item)
+                    self._accepts[index] = accepted_keywords(item)
                     run.replace(position, item, self._accepts[index])
 
     def keep(self, stages: Sequence[range], mine: Sequence[int]) -> None:
@@ -298,6 +325,8 @@ class PipelineSequential(nn.Module):
             mine: stages of this rank, in order.
         """
         self._refresh()
+        self._kinds = ()
+        self._kinds = self.kinds
         for index, part in enumerate(stages):
             if index not in mine:
                 for i in part:
@@ -345,6 +374,15 @@ class PipelineSequential(nn.Module):
         """
         self._refresh()
         self._check_keywords(kwargs)
+        if self.check is not None and not torch.compiler.is_compiling():
+            self.check(args, kwargs)
+        boundary = self.boundary
+        if boundary is None or not boundary.is_active:
+            return self._run(args, kwargs)
+        own = boundary.enter(args, alone=self._port is None)
+        return boundary.leave(self._run(own, kwargs), (args, kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         port = self._port
         if port is None:
             self._check_whole()
@@ -369,7 +407,7 @@ class PipelineSequential(nn.Module):
                 raise TypeError(f"No item of the PipelineSequential takes the argument {name!r}")
 
 
-def _accepted_keywords(item: nn.Module) -> frozenset[str] | None:
+def accepted_keywords(item: nn.Module) -> frozenset[str] | None:
     """Keyword arguments that ``item.forward`` names; None when it takes any."""
     parameters = inspect.signature(item.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -52,6 +52,8 @@ class SplitTensor(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
+        if any(getattr(kind, "handles_split_tensors", False) for kind in types):
+            return NotImplemented
         if func is Tensor.backward:  # whose hooks are others' code
             return _backward(*args, **(kwargs or {}))
         with DisableTorchFunctionSubclass():

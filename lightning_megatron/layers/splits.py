@@ -3,6 +3,7 @@
 A column-parallel layer computes a part of its output features on each tp rank. It returns a
 `layers.split_tensor.SplitTensor`: this rank's part, which knows the dim that is split. It behaves
 like the whole tensor and reports its shape. `whole` returns the whole tensor, `own_part` the plain
+part. Both take a `layers.context_tensor.ContextTensor`, too, of whose sequences each cp rank has a
 part.
 """
 
@@ -41,20 +42,30 @@ def split_of(value: Any) -> Split | None:
     return getattr(value, "_split", None) if isinstance(value, Tensor) else None
 
 
+def part_of(value: Any) -> Any:
+    """`layers.context_part.ContextPart` of a tensor whose sequences cp ranks share; else None."""
+    return getattr(value, "_context", None) if isinstance(value, Tensor) else None
+
+
 def own_part(x: Tensor) -> Tensor:
     """Return this rank's part of a split tensor as a plain tensor; any other tensor unchanged.
 
-    The caller must treat it as a part: its softmax is not the softmax of the whole.
+    The caller must treat it as a part: its softmax is not the softmax of the whole. Of a sequence
+    it is what layers inside of a `PipelineSequential` have, with padding at its end.
     """
+    of_sequence = part_of(x)
+    if of_sequence is not None:
+        part: Tensor = of_sequence.local()
+        return part
     if split_of(x) is None:
         return x
     return x.as_subclass(Tensor)
 
 
 def whole(value: Any) -> Any:
-    """Return ``value`` with every split tensor gathered to a plain tensor, equal on all tp ranks.
+    """Return ``value`` with every split tensor gathered to a plain tensor, equal on all ranks.
 
-    Each takes an all-gather, which all tp ranks must call. Gradients pass.
+    Each takes an all-gather, which all tp ranks (and cp ranks) must call. Gradients pass.
 
     Args:
         value: tensor, or nested lists, tuples and dicts with tensors.
@@ -63,6 +74,8 @@ def whole(value: Any) -> Any:
 
 
 def _whole(leaf: Any) -> Any:
+    of_sequence = part_of(leaf)
+    leaf = leaf if of_sequence is None else of_sequence.whole_of(leaf)
     split = split_of(leaf)
     return leaf if split is None else gather_from(own_part(leaf), split.axis, split.dim)
 

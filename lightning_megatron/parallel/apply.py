@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from lightning_megatron._torch import has_hooks, move_outside_units
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
+from lightning_megatron.layers.context_exit import ContextExit
 from lightning_megatron.layers.init import materialize
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.layers.written_values import WrittenValues
@@ -37,6 +38,7 @@ from lightning_megatron.parallel.activations.config import (
 )
 from lightning_megatron.parallel.block_transforms import transform_blocks
 from lightning_megatron.parallel.compile import CompileConfig
+from lightning_megatron.parallel.context_check.check import check_parts_of_sequences
 from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
 from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
@@ -154,6 +156,8 @@ def parallelize(
         ConfigError: the module does not fit the layout.
     """
     plan = ModulePlan(module, topology.degrees, transforms.pipeline, transforms.stage_ranks)
+    if topology.cp.size > 1:
+        check_parts_of_sequences(module, plan.trunks, topology)
     if topology.world_size > 1:
         _broadcast_weights(module, topology)
     names = {id(child): name for name, child in module.named_modules()}
@@ -326,6 +330,7 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
     """Slice the parallel layers; modules that shared a parameter share its slice."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties: list[tuple[nn.Module, str, nn.Module, str]] = []
+    _enter_trunks(module, topology)
     found = False
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
@@ -336,12 +341,6 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
         if isinstance(child, ParallelLayer):
             child.distribute(topology)
             found = True
-        elif isinstance(child, PipelineSequential):
-            for layer in child.modules():
-                if isinstance(layer, ParallelLayer):
-                    layer.in_trunk = True
-            if topology.cp.size > 1:
-                child.draws = partial(_draws_of_part, topology)
     for child, name, owner_module, owner_name in ties:
         setattr(child, name, getattr(owner_module, owner_name))
     if topology.tp.size > 1 and not found and topology.rank == 0:
@@ -351,6 +350,22 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
             "lightning_megatron.layers to split them",
             stacklevel=2,
         )
+
+
+def _enter_trunks(module: nn.Module, topology: Topology) -> None:
+    """Tell layers that they are inside of a trunk, and trunks how sequences are split."""
+    inside: set[nn.Module] = set()
+    for trunk in module.modules():
+        if not isinstance(trunk, PipelineSequential):
+            continue
+        for layer in trunk.modules():
+            if isinstance(layer, ParallelLayer):
+                layer.in_trunk = True
+        if topology.cp.size > 1:
+            trunk.draws = partial(_draws_of_part, topology)
+            if trunk not in inside:
+                trunk.boundary = ContextExit(trunk, topology)
+        inside.update(trunk.modules())
 
 
 def _draws_of_part(topology: Topology) -> AbstractContextManager[None]:

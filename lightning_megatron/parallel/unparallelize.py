@@ -45,6 +45,8 @@ def restore(parallel: ParallelModule) -> None:
         if isinstance(child, PipelineSequential):
             child.connect(None)
             child.__dict__.pop("draws", None)
+            child.__dict__.pop("check", None)
+            child.__dict__.pop("boundary", None)
             for stage in child.stage_items:
                 stage.groups = {}
 

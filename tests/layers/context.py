@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.context_exit import ContextExit
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
@@ -19,7 +20,12 @@ LENGTHS = (1, 2, 5, 61)
 
 
 def context_topology(
-    cp: int = 2, tp: int = 1, *, sequence_parallel: bool = False, order: str = "auto"
+    cp: int = 2,
+    tp: int = 1,
+    *,
+    sequence_parallel: bool = False,
+    order: str = "auto",
+    kind: str = "auto",
 ) -> Topology:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -27,7 +33,7 @@ def context_topology(
         Degrees(cp=cp, tp=tp),
         torch.device("cpu"),
         sequence_parallel=sequence_parallel,
-        context=ContextConfig(degree=cp, order=order),
+        context=ContextConfig(degree=cp, order=order, kind=kind),
     )
 
 
@@ -39,6 +45,7 @@ def on_context(module: nn.Module, topology: Topology) -> nn.Module:
             for layer in trunk.modules():
                 if isinstance(layer, ParallelLayer):
                     layer.in_trunk = True
+            trunk.boundary = ContextExit(trunk, topology)
     return parallel
 
 
@@ -87,6 +94,8 @@ def _learning(x: Any) -> Any:
 
 
 def _mean(grad: Tensor, topology: Topology) -> Tensor:
+    if topology.cp.size == 1:
+        return grad
     grad = grad.clone()
     dist.all_reduce(grad, group=topology.cp.group)
     return grad / topology.cp.size

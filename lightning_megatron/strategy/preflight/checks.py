@@ -269,10 +269,24 @@ def examine(
             if degrees is not None:
                 plan = ModulePlan(module, degrees, options.pp, options.stage_ranks)
                 problems += plan.problems(sequence_parallel=options.sequence_parallel)
+                problems += _context_problems(plan, options.cp, degrees)
                 problems += _shape_problems(trainer, module, options)
                 if not problems:
                     _warn_of_estimates(plan)
     return Findings(tuple(dict.fromkeys(problems)), outcome.real_because)
+
+
+def _context_problems(plan: ModulePlan, config: ContextConfig, degrees: Degrees) -> list[str]:
+    """Layers that cannot exchange parts of sequences in the way that was chosen."""
+    if degrees.cp == 1:
+        return []
+    return [
+        problem
+        for trunk in plan.trunks.values()
+        for layer in trunk.modules()
+        if isinstance(layer, ParallelLayer)
+        for problem in layer.context_problems(config, degrees.tp)
+    ]
 
 
 def _warn_of_estimates(plan: ModulePlan) -> None:

@@ -192,6 +192,18 @@ CASES = {
         layout={"cp": ContextConfig(degree=4, kind="ring", ulysses=3)},
         says=("cp.ulysses=3, degree=4", "ulysses=2 or 4"),
     ),
+    "heads that cp does not divide": Case(
+        layout={"cp": ContextConfig(degree=4, kind="ulysses")},
+        says=("cp=4, kind='ulysses', num_heads=6, tp=1", "cp=3 or 6, or kind='ring'"),
+        module=LanguageModel,
+        sizes={"config": {"hidden_size": 24, "num_heads": 6}},
+    ),
+    "dropout of weights in a ring": Case(
+        layout={"cp": ContextConfig(degree=2, kind="ring")},
+        says=("kind='ring', attention_dropout=0.1", "nearest valid: kind='gather'"),
+        module=LanguageModel,
+        sizes={"config": {"hidden_size": 24, "num_heads": 6, "attention_dropout": 0.1}},
+    ),
     "no such ZeRO stage in a config": Case(
         layout={"zero": ShardingConfig(stage=4)},  # type: ignore[arg-type]
         says=("zero=4", "zero=3"),
