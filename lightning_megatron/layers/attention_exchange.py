@@ -14,6 +14,7 @@ Legend: b batch, s sequence, n heads, d head dim.
 
 import logging
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,12 +182,19 @@ def _kind(
         causal=call.causal,
         window=call.window,
     )
-    return _chosen(sizes, call.q_bsnd.device.type, masked, call.dropout)
+    how: dict[str, Any] = {
+        "device": call.q_bsnd.device.type,
+        "mask": masked,
+        "dropout": call.dropout,
+    }
+    if torch.compiler.is_compiling():  # which neither looks into a cache nor writes to a log
+        return choose(sizes, **how).kind
+    return _chosen(sizes, **how)
 
 
 @lru_cache(maxsize=256)
-def _chosen(sizes: AttentionSizes, device: str, masked: bool, dropout: float) -> Kind:
-    choice = choose(sizes, device=device, mask=masked, dropout=dropout)
+def _chosen(sizes: AttentionSizes, *, device: str, mask: bool, dropout: float) -> Kind:
+    choice = choose(sizes, device=device, mask=mask, dropout=dropout)
     _say(choice.reason)
     return choice.kind
 
