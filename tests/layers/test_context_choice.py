@@ -1,5 +1,7 @@
 """What the kinds of a split sequence cost, and which one `auto` takes."""
 
+import dataclasses
+
 import pytest
 
 from lightning_megatron.layers.context_choice import (
@@ -86,6 +88,16 @@ def test_groups_of_ulysses_in_a_ring() -> None:
     # Heads inside nodes, keys between them: the network is hidden, the links inside are quick.
     spread = Hardware(ranks_per_node=4)
     assert cost("ring", LLAMA, spread, ulysses=4).waits < cost("ulysses", LLAMA, spread).waits
+
+
+def test_a_window_in_contiguous_order() -> None:
+    near = dataclasses.replace(LLAMA, window=4096, order="contiguous")
+    whole = cost("ring", dataclasses.replace(near, order="zigzag"))
+    assert near.hops == 1
+    assert cost("ring", near).forward_bytes == whole.forward_bytes / 7
+    assert dataclasses.replace(near, window=16386).hops == 2
+    assert dataclasses.replace(near, window=10**6).hops == 7
+    assert dataclasses.replace(near, causal=False).hops == 7
 
 
 def test_cross_attention() -> None:
