@@ -34,7 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.harness import Model, fit, parser, write
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.context_attention.call import ContextCall, context_attend
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
 from lightning_megatron.topology.degrees import Degrees
