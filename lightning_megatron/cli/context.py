@@ -7,6 +7,7 @@ It computes, so it needs no model, no process group and no torch. The formulas a
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lightning_megatron.errors import ConfigError, raise_if_any, whole_numbers
 from lightning_megatron.layers.context_choice import (
@@ -161,13 +162,13 @@ def _table(options: argparse.Namespace, sizes: AttentionSizes, hardware: Hardwar
     timed = "waits" if options.device == "cuda" else ""
     head = (of, "sends forward", "sends backward", "memory beside", timed)
     rows, refused = [head], []
-    for name, ulysses in _ways(options.cp):
+    for name, ulysses, order in _ways(options):
         kind = name.partition(",")[0]
         why = refusal(kind, heads=sizes.heads, cp=sizes.cp, ulysses=ulysses)  # type: ignore[arg-type]
         if why is not None:
             refused.append(why)
             continue
-        found: ContextCost = cost(kind, sizes, hardware, ulysses)  # type: ignore[arg-type]
+        found: ContextCost = cost(kind, replace(sizes, order=order), hardware, ulysses)  # type: ignore[arg-type]
         both = _amount(layers * found.forward_bytes), _amount(layers * found.backward_bytes)
         waits = f"{1e3 * layers * found.waits:.3g} ms" if options.device == "cuda" else ""
         # Memory is that of one layer: the next one uses it again.
@@ -180,13 +181,15 @@ def _table(options: argparse.Namespace, sizes: AttentionSizes, hardware: Hardwar
     yield from refused
 
 
-def _ways(cp: int) -> Iterator[tuple[str, int | None]]:
-    """Names of all kinds, with the ranks of a ring that exchange heads."""
-    yield "ulysses", None
-    yield "ring", None
-    for ulysses in divisors(cp)[1:-1]:
-        yield f"ring, ulysses={ulysses}", ulysses
-    yield "gather", None
+def _ways(options: argparse.Namespace) -> Iterator[tuple[str, int | None, ContextOrder]]:
+    """Names of all kinds, with the ranks of a ring that exchange heads, and the order."""
+    yield "ulysses", None, "zigzag"
+    yield "ring", None, "zigzag"
+    if options.window is not None and not options.full:
+        yield "ring, order=contiguous", None, "contiguous"
+    for ulysses in divisors(options.cp)[1:-1]:
+        yield f"ring, ulysses={ulysses}", ulysses, "zigzag"
+    yield "gather", None, "zigzag"
 
 
 def _overlap(

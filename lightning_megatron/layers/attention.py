@@ -22,7 +22,6 @@ sequence, `layers.attention_exchange` brings together what the ranks hold.
 Legend: b batch, s sequence, t positions of a memory, h hidden size, n heads, d head dim.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -174,17 +173,25 @@ class AttentionLayer(ParallelLayer):
         """
         if self.training and self.dropout:
             call = replace(call, dropout=self.dropout)
-        with self._random(call.dropout):
-            context = self.context
-            if context is None or layout is None:
-                y_bsnd = attend(backend, call)
-            else:
-                y_bsnd = attend_over_ranks(context, layout, backend, call, key_layout)
+            with random_stream(self.topology, sharded=True):
+                y_bsnd = self._means(backend, call, layout, key_layout)
+        else:
+            y_bsnd = self._means(backend, call, layout, key_layout)
         out: Tensor = self.wo(y_bsnd.flatten(2))
         return out
 
-    def _random(self, dropout: float) -> AbstractContextManager[None]:
-        return random_stream(self.topology, sharded=True) if dropout else nullcontext()
+    def _means(
+        self,
+        backend: AttentionBackend,
+        call: AttentionCall,
+        layout: ContextLayout | None,
+        key_layout: ContextLayout | None,
+    ) -> Tensor:
+        """Weighted means of the values, ``[b, s, n, d]``."""
+        context = self.context if layout is not None else None
+        if context is None or layout is None:
+            return attend(backend, call)
+        return attend_over_ranks(context, layout, backend, call, key_layout)
 
     @override
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ the other ranks. Bytes that a rank sends in one layer, per microbatch:
 ===========  =====================  =======================  ==================  =================
 kind         forward                backward                 memory beside       hidden behind
 ===========  =====================  =======================  ==================  =================
-``ring``     2 b n K d e (p-1)      2 b n K d (e (p-1)+a p)  4 b n K d e         products of a hop
+``ring``     2 b n K d e (p-1)      2 b n K d (e+a) (p-1)    4 b n K d e         products of a hop
 ``gather``   2 b n K d e (p-1)      2 b n K d (e+a) (p-1)    2 b s K d (e + a)   the first block
 ``ulysses``  2 b n d e (H+K')(p-1)  the same                 none                nothing
              ``/ p``
@@ -15,6 +15,9 @@ kind         forward                backward                 memory beside      
 ``K' = lcm(K, p)``: heads of keys are repeated until ``p`` divides them. ``ring`` with ``u`` ranks
 that exchange heads is a ring of ``p / u`` ranks with ``n u`` positions and ``K' / u`` heads each,
 and ulysses over ``u``.
+
+In contiguous order keys travel no further than a window needs: ``ceil((window - 1) / n)`` in place
+of ``p - 1`` hops.
 
 Two things follow. With ``g = H / K`` query heads for one of keys, ulysses sends less than a ring
 forward if ``p > g + 1`` (Llama 3 8B has ``g = 4``: if ``p > 5``). And a hop of a ring, which takes
@@ -42,7 +45,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_megatron.topology.context_layout import ContextLayout
+from lightning_megatron.topology.context_layout import ContextLayout, ContextOrder
 from lightning_megatron.topology.degrees import nearest_divisors
 
 Kind = Literal["ring", "gather", "ulysses"]
@@ -79,6 +82,8 @@ class AttentionSizes:
     """Whether a position sees only itself and those before it."""
     window: int | None = None
     """Positions that each one sees at most."""
+    order: ContextOrder = "zigzag"
+    """Order in which ranks hold the sequence."""
 
     @property
     def local(self) -> float:
@@ -95,6 +100,14 @@ class AttentionSizes:
     def sum_bytes(self) -> float:
         """Bytes of the gradients of these, in the format in which they are added up."""
         return self.key_bytes * max(4, self.element_bytes) / self.element_bytes
+
+    @property
+    def hops(self) -> int:
+        """Ranks to which the keys of one travel around a ring, at most."""
+        ordered = self.causal and self.order == "contiguous" and self.window is not None
+        if not ordered or self.window is None:
+            return self.cp - 1
+        return min(self.cp - 1, math.ceil((self.window - 1) / self.local))
 
     def flops(self) -> float:
         """Operations of the forward products of a rank, if all ranks have equally many."""
@@ -342,10 +355,10 @@ def _ulysses(sizes: AttentionSizes, hardware: Hardware) -> ContextCost:
 
 
 def _ring(sizes: AttentionSizes, hardware: Hardware) -> ContextCost:
-    """Cost of a ring: p - 1 hops, each behind the products of a p-th of the sequence."""
-    hops, speed = sizes.cp - 1, _slowest_link(sizes.cp, hardware)
-    forward, sums = hops * sizes.key_bytes, (hops + 1 if hops else 0) * sizes.sum_bytes
-    products = sizes.flops() / sizes.cp / hardware.flops
+    """Cost of a ring: its hops, each behind the products of as large a part."""
+    hops, speed = sizes.hops, _slowest_link(sizes.cp, hardware)
+    forward, sums = hops * sizes.key_bytes, hops * sizes.sum_bytes
+    products = sizes.flops() / (hops + 1) / hardware.flops
     hop = sizes.key_bytes / speed
     hop_back = (sizes.key_bytes + sizes.sum_bytes) / speed
     last = sizes.sum_bytes / speed if hops else 0.0

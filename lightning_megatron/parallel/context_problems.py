@@ -62,10 +62,10 @@ def context_problems(trunks: Mapping[str, PipelineSequential], cp: int) -> list[
             "lightning_megatron.PipelineSequential(embedding=..., layers=[...], head=...) and call "
             "it in every step, or cp=1"
         ]
-    modules = [m for trunk in trunks.values() for m in trunk.modules()]
-    if any(isinstance(m, RemoteItem) for m in modules):
+    inside = [module for trunk in trunks.values() for module in trunk.modules()]
+    if any(isinstance(m, RemoteItem) for m in inside):
         return []  # an earlier run, whose problems were told, has left some stages here
-    if not any(map(splits, modules)):
+    if not any(splits(m) or getattr(type(m), "exchanges_context", False) for m in inside):
         return [
             f"cp={cp}: nothing in the module splits the sequence; nearest valid: "
             "VocabParallelEmbedding or SplitContext"

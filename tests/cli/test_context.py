@@ -47,6 +47,7 @@ def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "nodes, 4 ranks on each" in out
     assert "\n32 layers " in out
+    assert "\nring, order=contiguous         512 MiB " in out  # one hop of 15
     assert "nearest valid: cp=4, or kind='ring'" in out  # ulysses: 4 heads on 16 ranks
     assert "a hop of a ring is hidden behind products from 20,000 positions a rank on" in out
     _, near, _ = run(capsys, *args, "--gpus-per-node=32", "--bandwidth=100", "--tflops=100")

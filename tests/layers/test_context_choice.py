@@ -1,5 +1,7 @@
 """What the kinds of a split sequence cost, and which one `auto` takes."""
 
+import dataclasses
+
 import pytest
 
 from lightning_megatron.layers.context_choice import (
@@ -31,7 +33,7 @@ def test_bytes_of_the_table() -> None:
     one = 2 * b * n * kv_heads * d
     ring, gather, ulysses = (cost(kind, small) for kind in ("ring", "gather", "ulysses"))
     assert ring.forward_bytes == gather.forward_bytes == one * e * (p - 1)
-    assert ring.backward_bytes == one * (e * (p - 1) + a * p)
+    assert ring.backward_bytes == one * (e + a) * (p - 1)
     assert gather.backward_bytes == one * (e + a) * (p - 1)
     assert ulysses.forward_bytes == ulysses.backward_bytes
     assert ulysses.forward_bytes == 2 * b * n * d * e * (heads + kv_heads) * (p - 1) / p
@@ -50,7 +52,7 @@ def test_ulysses_sends_less_forward_if_p_exceeds_g_plus_1(g: int) -> None:
 
 
 def test_ulysses_sends_less_in_both_directions_from_half_of_that_on() -> None:
-    for g, least in ((1, 2), (2, 2), (4, 2), (8, 4)):
+    for g, least in ((1, 2), (2, 2), (4, 3), (8, 5)):
         for p in range(2, 13):
             case = sizes(p, g * p * 4, p * 4)
             assert (cost("ulysses", case).bytes < cost("ring", case).bytes) == (p >= least), (g, p)
@@ -86,6 +88,16 @@ def test_groups_of_ulysses_in_a_ring() -> None:
     # Heads inside nodes, keys between them: the network is hidden, the links inside are quick.
     spread = Hardware(ranks_per_node=4)
     assert cost("ring", LLAMA, spread, ulysses=4).waits < cost("ulysses", LLAMA, spread).waits
+
+
+def test_a_window_in_contiguous_order() -> None:
+    near = dataclasses.replace(LLAMA, window=4096, order="contiguous")
+    whole = cost("ring", dataclasses.replace(near, order="zigzag"))
+    assert near.hops == 1
+    assert cost("ring", near).forward_bytes == whole.forward_bytes / 7
+    assert dataclasses.replace(near, window=16386).hops == 2
+    assert dataclasses.replace(near, window=10**6).hops == 7
+    assert dataclasses.replace(near, causal=False).hops == 7
 
 
 def test_cross_attention() -> None:

@@ -39,6 +39,9 @@ class Data:
     ignored: bool = False
     """Whether many targets do not count, unequally many in every sample."""
 
+    first_labels: bool = False
+    """Whether only the first label of each sample counts: ranks with later positions have none."""
+
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Tokens and targets, `[batch, length]` each, by step."""
         draw = torch.Generator().manual_seed(1)
@@ -50,6 +53,8 @@ class Data:
             if self.ignored:
                 kept = torch.randint(1, length + 1, (self.batch, 1), generator=draw)
                 targets[torch.arange(length) >= kept] = IGNORED
+            if self.first_labels:
+                targets[:, 1:] = IGNORED
             made.append((tokens, targets))
         return made
 

@@ -14,8 +14,9 @@ from lightning_megatron import CompileConfig
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.topology.context_layout import ContextConfig
 from tests.parity.jobs import Outcome, merge_stages, our_name, train_job
-from tests.parity.layouts import LAYOUTS, Layout, legal_layouts
+from tests.parity.layouts import FURTHER, LAYOUTS, Layout, legal_layouts
 from tests.parity.reference import Curve, Data, reference_curve
 
 TOLERANCE = 1e-10
@@ -46,11 +47,37 @@ def check(outcomes: Sequence[Outcome], curve: Curve, what: str = "") -> None:
             assert error <= TOLERANCE, f"{what}{name}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS, *(pytest.param(one, marks=pytest.mark.thorough) for one in FURTHER)],
+    ids=str,
+)
 def test_trains_as_a_plain_loop_does(pool: WorkerPool, layout: Layout) -> None:
-    data = Data()
+    """Under cp also where labels are ignored, and with lengths that no rank number divides."""
+    data = Data() if layout.cp == 1 else Data(ignored=True, lengths=(8, 7))
     options, architecture = layout.strategy_options(), layout.architecture
-    outcomes = pool.run(layout.world_size, train_job, options, architecture, data)
+    outcomes = pool.run(
+        layout.world_size, train_job, options, architecture, data, by_token=layout.cp > 1
+    )
+    check(outcomes, reference_curve(architecture, data))
+
+
+@pytest.mark.parametrize(
+    ("layout", "by_token"),
+    [
+        (Layout(cp=2, kind="gather"), False),
+        (Layout(cp=4, zero=3, architecture="gpt"), False),
+        (Layout(cp=2, pp=2, kind="ulysses", num_microbatches=2), True),
+        (Layout(cp=2, tp=2, sequence_parallel=True), False),
+    ],
+    ids=str,
+)
+def test_a_part_of_a_sequence_may_have_no_label(
+    pool: WorkerPool, layout: Layout, by_token: bool
+) -> None:
+    data, architecture = Data(first_labels=True, lengths=(13, 5, 2)), layout.architecture
+    options = layout.strategy_options()
+    outcomes = pool.run(layout.world_size, train_job, options, architecture, data, by_token)
     check(outcomes, reference_curve(architecture, data))
 
 
@@ -75,6 +102,8 @@ def test_norms_of_heads_train_as_in_a_plain_loop(pool: WorkerPool, layout: Layou
         (Layout(tp=2, pp=2, num_microbatches=2, schedule="zb-h1"), False),
         (Layout(tp=2, dp=2, zero=3, sequence_parallel=True, architecture="gpt"), False),
         (Layout(pp=2, dp=2, zero=1, num_microbatches=2), True),
+        (Layout(cp=2, dp=2, zero=2, num_microbatches=2), True),
+        (Layout(cp=2, tp=2, sequence_parallel=True), False),
     ],
     ids=str,
 )
@@ -120,6 +149,30 @@ def test_compiled_models_that_recompute_train_as_others_do(
     options = {**layout.strategy_options(), "activations": activations, "compile": compiled}
     outcomes = pool.run(layout.world_size, train_job, options, architecture, data)
     check(outcomes, reference_curve(architecture, data))
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (4, {"cp": ContextConfig(degree=4, kind="ring", order="contiguous")}),
+        (4, {"cp": ContextConfig(degree=4, kind="ring", ulysses=2, order="contiguous")}),
+        (3, {"cp": ContextConfig(degree=3, kind="gather", order="contiguous"), "zero": 3}),
+        (6, {"cp": 3, "pp": 2, "zero": 3, "num_microbatches": 2}),
+        pytest.param(4, {"cp": 4}, marks=pytest.mark.thorough),
+        pytest.param(
+            4,
+            {"cp": ContextConfig(degree=4, kind="ulysses", order="contiguous")},
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=str,
+)
+def test_parts_in_other_orders_and_numbers(
+    pool: WorkerPool, world: int, options: dict[str, Any]
+) -> None:
+    data = Data(ignored=True, lengths=(8, 7, 5))
+    outcomes = pool.run(world, train_job, options, "llama", data, by_token=True)
+    check(outcomes, reference_curve("llama", data))
 
 
 def test_layouts_cover_all_pairs() -> None:
@@ -178,6 +231,8 @@ CASE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2, "zero": 0},
     ),
     "pp=2 dp=2 zero 3": (4, {"pp": 2, "num_microbatches": 2, "zero": 3}),
+    "cp=2 pp=2 zero 3": (4, {"cp": 2, "pp": 2, "num_microbatches": 2, "zero": 3}),
+    "cp=2 dp=2 zero 2": (4, {"cp": 2, "num_microbatches": 2, "zero": 2}),
     "dp=2 zero 0": (2, {"zero": 0, "num_microbatches": 2}),
     "dp=2 zero 1 without microbatches": (2, {"zero": 1}),
     "dp=2 zero 2": (2, {"zero": 2, "num_microbatches": 2}),
@@ -233,6 +288,8 @@ def nodes_job(options: dict[str, Any], nodes: str, data: Data, accumulate: int) 
         (Layout(dp=4, zero=3), "aabb", 1),
         (Layout(dp=4, zero=3), "abba", 1),
         (Layout(dp=4), "aaab", 1),
+        (Layout(cp=2, dp=2), "aabb", 1),
+        (Layout(cp=4, zero=3), "abab", 1),
         *(
             pytest.param(*case, 1, marks=pytest.mark.thorough)
             for case in (

@@ -51,12 +51,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp=2 zero 3": (2, {"zero": 3}),
     "dp=4 hybrid zero 2": (4, {"zero": ShardingConfig(stage=2, min_numel=1, dp_replicate=2)}),
     "tp=2 dp=2 zero 3": (4, {"tp": 2, "zero": 3}),
+    "cp=2 dp=2 zero 1": (4, {"cp": 2, "zero": 1}),
 }
 
 
 OF_ALL = ("tp=2", "pp=2")
 """Layouts of all optimizers; the others, of those that are coupled."""
-GOES_ON = {"tp=2 dp=2 zero 3": "pp=2", "pp=2": "dp=2 zero 1"}
+GOES_ON = {
+    "tp=2 dp=2 zero 3": "cp=2 dp=2 zero 1",
+    "cp=2 dp=2 zero 1": "pp=2",
+    "pp=2": "dp=2 zero 1",
+}
 
 
 class Chosen(ParityModule):

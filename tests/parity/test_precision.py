@@ -34,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp=2": {"tp": 2},
     "tp=2 sequence parallel": {"tp": 2, "sequence_parallel": True},
     "pp=2": {"pp": 2, "num_microbatches": 2},
+    "cp=2 zero 3": {"cp": 2, "zero": 3},
     "dp=2 zero 0": {"zero": 0},
     "dp=2 zero 1": {"zero": 1},
     "dp=2 zero 3": {"zero": 3},

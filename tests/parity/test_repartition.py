@@ -195,6 +195,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[int], int]] = {
     "zero 1": (4, {"zero": ShardingConfig(stage=1, min_numel=1)}, [6, 2], 1),
     "zero 2": (4, {"zero": 2}, [1, 7], 1),
     "tp=2": (4, {"tp": 2}, [2, 6], 1),
+    "cp=2": (4, {"cp": 2, "zero": 3}, [2, 6], 1),
     "interleaved": (2, {"pp": measured(schedule="interleaved")}, [1, 4, 2, 1], 1),
     "zbv zero 3": (4, {"pp": measured(schedule="zbv"), "zero": 3}, [3, 3, 1, 1], 1),
     "schedule=auto": (2, {"pp": measured(schedule="auto")}, [1, 3, 3, 1], 1),

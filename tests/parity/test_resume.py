@@ -103,6 +103,7 @@ FIRST: tuple[int, dict[str, Any]] = (4, {"tp": 2, "pp": 2, "num_microbatches": 2
 CHAINS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "64-true": [
         (4, {"tp": 4}),
+        (4, {"cp": 2, "zero": 3}),
         (1, {}),
         (4, {"pp": 2, "num_microbatches": 2, "zero": 0}),
         (4, {"tp": 2, "sequence_parallel": True, "zero": 3, "num_microbatches": 2}),

@@ -20,6 +20,7 @@ from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.schedules.custom import dump_schedule
 from lightning_megatron.schedules.schedule import SCHEDULES, make_schedule, schedule_problems
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.topology.context_layout import ContextConfig
 from tests.parity.jobs import Outcome, train_job
 from tests.parity.reference import Data, reference_curve
 from tests.parity.test_matrix import check
@@ -139,6 +140,17 @@ EXTRAS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {**two("v-half"), "tp": 2, "sequence_parallel": True},
     ),
+    "parts of sequences, zbv": (4, {**two("zbv"), "cp": 2}),
+    "parts of sequences, interleaved, zero 3, recompute": (
+        4,
+        {
+            **two("interleaved"),
+            "cp": ContextConfig(degree=2, kind="ulysses"),
+            "zero": 3,
+            "activations": ActivationConfig(recompute="full"),
+        },
+    ),
+    "parts of sequences, zb-h1, in parts over tp": (8, {**two("zb-h1", in_parts=True), "cp": 2}),
     "in parts over tp, 1f1b": (4, two("1f1b", in_parts=True)),
     "in parts over tp, interleaved": (4, two("interleaved", in_parts=True)),
     "in parts over tp, zb-h1": (4, {**two("zb-h1", in_parts=True), "zero": 0}),
@@ -154,6 +166,7 @@ LONG = {
     "hybrid sharding, interleaved",
     "zero 2, zb-h1",
     "in parts over tp, zb-h1",
+    "parts of sequences, zb-h1, in parts over tp",
     "in parts over tp, v-half, zero 3",
     "in parts over tp, dualpipev, recompute",
 }

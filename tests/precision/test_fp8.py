@@ -105,6 +105,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp=2 sequence parallel": (2, {"tp": 2, "sequence_parallel": True, "num_microbatches": 2}),
     "pp=2 zb-h1": (2, {"pp": PipelineConfig(degree=2, schedule="zb-h1"), "num_microbatches": 2}),
     "dp=2 zero 3": (2, {"zero": 3}),
+    "cp=2 zero 3": (2, {"cp": 2, "zero": 3}),
     "tp=2 pp=2": (
         4,
         {"tp": 2, "pp": PipelineConfig(degree=2, schedule="zbv"), "num_microbatches": 2},
@@ -116,6 +117,7 @@ COVERED: dict[str, tuple[str, ...]] = {
     "tp=2 sequence parallel": ("rowwise", "blockwise"),
     "pp=2 zb-h1": ("rowwise", "delayed"),
     "dp=2 zero 3": ("tensorwise", "delayed"),
+    "cp=2 zero 3": ("delayed",),
     "tp=2 pp=2": ("tensorwise", "blockwise", "mxfp8"),
 }
 """Recipes of each layout."""

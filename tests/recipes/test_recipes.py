@@ -65,6 +65,10 @@ TINY = {
             *("--model.picture=8", "--data.picture=8", "--data.number=512", "--data.batch_size=8"),
         ],
     ),
+    "long_context": Tiny(
+        ranks=2,
+        options=["--trainer.limit_train_batches=3", *SMALL, *BYTES],
+    ),
     "pretrain-1b": Tiny(
         ranks=2,
         options=[

@@ -111,7 +111,7 @@ LAYOUTS = {
 
 def dp_of(processes: int, layout: Mapping[str, Any]) -> int:
     options = MegatronStrategy(**layout).options
-    return processes // (options.tp * options.pp.degree)
+    return processes // (options.tp * options.pp.degree * options.cp.degree)
 
 
 def run(pool: WorkerPool, layout: str | None, job: Any, *args: Any, **kwargs: Any) -> list[Any]:

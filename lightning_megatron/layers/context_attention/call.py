@@ -1,4 +1,4 @@
-"""One call of attention over a split sequence: its options, and what no kind can do.
+"""One call of attention over a split sequence: its options and its limits.
 
 ======================  ========  ==========  ===========
 option                  ``ring``  ``gather``  ``ulysses``
@@ -27,11 +27,11 @@ from torch import Tensor
 
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.context_attention.operator import Options, attend
+from lightning_megatron.layers.context_choice import Kind, refusal
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
 from lightning_megatron.topology.degrees import nearest_divisors
 
-Kind = Literal["ring", "gather", "ulysses"]
 KernelName = Literal["auto", "reference"]
 
 
@@ -56,49 +56,6 @@ class ContextCall:
     """Places of the keys' sequence, if that is another one (cross-attention)."""
     kernel: KernelName = "auto"
     """``reference`` computes with plain products, for checks; ``auto`` by a fused kernel."""
-
-
-def refusal(
-    kind: Kind,
-    *,
-    heads: int,
-    cp: int,
-    ulysses: int | None = None,
-    dropout: float = 0.0,
-    mask: bool = False,
-) -> str | None:
-    """Reason why a kind cannot do a call, with the nearest valid choice; None if it can.
-
-    Args:
-        kind: the kind.
-        heads: query heads of a tp rank.
-        cp: ranks over which the sequence is split.
-        ulysses: ranks of a ring that exchange heads among themselves.
-        dropout: probability of a weight to be zeroed.
-        mask: whether there is a mask beside ``causal``, ``window`` and documents.
-
-    >>> print(refusal("ulysses", heads=6, cp=4))
-    kind='ulysses', heads of a tp rank=6, cp=4: heads must be divisible by cp; nearest valid: cp=3 or 6, or kind='ring'
-    """  # noqa: E501 (the doctest shows the whole sentence)
-    if kind == "ring" and dropout:
-        return (
-            f"kind='ring', attention dropout={dropout}: a ring draws no masks of weights; "
-            "nearest valid: kind='gather' or 'ulysses', or no dropout of attention"
-        )
-    if kind == "ring" and mask:
-        return (
-            "kind='ring', a mask: a ring sees one block of keys at a time; "
-            "nearest valid: kind='gather' or 'ulysses', or documents in place of the mask"
-        )
-    name, ranks = ("cp", cp) if kind == "ulysses" else ("ulysses", ulysses or 1)
-    if kind == "gather" or heads % ranks == 0:
-        return None
-    valid = " or ".join(str(d) for d in nearest_divisors(heads, ranks))
-    other = "kind='ring'" if kind == "ulysses" else "ulysses=None"
-    return (
-        f"kind={kind!r}, heads of a tp rank={heads}, {name}={ranks}: heads must be divisible by "
-        f"{name}; nearest valid: {name}={valid}, or {other}"
-    )
 
 
 def context_attend(

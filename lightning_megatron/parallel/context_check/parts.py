@@ -73,7 +73,9 @@ class Parts:
     def relation(self, whole: Any, part: Any) -> tuple[bool, Place | None]:
         """Whether ``part`` is what the chosen positions of ``whole`` are, and where these lie."""
         if not isinstance(whole, Tensor) or not isinstance(part, Tensor):
-            return isinstance(whole, Tensor) == isinstance(part, Tensor), None
+            same = type(whole) is type(part)
+            numbers = isinstance(whole, int | float) and same
+            return same and (not numbers or whole == part), None
         if whole.shape == part.shape:
             return self._is_close(whole, part), None
         for place in self._places(whole, part):

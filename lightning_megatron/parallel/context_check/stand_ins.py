@@ -65,9 +65,14 @@ def with_values(bare: nn.Module, values: Callable[[Tensor], Tensor]) -> nn.Modul
     return _copied(bare, memo)
 
 
-def on_meta(bare: nn.Module) -> nn.Module:
-    """Copy of a `skeleton` without any values."""
-    return with_values(bare, lambda tensor: torch.empty_like(tensor, device="meta").detach())
+def on_meta(bare: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Copy of a `skeleton` without any values, in a floating-point format unless it is None."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        own = dtype is None or not tensor.is_floating_point()
+        return torch.empty_like(tensor, device="meta", dtype=None if own else dtype).detach()
+
+    return with_values(bare, empty)
 
 
 class StandIns:
@@ -76,10 +81,13 @@ class StandIns:
     Args:
         dtype: number format of floating-point values; None keeps each one's own.
         device: device of all values.
+
+    Attributes:
+        dtype: as given.
     """
 
     def __init__(self, dtype: torch.dtype | None, device: torch.device) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._made: dict[int, Tensor] = {}
 
@@ -110,13 +118,13 @@ class StandIns:
         large = tensor.numel() > LARGE
         size = (sum(shape),) if large else tuple(shape)
         base = scale * (0.2 + 0.8 * torch.rand(size, device=self._device))
-        base = base.to(tensor.dtype if self._dtype is None else self._dtype)
+        base = base.to(tensor.dtype if self.dtype is None else self.dtype)
         return torch.as_strided(base, shape, (1,) * len(shape)) if large else base
 
     def _cast(self, made: Tensor) -> Tensor:
-        if self._dtype is None or not made.is_floating_point():
+        if self.dtype is None or not made.is_floating_point():
             return made
-        return made.to(self._dtype)
+        return made.to(self.dtype)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -22,11 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron._torch import tree_flatten, tree_map, tree_unflatten
+from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.sequential import StageItems, accepted_keywords
 from lightning_megatron.parallel.context_check.parts import Parts, Place
 from lightning_megatron.parallel.context_check.stand_ins import StandIns, on_meta, with_values
 from lightning_megatron.parallel.context_check.trace import Quiet, Trace, culprit, place_of
 from lightning_megatron.parallel.context_problems import joins, knows_context, splits
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+"""Values beside tensors that items may return."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +144,18 @@ class Trial:
             return Fault("whole", f"{type(error).__name__}: {error}", place_of(error))
 
     def _call(self, item: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.values.dtype is not None:
+            torch.set_default_dtype(self.values.dtype)  # of what the item makes, as its weights
         torch.manual_seed(1)
         random.seed(1)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(1)
-        return StageItems([item], [accepted_keywords(self.bare)])(*args, **kwargs)
+        own = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, kwargs)
+        return StageItems([item], [accepted_keywords(self.bare)])(*args, **own)
 
     def _compared(
         self, output: Any, other: Any, first: nn.Module, second: nn.Module
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[list[Any], Any] | Fault:
         (wholes, spec), (parts, _) = tree_flatten((output,)), tree_flatten((other,))
         if len(wholes) != len(parts):
             raise _Differs(None)
@@ -157,6 +164,8 @@ class Trial:
             good, place = self.parts.relation(a, b)
             if not good or (place is not None and place.dim > 0 and place.before > 1):
                 raise _Differs(a)  # also positions that follow each other twice
+            if not isinstance(a, (Tensor, *_PLAIN)):
+                return Fault("unknown", f"it returns a {type(a).__name__}", "")
             found.append(Leaf(a.detach(), place) if isinstance(a, Tensor) else a)
         left = dict(_left(second))
         for name, tensor in _left(first):
@@ -182,7 +191,7 @@ class _First:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.quiet.paused():
-            if splits(self.layer):
+            if _cuts(self.layer):
                 dim = _dim(self.layer)
                 self.trial.lengths.add(args[0].shape[dim])
                 args = (self.trial.parts.resized(args[0], dim), *args[1:])
@@ -197,13 +206,13 @@ class _First:
             made = self._made(args, kwargs)
         except Exception:  # it looks at values
             return self.real(*args, **kwargs)
-        if splits(self.layer) and _same_kind(made, args[0]):
+        if _cuts(self.layer) and _same_kind(made, args[0]):
             return args[0]
         return tree_map(_noise(args), made)
 
     def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output on the meta device."""
-        without = on_meta(self.bare)
+        without = on_meta(self.bare, self.trial.values.dtype)
         moved = tree_map(_to_meta, (args, kwargs))
         try:
             return without(*moved[0], **moved[1])
@@ -230,7 +239,7 @@ class _Second:
         passage = next(self.tape, None)
         if passage is None:
             raise _Differs(None)
-        parts, cuts = self.trial.parts, splits(self.layer)
+        parts, cuts = self.trial.parts, _cuts(self.layer)
         if cuts and args[0].shape[_dim(self.layer)] != parts.part:
             args = (parts.resized(args[0], _dim(self.layer)), *args[1:])
         inputs = tree_flatten((args, kwargs))[0]
@@ -241,7 +250,7 @@ class _Second:
                 raise _Differs(a)
             if place is not None and source is None:
                 source = place, a
-        if joins(self.layer):
+        if _ends(self.layer):
             return passage.output
 
         def chosen(x: Any) -> Any:
@@ -260,12 +269,31 @@ def _make_opaque(
     module: nn.Module, forward: Callable[[str, nn.Module], Callable[..., Any]], path: str = ""
 ) -> None:
     """Replace the forward of the outermost modules that know cp."""
-    if knows_context(module):
+    if knows_context(module) and not _is_made_of_ends(module):
         replacement: Any = forward(path, module)
         module.forward = replacement
         return
     for name, child in module.named_children():
         _make_opaque(child, forward, f"{path}.{name}" if path else name)
+
+
+def _is_made_of_ends(module: nn.Module) -> bool:
+    """Whether a module of this library holds splitters or joiners, which act each for itself."""
+    if isinstance(module, ParallelLayer) or getattr(type(module), "exchanges_context", False):
+        return False
+    return any(splits(child) or joins(child) for child in module.modules())
+
+
+def _cuts(layer: nn.Module) -> bool:
+    """Whether an opaque layer takes whole sequences and returns a part."""
+    inside = list(layer.modules())
+    return splits(layer) or (any(map(splits, inside)) and not any(map(joins, inside)))
+
+
+def _ends(layer: nn.Module) -> bool:
+    """Whether an opaque layer takes a part of a sequence and returns the whole."""
+    inside = list(layer.modules())
+    return joins(layer) or (any(map(joins, inside)) and not any(map(splits, inside)))
 
 
 def _dim(layer: nn.Module) -> int:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.layers.context_attention.call import ContextCall, Kind, context_attend
+from lightning_megatron.layers.context_attention.call import ContextCall, context_attend
+from lightning_megatron.layers.context_choice import Kind
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
 from lightning_megatron.topology.degrees import Degrees
@@ -210,7 +211,9 @@ def rounding(case: Case) -> list[float]:
         q, k, v, is_causal=case.causal, enable_gqa=True
     )
     grads = torch.autograd.grad(out, (q, k, v), g)
-    return [_rms(a.transpose(1, 2), b) for a, b in zip((out, *grads), plain(case), strict=True)]
+    return [
+        _rms(a.detach().transpose(1, 2), b) for a, b in zip((out, *grads), plain(case), strict=True)
+    ]
 
 
 def rounding_over(cp: int, case: Case, order: str = "zigzag") -> list[tuple[float, int]]:

@@ -1,5 +1,6 @@
 """Items that somebody might write into a trunk: some mix positions of a sequence, some do not."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,17 @@ class Turned(nn.Module):
         return x + self.core(q, k, v).flatten(2)
 
 
+class Reversed(nn.Module):
+    """Mixes in front of what exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = CausalSelfAttention(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x.flip(1))
+
+
 class Left(nn.Module):
     """Leaves a loss for the step to add."""
 
@@ -119,6 +131,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any] | type[nn.Module], str]] = {
     "length": (lambda x: x / x.shape[1], "torch.Tensor.div"),
     "largest": (lambda x: x / x.abs().max(), "torch.Tensor.max"),
     "loss beside": (lambda x: (x, x.square().mean()), "torch.Tensor.mean"),
+    "length beside": (lambda x: (x, x.shape[1]), "it"),
     "windows": (lambda x: x.unflatten(1, (-1, 4)).mean(2), "torch.Tensor.unflatten"),
     "triangle": (lambda x: torch.ones(2 * [x.shape[1]]).to(x).tril() @ x, "torch.ones"),
     "group norm": (lambda x: F.group_norm(x.mT, 4).mT, "torch.nn.functional.group_norm"),
@@ -126,6 +139,7 @@ MIXING: dict[str, tuple[Callable[[Tensor], Any] | type[nn.Module], str]] = {
     "gate": (Gated, "torch.Tensor.mean"),
     "table": (Table, "torch.Tensor.__getitem__"),
     "rotary": (Turned, "torch.arange"),
+    "before attention": (Reversed, "torch.Tensor.flip"),
 }
 
 
@@ -188,6 +202,20 @@ class Noisy(nn.Module):
         return x + keep * torch.randn_like(x) + torch.empty_like(x).normal_()
 
 
+class Skips(nn.Module):
+    """Leaves its layer out by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(8):
+            if random.random() < 0.5 and torch.rand(()) < 0.9:
+                x = x + self.inner(F.dropout(x, 0.5))
+        return x
+
+
 class Pooled(nn.Module):
     """Takes the mean of the whole sequence and adds it to each position."""
 
@@ -231,6 +259,7 @@ ORDINARY: dict[str, Callable[[], nn.Module]] = {
     "noise": Noisy,
     "experts": Experts,
     "joined": Pooled,
+    "skips": Skips,
     "own attention": Own,
     "flat": Flat,
 }

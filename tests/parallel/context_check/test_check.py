@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers import GatherContext, SplitContext, VocabParallelEmbedding
+from lightning_megatron.layers import (
+    DecoderBlock,
+    GatherContext,
+    SplitContext,
+    VocabParallelEmbedding,
+)
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.context_check.check import ContextCheck
 from tests.parallel.context_check import strangers
 from tests.parallel.context_check.strangers import MIXING, ORDINARY, WIDTH, Applies
@@ -105,6 +112,45 @@ def test_what_cannot_be_tried_is_refused_unless_its_author_says_so() -> None:
     assert "exchanges_context = True in the class" in text
 
 
+def test_what_cannot_be_compared_is_refused() -> None:
+    text = refusal(Applies(lambda x: SimpleNamespace(x=x)))
+    assert "could not be tried" in text
+    assert "it returns a SimpleNamespace" in text
+
+
+def test_evaluation_may_come_first() -> None:
+    mask = torch.ones(4, 12)
+    with torch.inference_mode():
+        assert refusal(strangers.Block(), Masked(SplitContext()), mask=mask.clone()) == ""
+        assert "torch.Tensor.flip" in refusal(Applies(lambda x: x.flip(1)))
+
+
+def test_number_formats_of_the_run_do_not_matter() -> None:
+    items = [embedding().bfloat16(), strangers.Experts().bfloat16(), strangers.Own().bfloat16()]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            check_of(*items)((TOKENS,), {})
+            assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_arguments_stay_as_they_are() -> None:
+    mask = torch.ones(4, 12)
+    assert refusal(Masked(Applied(SplitContext())), mask=mask) == ""
+    assert bool((mask == 1).all())
+
+
+class Applied(nn.Module):
+    def __init__(self, cut: nn.Module) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, mask: Tensor) -> Tensor:
+        return self.cut(mask.zero_())
+
+
 class Mean(nn.Module):
     exchanges_context = True
 
@@ -125,6 +171,74 @@ def test_before_the_split_and_between_join_and_split_sequences_are_whole() -> No
     check_of(mean, SplitContext(), nn.Linear(WIDTH, WIDTH))((frames,), {})
     with pytest.raises(ConfigError, match=r"trunk\.2 \(Applies\)"):
         check_of(nn.Identity(), SplitContext(), mean)((frames,), {})
+
+
+def test_items_behind_an_embedding_of_a_transformer_are_on_parts() -> None:
+    network = Transformer(TransformerConfig.preset("tiny", hidden_size=WIDTH))
+    items = [*network.trunk.items()][:2]
+    check_of(*items)((TOKENS,), {})
+    with pytest.raises(ConfigError, match=r"trunk\.2 .* torch\.Tensor\.flip \("):
+        check_of(*items, Applies(lambda x: x.flip(1)))((TOKENS,), {})
+
+
+class CutsItself(nn.Module):
+    exchanges_context = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cut = nn.Embedding(32, WIDTH), SplitContext()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.table(self.cut(tokens))
+
+
+def test_modules_that_know_cp_may_split() -> None:
+    check_of(CutsItself(), nn.Linear(WIDTH, WIDTH))((TOKENS,), {})
+    with pytest.raises(ConfigError, match=r"trunk\.1 .* torch\.Tensor\.flip \("):
+        check_of(CutsItself(), Applies(lambda x: x.flip(1)))((TOKENS,), {})
+
+
+class Conditioned(nn.Module):
+    """Scales by features of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor, style: Tensor) -> Tensor:
+        return x * self.scale(style)[:, None]
+
+
+def test_features_may_be_as_many_as_positions() -> None:
+    assert refusal(Conditioned(), style=torch.randn(4, 12)) == ""
+
+
+class TwoEnds(nn.Module):
+    """Embeds what is to be read and what is to be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = VocabParallelEmbedding(32, WIDTH)
+
+    def forward(self, tokens: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(tokens), self.table(source)
+
+
+class Decodes(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block, self.function = DecoderBlock(WIDTH, 2), function
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, memory = pair
+        return self.block(x, self.function(memory)), memory
+
+
+def test_two_sequences_travel_together() -> None:
+    source = TOKENS[:, :7]
+    check_of(TwoEnds(), Decodes(nn.Identity()))((TOKENS,), {"source": source})
+    with pytest.raises(ConfigError, match=r"trunk\.1 \(Decodes\) .* torch\.Tensor\.flip"):
+        check_of(TwoEnds(), Decodes(lambda x: x.flip(1)))((TOKENS,), {"source": source})
 
 
 class Patches(nn.Module):
