@@ -21,7 +21,13 @@ from torch import Tensor
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.context_attention.call import ContextCall, context_attend
-from lightning_megatron.layers.context_choice import AttentionSizes, Kind, choose, refusal
+from lightning_megatron.layers.context_choice import (
+    AttentionSizes,
+    Hardware,
+    Kind,
+    choose,
+    refusal,
+)
 from lightning_megatron.layers.packed_documents import check_documents, numbered
 from lightning_megatron.layers.size_checks import AttentionBackend
 from lightning_megatron.topology.context import Context
@@ -180,13 +186,17 @@ def _kind(
         element_bytes=call.q_bsnd.element_size(),
         causal=call.causal,
         window=call.window,
+        order=layout.order,
     )
-    return _chosen(sizes, call.q_bsnd.device.type, masked, call.dropout)
+    hardware = Hardware(ranks_per_node=context.ranks_per_node)
+    return _chosen(sizes, call.q_bsnd.device.type, hardware, masked, call.dropout)
 
 
 @lru_cache(maxsize=256)
-def _chosen(sizes: AttentionSizes, device: str, masked: bool, dropout: float) -> Kind:
-    choice = choose(sizes, device=device, mask=masked, dropout=dropout)
+def _chosen(
+    sizes: AttentionSizes, device: str, hardware: Hardware, masked: bool, dropout: float
+) -> Kind:
+    choice = choose(sizes, device=device, hardware=hardware, mask=masked, dropout=dropout)
     _say(choice.reason)
     return choice.kind
 
