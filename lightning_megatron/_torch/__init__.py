@@ -72,6 +72,7 @@ from lightning_megatron._torch.kernels import foreach_lerp_ as foreach_lerp_
 from lightning_megatron._torch.kernels import foreach_mul_ as foreach_mul_
 from lightning_megatron._torch.kernels import foreach_norm as foreach_norm
 from lightning_megatron._torch.kernels import foreach_sub_signs_ as foreach_sub_signs_
+from lightning_megatron._torch.kernels import host_attention_operators as host_attention_operators
 from lightning_megatron._torch.kernels import in_shape as in_shape
 from lightning_megatron._torch.kernels import record_allocations as record_allocations
 from lightning_megatron._torch.kernels import scaled_mm as scaled_mm

@@ -252,3 +252,10 @@ def _aligned_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     missing = -t % (_BIAS_ALIGN // bias.element_size())
     filled = torch.nn.functional.pad(bias, (0, missing))[..., :t]
     return filled.expand(*q.shape[:3], t)
+
+
+def host_attention_operators() -> tuple[Any, Any]:
+    """Operators of fused attention on the host, forward and backward (2.11-2.13)."""
+    aten: Any = torch.ops.aten
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    return getattr(aten, name), getattr(aten, f"{name}_backward")

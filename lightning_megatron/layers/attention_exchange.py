@@ -14,6 +14,7 @@ Legend: b batch, s sequence, n heads, d head dim.
 
 import logging
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,15 +189,22 @@ def _kind(
         window=call.window,
         order=layout.order,
     )
-    hardware = Hardware(ranks_per_node=context.ranks_per_node)
-    return _chosen(sizes, call.q_bsnd.device.type, hardware, masked, call.dropout)
+    how: dict[str, Any] = {
+        "device": call.q_bsnd.device.type,
+        "hardware": Hardware(ranks_per_node=context.ranks_per_node),
+        "mask": masked,
+        "dropout": call.dropout,
+    }
+    if torch.compiler.is_compiling():  # which neither looks into a cache nor writes to a log
+        return choose(sizes, **how).kind
+    return _chosen(sizes, **how)
 
 
 @lru_cache(maxsize=256)
 def _chosen(
-    sizes: AttentionSizes, device: str, hardware: Hardware, masked: bool, dropout: float
+    sizes: AttentionSizes, *, device: str, hardware: Hardware, mask: bool, dropout: float
 ) -> Kind:
-    choice = choose(sizes, device=device, hardware=hardware, mask=masked, dropout=dropout)
+    choice = choose(sizes, device=device, hardware=hardware, mask=mask, dropout=dropout)
     _say(choice.reason)
     return choice.kind
 

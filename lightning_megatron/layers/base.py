@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.topology.context import Context
-from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
 
@@ -47,10 +46,10 @@ class ParallelLayer(nn.Module):
     Attributes:
         topology: topology of the run; None until `distribute`.
         in_trunk: whether a `PipelineSequential` holds the layer: inside of one cp splits sequences.
-        splits_context: whether the layer takes whole sequences and returns this cp rank's part.
-        joins_context: whether it takes this cp rank's part and returns whole sequences.
         trunk_context: split of the sequences in that `PipelineSequential`; None for the one of the
             whole run.
+        splits_context: whether the layer takes whole sequences and returns this cp rank's part.
+        joins_context: whether it takes this cp rank's part and returns whole sequences.
         tensor_shards: shard of each parameter by its local name; empty until `distribute`.
         wgrad_queue: queue of weight gradients that are computed later (`layers.delayed_wgrad`).
         without_graphs: queue that calls the layer between compiled graphs, if no compiler may trace
@@ -59,9 +58,9 @@ class ParallelLayer(nn.Module):
 
     topology: Topology | None = None
     in_trunk: bool = False
+    trunk_context: Context | None = None
     splits_context: bool = False
     joins_context: bool = False
-    trunk_context: Context | None = None
     wgrad_queue: Any = None
     without_graphs: Any = None
     tensor_shards: Mapping[str, TensorShard]
@@ -95,11 +94,6 @@ class ParallelLayer(nn.Module):
     def problems(self, degrees: Degrees) -> list[str]:
         """Reasons why this layer cannot be distributed over ``degrees``; none by default."""
         del degrees
-        return []
-
-    def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
-        """Reasons why sequences cannot be split so over cp; asked of layers inside of a trunk."""
-        del config, tp
         return []
 
     def init_parameter(

@@ -16,23 +16,16 @@ from lightning_megatron.comm.functional import split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.context_part import Place
-from lightning_megatron.layers.context_split import GatherContext, SplitContext, split
+from lightning_megatron.layers.context_split import GatherContext, split
 from lightning_megatron.layers.context_tensor import context_tensor
-from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import part_of, split_of, whole
 from lightning_megatron.topology.mesh import Topology
 
-_SPLITTERS = (VocabParallelEmbedding, SplitContext)
-_JOINERS = (GatherContext, LinearCrossEntropy, VocabParallelCrossEntropy)
-
-
-def _may_join(kind: type[nn.Module]) -> bool:
-    """Whether what a module returns may be of whole sequences."""
-    declared = ("joins_context", "exchanges_context")
-    return issubclass(kind, _JOINERS) or any(getattr(kind, name, False) for name in declared)
+_LOSSES = (LinearCrossEntropy, VocabParallelCrossEntropy)
+_OURS = "lightning_megatron."
 
 
 class ContextExit:
@@ -48,10 +41,10 @@ class ContextExit:
         self._name = type(trunk).__name__
         sequence = topology.sequence_parallel and topology.tp.size > 1
         self._residual = topology.tp if sequence else None
-        self._splits = any(issubclass(kind, _SPLITTERS) for kind in trunk.kinds)
-        self._joins = any(map(_may_join, trunk.kinds))
-        ends = [kind for kind in trunk.kinds if issubclass(kind, (GatherContext, *_SPLITTERS))]
-        self._ends_joined = bool(ends) and issubclass(ends[-1], GatherContext)
+        self._splits = any(map(_splits, trunk.kinds))
+        self._joins = any(map(_joins, trunk.kinds))
+        ends = [kind for kind in trunk.kinds if _splits(kind) or issubclass(kind, GatherContext)]
+        self._ends_joined = bool(ends) and not _splits(ends[-1])
         self._said: set[str] = set()
         for layer in trunk.modules():
             if isinstance(layer, ParallelLayer):
@@ -142,3 +135,15 @@ class ContextExit:
             "inside: it was computed from this rank's part only; nearest valid: GatherContext() "
             f"in front of what changes the sequence, or do it outside of the {self._name}"
         )
+
+
+def _splits(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class take whole sequences and return parts."""
+    return issubclass(kind, ParallelLayer) and kind.splits_context
+
+
+def _joins(kind: type[nn.Module]) -> bool:
+    """Whether modules of a class may return what is whole, from parts."""
+    known = issubclass(kind, ParallelLayer) and kind.joins_context
+    own = getattr(kind, "exchanges_context", False) and not kind.__module__.startswith(_OURS)
+    return known or own or issubclass(kind, _LOSSES)

@@ -128,7 +128,7 @@ _exit: Callable[..., Any] = _Exit.apply
 def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``func`` of the whole tensors."""
     first = part_of(args[0]) if args else None
-    if first is not None and (changes(func) or func in _SETTLES):
+    if first is not None and (changes(func) or func in _SETTLES or _communicates(func)):
         with torch.enable_grad():
             first.whole()
         first.is_settled = True
@@ -144,6 +144,11 @@ def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
     args, kwargs = tree_map(gathered, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _communicates(func: Callable[..., Any]) -> bool:
+    """Whether a function may write into its argument what other ranks sent."""
+    return str(getattr(func, "__module__", "")).startswith("torch.distributed")
 
 
 def _of_residual(func: Callable[..., Any]) -> str:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_megatron._torch import CallersMode, tree_flatten
+from lightning_megatron._torch import CallersMode, host_attention_operators, tree_flatten
+from lightning_megatron.layers.context_attention.operator import Options
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import training_flops_per_token
 
@@ -45,7 +46,14 @@ class OperationCounter(CallersMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
-        self._formulas: Any = FlopCounterMode(display=False).flop_registry
+        forward, backward = host_attention_operators()
+        self._formulas: dict[Any, Any] = {
+            **FlopCounterMode(display=False).flop_registry,
+            forward: _fused_forward,
+            backward: _fused_backward,
+            torch.ops.lightning_megatron.context_attention: _context_forward,
+            torch.ops.lightning_megatron.context_attention_backward: _context_backward,
+        }
 
     def start(self) -> None:
         """Count from now on."""
@@ -65,6 +73,33 @@ class OperationCounter(CallersMode):
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
         return result
+
+
+def _fused_forward(q: Tensor, k: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Operations of fused attention on CPUs, which torch does not count: all scores."""
+    b, n, s, d = q.shape
+    return 4 * b * n * s * k.shape[2] * d
+
+
+def _fused_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, *args: Any, out_val: Any, **kwargs: Any
+) -> int:
+    """Operations of its backward: the scores once more, and four products."""
+    return _fused_forward(q, k, out_val=out_val) * 5 // 2
+
+
+def _context_forward(q: Tensor, *args: Any, out_val: Any) -> int:
+    """Operations of this rank in attention over cp: two products of its queries with all keys.
+
+    All scores count, as torch counts them in attention that is not split.
+    """
+    b, s, n, d = q.shape
+    return 4 * b * s * n * d * Options.decoded(*args[-3:]).key_length
+
+
+def _context_backward(gradient: Tensor, *args: Any, out_val: Any) -> int:
+    """Operations of its backward."""
+    return _context_forward(gradient, *args, out_val=out_val) * 5 // 2
 
 
 def model_flops(module: Any, batch: Any, tokens: int) -> ModelFlops | None:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_megatron.layers.base import ParallelLayer
-from lightning_megatron.layers.sequential import PipelineSequential
+from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 
 _ATTENTION = (
     nn.MultiheadAttention,
@@ -62,7 +62,10 @@ def context_problems(trunks: Mapping[str, PipelineSequential], cp: int) -> list[
             "lightning_megatron.PipelineSequential(embedding=..., layers=[...], head=...) and call "
             "it in every step, or cp=1"
         ]
-    if not any(splits(m) for trunk in trunks.values() for m in trunk.modules()):
+    inside = [module for trunk in trunks.values() for module in trunk.modules()]
+    if any(isinstance(m, RemoteItem) for m in inside):
+        return []  # an earlier run, whose problems were told, has left some stages here
+    if not any(splits(m) or getattr(type(m), "exchanges_context", False) for m in inside):
         return [
             f"cp={cp}: nothing in the module splits the sequence; nearest valid: "
             "VocabParallelEmbedding or SplitContext"

@@ -17,7 +17,6 @@ _contexts: WeakValueDictionary[str, "Context"] = WeakValueDictionary()
 class _Now:
     """What all notes of a rank have in common."""
 
-    microbatch: int = 0
     suspended: int = 0
 
 
@@ -25,10 +24,25 @@ class _Now:
 class _Notes:
     """Lengths of sequences, by the size of this rank's part."""
 
-    of_microbatch: dict[int, dict[int, set[int]]] = field(default_factory=dict)
+    of_microbatches: dict[int, dict[int, set[int]]] = field(default_factory=dict)
+    present: dict[int, set[int]] = field(default_factory=dict)
+    """Those of the present microbatch. Layers look here: what selects a microbatch is no concern
+    of theirs, and a compiler would take its number for a constant of the graph."""
     of_call: dict[int, set[int]] = field(default_factory=dict)
     is_joined: bool | None = None
     """Whether the last in this call was a join; None before anything was cut or joined."""
+
+    def go_to(self, microbatch: int, *, forget: bool) -> None:
+        """Look at another microbatch, or begin one."""
+        if forget:
+            self.of_microbatches.pop(microbatch, None)
+        self.present = self.of_microbatches.setdefault(microbatch, {})
+        self.start_call()
+
+    def start_call(self) -> None:
+        """Begin a call of the trunk."""
+        self.of_call.clear()
+        self.is_joined = None
 
 
 class Context:
@@ -92,8 +106,7 @@ class Context:
 
         They stay known, for a backward that computes an earlier call again.
         """
-        self._notes.of_call.clear()
-        self._notes.is_joined = None
+        self._notes.start_call()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -111,17 +124,13 @@ class Context:
             microbatch: index of the microbatch, also of a stage of it.
             forget: whether a forward begins, so that nothing is known of its sequences.
         """
-        self._now.microbatch = microbatch
         for context in (self, *self._trunks):
-            context.start_call()
-            if forget:
-                context._notes.of_microbatch.pop(microbatch, None)
+            context._notes.go_to(microbatch, forget=forget)
 
     def split(self, length: int) -> ContextLayout:
         """Note that a sequence is cut; return how."""
         layout = ContextLayout(length, self.cp.size, self.order, self.tp)
-        notes = self._notes.of_microbatch.setdefault(self._now.microbatch, {})
-        notes.setdefault(layout.local, set()).add(length)
+        self._notes.present.setdefault(layout.local, set()).add(length)
         self._notes.of_call.setdefault(layout.local, set()).add(length)
         self._notes.is_joined = False
         return layout
@@ -138,7 +147,7 @@ class Context:
     def noted(self) -> list[int]:
         """Lengths of the sequences that were cut in this microbatch, to tell the next stage."""
         contexts = (self, *self._trunks) if self._parent is None else (self, self._parent)
-        found = [lengths for context in contexts for lengths in context._of_microbatch().values()]
+        found = [lengths for context in contexts for lengths in context._notes.present.values()]
         return sorted(set().union(*found))
 
     def layout(self, local: int, length: int | None = None) -> ContextLayout:
@@ -170,18 +179,15 @@ class Context:
 
         They are those of this call of the trunk, if it cut some, else of this microbatch.
         """
-        places = [self._notes.of_call, self._of_microbatch()]
+        places = [self._notes.of_call, self._notes.present]
         if self._parent is not None:
-            places.append(self._parent._of_microbatch())
+            places.append(self._parent._notes.present)
         return frozenset(next((notes[local] for notes in places if local in notes), ()))
 
     def parts(self) -> list[int]:
         """Positions of this rank's parts of the sequences of this microbatch."""
-        above = {} if self._parent is None else self._parent._of_microbatch()
-        return sorted({*self._of_microbatch(), *above})
-
-    def _of_microbatch(self) -> dict[int, set[int]]:
-        return self._notes.of_microbatch.get(self._now.microbatch, {})
+        above = {} if self._parent is None else self._parent._notes.present
+        return sorted({*self._notes.present, *above})
 
 
 def context_of(key: str) -> Context:

@@ -14,7 +14,7 @@ this is as balanced, and a rank needs fewer neighbours.
 Everything here is arithmetic on integers and imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from lightning_megatron.errors import whole_numbers
@@ -41,6 +41,19 @@ class ContextConfig:
     ``degree / ulysses`` groups of them then pass keys and values around. None: no such groups."""
     order: Literal["auto", "zigzag", "contiguous"] = "auto"
     """Order in which ranks hold the sequence; ``auto`` is ``zigzag``."""
+
+    def text(self) -> str:
+        """Options as a message gives them: the degree, and what is not by default.
+
+        >>> ContextConfig(degree=4, kind="ring", ulysses=2).text()
+        "4 (kind='ring', ulysses=2)"
+        """
+        changed = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name != "degree" and getattr(self, field.name) != field.default
+        ]
+        return f"{self.degree} ({', '.join(changed)})" if changed else str(self.degree)
 
     def problems(self) -> list[str]:
         """Faults of the options among themselves."""

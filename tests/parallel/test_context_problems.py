@@ -98,6 +98,10 @@ def test_a_module_without_a_trunk_is_refused() -> None:
     assert problem.startswith("cp=2: the module has no PipelineSequential")
 
 
+def test_an_author_may_split() -> None:
+    assert problems(within(nn.Embedding(16, H), Sees(H, H))) == []
+
+
 def test_a_trunk_that_splits_nothing_is_refused() -> None:
     assert problems(within(nn.Embedding(16, H), CausalSelfAttention(H, 2))) == [
         "cp=2: nothing in the module splits the sequence; nearest valid: VocabParallelEmbedding "

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,20 @@ from torch.nn import functional as F
 from lightning_megatron import MegatronStrategy, PipelineSequential, ReplicaCheck
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.muon import Muon
 from lightning_megatron.optim.param_groups import muon_groups
 from tests.parity import reference
-from tests.parity.jobs import GlobalBatches, Outcome, Recorder, quiet_trainer, whole_parameters
+from tests.parity.jobs import (
+    GlobalBatches,
+    Outcome,
+    ParityModule,
+    Recorder,
+    quiet_trainer,
+    transformer_config,
+    whole_parameters,
+)
 from tests.parity.reference import Data
 
 
@@ -232,3 +242,18 @@ def noisy_job(
     trainer.fit(module, ckpt_path=load)
     noisy = [child for child in module.modules() if isinstance(child, Noisy)]
     return [number for child in noisy for number in child.drawn], module.outside
+
+
+def dropout_job(options: Mapping[str, Any], seed: int = 1) -> Outcome:
+    """Train a transformer with dropout between its blocks' parts."""
+    L.seed_everything(seed, verbose=False)
+    recorder, data = Recorder(1), Data(steps=2, lengths=(8, 7))
+    trainer = quiet_trainer(
+        MegatronStrategy(**options), callbacks=[recorder], gradient_clip_val=reference.CLIP
+    )
+    module = ParityModule("llama", data)
+    dropping = Transformer(replace(transformer_config("llama"), dropout=0.2)).double()
+    dropping.load_state_dict(module.model.state_dict())
+    module.model = dropping
+    trainer.fit(module)
+    return Outcome([float(loss) for loss in recorder.losses], recorder.norms)

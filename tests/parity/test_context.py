@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from lightning_megatron import ActivationConfig, ContextConfig
 from lightning_megatron.testing import WorkerPool
-from tests.parity.context_jobs import noisy_job, positionwise_job
+from tests.parity.context_jobs import dropout_job, noisy_job, positionwise_job
 from tests.parity.jobs import Outcome, merge_stages
 from tests.parity.layouts import Layout
 from tests.parity.reference import Data
@@ -115,3 +116,25 @@ def test_parts_draw_other_numbers_inside_of_the_trunk(
     again = pool.run(world, noisy_job, options, load=path)
     for (inside, outside), (later, around) in zip(found, again, strict=True):
         assert (later, around) == (inside[len(inside) * 2 // 3 :], outside[2:])
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"cp": ContextConfig(degree=2, kind="gather")}),
+        (4, {"cp": 2, "pp": 2, "num_microbatches": 2}),
+        (4, {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 3}),
+    ],
+    ids=str,
+)
+def test_recomputed_blocks_drop_what_they_dropped(
+    pool: WorkerPool, world: int, options: dict[str, Any]
+) -> None:
+    kept = pool.run(world, dropout_job, options)
+    for recompute in ("full", "selective"):
+        activations = ActivationConfig(recompute=recompute)  # type: ignore[arg-type]
+        again = pool.run(world, dropout_job, {**options, "activations": activations})
+        close("losses", again[0].losses, kept[0].losses)
+        close("norms", again[0].norms, kept[0].norms)
+    others = pool.run(world, dropout_job, options, seed=2)
+    assert others[0].losses != kept[0].losses

@@ -14,6 +14,7 @@ from lightning_megatron import CompileConfig
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.testing import WorkerPool
+from lightning_megatron.topology.context_layout import ContextConfig
 from tests.parity.jobs import Outcome, merge_stages, our_name, train_job
 from tests.parity.layouts import FURTHER, LAYOUTS, Layout, legal_layouts
 from tests.parity.reference import Curve, Data, reference_curve
@@ -148,6 +149,30 @@ def test_compiled_models_that_recompute_train_as_others_do(
     options = {**layout.strategy_options(), "activations": activations, "compile": compiled}
     outcomes = pool.run(layout.world_size, train_job, options, architecture, data)
     check(outcomes, reference_curve(architecture, data))
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (4, {"cp": ContextConfig(degree=4, kind="ring", order="contiguous")}),
+        (4, {"cp": ContextConfig(degree=4, kind="ring", ulysses=2, order="contiguous")}),
+        (3, {"cp": ContextConfig(degree=3, kind="gather", order="contiguous"), "zero": 3}),
+        (6, {"cp": 3, "pp": 2, "zero": 3, "num_microbatches": 2}),
+        pytest.param(4, {"cp": 4}, marks=pytest.mark.thorough),
+        pytest.param(
+            4,
+            {"cp": ContextConfig(degree=4, kind="ulysses", order="contiguous")},
+            marks=pytest.mark.thorough,
+        ),
+    ],
+    ids=str,
+)
+def test_parts_in_other_orders_and_numbers(
+    pool: WorkerPool, world: int, options: dict[str, Any]
+) -> None:
+    data = Data(ignored=True, lengths=(8, 7, 5))
+    outcomes = pool.run(world, train_job, options, "llama", data, by_token=True)
+    check(outcomes, reference_curve("llama", data))
 
 
 def test_layouts_cover_all_pairs() -> None:

@@ -24,9 +24,6 @@ from lightning_megatron.layers.context_attention.partial_sums import wide
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.meter import Meter
 
-_KEYS, _GRADIENTS, _HOME = 1, 2, 3
-"""Tags of messages."""
-
 
 @dataclass(frozen=True)
 class Route:
@@ -74,6 +71,10 @@ class Route:
         """Hop after which the keys of a rank go no further."""
         return self.hops if self.wraps else min(self.hops, self.size - 1 - source)
 
+    def ends(self, hop: int) -> bool:
+        """Whether the keys of some rank have gone as far as they go, away from it."""
+        return hop > 0 and any(self.last_hop(source) == hop for source in range(self.size))
+
     def holder(self, source: int, hop: int) -> int:
         """Rank that has the keys of another one at a hop."""
         return (source + hop) % self.size
@@ -103,32 +104,52 @@ class Transfer:
 
 
 def exchange(
-    axis: Axis, tag: int, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
+    axis: Axis,
+    like: Tensor,
+    sent: tuple[Tensor, int] | None,
+    received: tuple[Tensor, int] | None,
 ) -> Transfer:
-    """Start to send a tensor to a rank of the axis, and to receive one.
+    """Start to send a tensor to a rank of the axis, and to receive one; all ranks call this.
 
-    All ranks call this in the same order. On NCCL, which knows no tags, each call is one group.
+    On CPUs it is an all-to-all in which most parts are empty: gloo's single messages take several
+    times as long, as the thread that waits for one is the last to know of it.
 
     Args:
         axis: axis of both.
-        tag: kind of message.
+        like: tensor of the device and format of both.
         sent: contiguous tensor, and place of its receiver on the axis.
         received: contiguous tensor to fill, and place of its sender.
     """
-    group, works, held = axis.group, [], []
+    group = axis.group
     assert group is not None
-    operations = []
-    for message, run in ((received, dist.irecv), (sent, dist.isend)):
-        if message is not None:
-            tensor, place = message
-            held.append(tensor)
-            operations.append(dist.P2POp(run, tensor, axis.ranks[place], group, tag))
+    held = [tensor for tensor, _ in filter(None, (sent, received))]
     if sent is not None:
         size = sent[0].numel() * sent[0].element_size()
         axis.meter.message(size, axis.ranks[sent[1]])
-    if operations:
-        works = dist.batch_isend_irecv(operations)
+    if like.device.type == "cpu":
+        outbox, parts = _splits(axis, sent, like)
+        inbox, places = _splits(axis, received, like)
+        work = dist.all_to_all_single(inbox, outbox, places, parts, group=group, async_op=True)
+        assert work is not None
+        return Transfer([work], [inbox, outbox], axis.meter)
+    operations = []
+    for message, run in ((sent, dist.isend), (received, dist.irecv)):
+        if message is not None:
+            operations.append(dist.P2POp(run, message[0], axis.ranks[message[1]], group))
+    works = dist.batch_isend_irecv(operations) if operations else []
     return Transfer(works, held, axis.meter)
+
+
+def _splits(
+    axis: Axis, message: tuple[Tensor, int] | None, like: Tensor
+) -> tuple[Tensor, list[int]]:
+    """Flat memory of a message, and which part of it concerns each rank of the group."""
+    parts = [0] * axis.size
+    if message is None:
+        return like.new_empty(0), parts
+    tensor, place = message
+    parts[sorted(axis.ranks).index(axis.ranks[place])] = tensor.numel()
+    return tensor.view(-1), parts
 
 
 def forward(axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor, scratch: Scratch) -> None:
@@ -193,8 +214,8 @@ class _Keys:
             sent = self._buffers[hop % 2], (route.rank + 1) % route.size
         if route.source(hop + 1) is not None:
             received = self._buffers[(hop + 1) % 2], (route.rank - 1) % route.size
-        if sent or received:
-            self._transfer = exchange(self._axis, _KEYS, sent, received)
+        if hop < route.hops:
+            self._transfer = exchange(self._axis, self._own[0], sent, received)
 
     def present(self, hop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a hop."""
@@ -251,9 +272,9 @@ class _Gradients:
             sent = present, (route.rank + 1) % route.size
         if following is not None:
             received = self._following(), (route.rank - 1) % route.size
-        if sent or received:
+        if hop < route.hops:
             self._settle()
-            self._arriving = exchange(self._axis, _GRADIENTS, sent, received)
+            self._arriving = exchange(self._axis, present, sent, received)
         self._send_home(hop, source, present)
         if following is not None:
             self._turn = 1 - self._turn
@@ -265,14 +286,13 @@ class _Gradients:
         if source == route.rank and mine == hop:
             self._home = present
             self._pair[self._turn] = None
-            return
-        if source is not None and route.last_hop(source) == hop:
+        elif source is not None and route.last_hop(source) == hop:
             sent = present, source
-        if mine == hop:
+        if mine == hop and self._home is None:
             self._home = self._buffer()
             received = self._home, route.holder(route.rank, hop)
-        if sent or received:
-            self._transfers.append(exchange(self._axis, _HOME, sent, received))
+        if route.ends(hop):
+            self._transfers.append(exchange(self._axis, present, sent, received))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Gradients of this rank's keys and values."""

@@ -46,6 +46,19 @@ _WORD = (
 
 
 @dataclass(frozen=True)
+class _Reading:
+    """What sizes of arguments mean; items refuse what does not fit."""
+
+    guesses: bool
+    """Whether dim 1 of the first argument is the sequence; items may make it of other dims."""
+    cuts_flat: bool
+    """Whether dim 1 of ``[b, n]`` with numbers is one, if it has its size; or it is features."""
+
+
+_READINGS = tuple(_Reading(guesses, cuts) for guesses in (True, False) for cuts in (True, False))
+
+
+@dataclass(frozen=True)
 class _Item:
     """Item of a trunk before it was spread."""
 
@@ -113,7 +126,7 @@ class ContextCheck:
         short = _Short(self._items, args, kwargs)
         self._tried = f"{short.parts.part} of {short.parts.whole} positions"
         done: dict[Any, tuple[list[Any], Any]] = {}
-        leaves, spec = short.entrance()
+        leaves, spec = short.entrance(_READINGS[0])
         for number, item in enumerate(self._items):
             if item.bare is None:
                 raise self._error(item, Fault("unknown", item.because, ""))
@@ -143,14 +156,17 @@ class ContextCheck:
         error: Exception | None = None
         for dtype, device in ways:
             values = StandIns(dtype, device)
-            for shortened in (True, False) if first else (True,):
-                given = (leaves, spec) if shortened else short.entrance(shortened=False)
+            for reading in _READINGS if first else _READINGS[:2]:
+                given = short.entrance(reading) if first else (leaves, spec)
+                kwargs = short.keywords(reading, device)
                 trial = Trial(item.bare, short.parts, values, short.lengths)
                 try:
-                    found = trial.run(_moved(given[0], device), given[1], short.keywords(device))
+                    found = trial.run(_moved(given[0], device), given[1], kwargs)
                 except Exception as caught:  # whatever a user's module raises
                     error = error or caught
                     continue
+                if not reading.guesses:
+                    short.guess = -1
                 return found
         return Fault("unknown", f"{type(error).__name__}: {error}", "")
 
@@ -208,6 +224,9 @@ class _Short:
         items: of the trunk.
         args: of its call, whole.
         kwargs: of its call, whole.
+
+    Attributes:
+        guess: length of the sequence, as far as it shows before the first split; else -1.
     """
 
     def __init__(
@@ -224,38 +243,34 @@ class _Short:
         self.lengths: set[int] = set()
         first = next((x for x in given if x.dim() > 1), None)
         self._batch = None if first is None else first.shape[0]
-        if first is not None and first.dim() <= 3:
-            self.lengths.add(first.shape[1])
+        self.guess = first.shape[1] if first is not None and first.dim() <= 3 else -1
 
-    def entrance(self, *, shortened: bool = True) -> tuple[list[Any], Any]:
-        """Leaves and structure of the positional arguments, which are whole in both runs.
-
-        Args:
-            shortened: take dim 1 for the sequence; else the first items may make it of other dims.
-        """
+    def entrance(self, reading: "_Reading") -> tuple[list[Any], Any]:
+        """Leaves and structure of the positional arguments, which are whole in both runs."""
         leaves, spec = tree_flatten(self._args)
-        if not shortened:
-            self.lengths.clear()
-        found = [self._made(x, self.lengths, torch.device("cpu")) for x in leaves]
+        found = [self._made(x, reading, torch.device("cpu")) for x in leaves]
         return [Leaf(x, None) if isinstance(x, Tensor) else x for x in found], spec
 
-    def keywords(self, device: torch.device) -> dict[str, Any]:
+    def keywords(self, reading: "_Reading", device: torch.device) -> dict[str, Any]:
         """Keyword arguments."""
         leaves, spec = tree_flatten(self._kwargs)
-        made = [self._made(x, self.lengths, device) for x in leaves]
+        made = [self._made(x, reading, device) for x in leaves]
         found: dict[str, Any] = tree_unflatten(made, spec)
         return found
 
-    def _made(self, x: Any, lengths: set[int], device: torch.device) -> Any:
+    def _made(self, x: Any, reading: "_Reading", device: torch.device) -> Any:
         if not isinstance(x, Tensor):
             return x
         x = x.detach()
+        lengths = self.lengths | {self.guess} if reading.guesses else self.lengths
         dims = list(range(x.dim()))
         if x.dim() and x.shape[0] == self._batch and (x.dim() > 1 or x.shape[0] not in lengths):
             x = x[:_SAMPLES]
             dims = dims[1:]
         cut = [d for d in dims if x.shape[d] in lengths]
-        for dim in cut[:1] if x.dim() < 4 and x.is_floating_point() else cut:
+        if x.is_floating_point() and x.dim() < 4:
+            cut = cut[: 1 if x.dim() != 2 or reading.cuts_flat else 0]
+        for dim in cut:
             x = self.parts.resized(x, dim)
         if not x.is_floating_point():
             return x.to(device)

@@ -89,7 +89,7 @@ class LayoutOptions:
     def lasting(self, world_size: int, precision: Precision) -> str:
         """Description of the layout that a module keeps for all Trainers that it meets."""
         degrees = self.degrees(world_size)
-        context = f"cp={self.cp.degree}, " if degrees.cp > 1 else ""
+        context = f"cp={self.cp.text()}, " if degrees.cp > 1 else ""
         return (
             f"tp={degrees.tp}, pp={degrees.pp}, {context}dp={degrees.dp}, dp_replicate="
             f"{degrees.dp_replicate}, sequence_parallel={self.sequence_parallel}, "

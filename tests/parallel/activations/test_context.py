@@ -1,18 +1,31 @@
 """Recomputation of blocks that hold parts of sequences."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_megatron import ActivationConfig, MegatronStrategy, PipelineConfig
+from lightning_megatron import (
+    ActivationConfig,
+    ContextConfig,
+    MegatronStrategy,
+    PipelineConfig,
+    PipelineSequential,
+)
+from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.context_split import SplitContext
+from lightning_megatron.layers.rotary import Rotary
+from lightning_megatron.models.transformer import TransformerBlock
 from lightning_megatron.testing import WorkerPool
-from tests.parity.context_jobs import PositionwiseModule
-from tests.parity.jobs import quiet_trainer, whole_parameters
+from tests.parity.context_jobs import CutEmbedding, PositionwiseModule, WholeLoss
+from tests.parity.jobs import quiet_trainer, transformer_config, whole_parameters
 from tests.parity.reference import Data
+from tests.strategy.small import assert_same, merged
 
 
 class Dropping(PositionwiseModule):
@@ -66,3 +79,128 @@ def test_masks_differ_over_cp_and_come_again_when_blocks_are_recomputed(
             assert torch.equal(weight, expected[name]), name
     for one, other in zip(plain[0][0], plain[1][0], strict=True):
         assert not torch.equal(one, other)
+
+
+class Attentive(PositionwiseModule):
+    """Two blocks of a transformer over parts of sequences."""
+
+    def __init__(self, data: Data, dropout: float = 0.0) -> None:
+        super().__init__(data)
+        config = replace(transformer_config("llama"), dropout=dropout, attention_dropout=dropout)
+        rotary = Rotary(config.head_size)
+        self.trunk = PipelineSequential(
+            embedding=CutEmbedding(),
+            blocks=[TransformerBlock(config, rotary) for _ in range(2)],
+            loss=WholeLoss(),
+        ).double()
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute": "selective"},
+    "context": {"recompute": "selective", "keep": ["context"]},
+    "matmul": {"recompute": "selective", "keep": ["matmul"]},
+    "full": {"recompute": "full"},
+    "offload": {"recompute": "selective", "offload": True, "offload_min_bytes": 0},
+    "group": {"recompute": "full", "group": 2},
+}
+
+
+def modes_job(
+    options: Mapping[str, Any], dropout: float, modes: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """Messages and bytes that this rank sends over cp, by what is recomputed.
+
+    The weights after two steps must be the same, to the bit.
+    """
+    found, weights = {}, {}
+    for name in modes:
+        L.seed_everything(1, verbose=False)
+        strategy = MegatronStrategy(**options, activations=ActivationConfig(**MODES[name]))
+        module = Attentive(Data(steps=2, lengths=(13, 8)), dropout)
+        quiet_trainer(strategy).fit(module)
+        meter = strategy.topology.meters["cp"]
+        found[name] = meter.calls, meter.bytes
+        weights[name] = whole_parameters(module, strategy.topology)
+        for key, weight in weights["none"].items():
+            assert torch.equal(weights[name][key], weight), (name, key)
+    return found
+
+
+MOST = ("none", "selective", "full")
+KINDS = {
+    "ring": (2, {"cp": ContextConfig(degree=2, kind="ring")}, 0.0, tuple(MODES)),
+    "gather": (2, {"cp": ContextConfig(degree=2, kind="gather")}, 0.2, MOST),
+    "ulysses": (2, {"cp": ContextConfig(degree=2, kind="ulysses")}, 0.2, MOST),
+    "both": (4, {"cp": ContextConfig(degree=4, kind="ring", ulysses=2)}, 0.0, MOST),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [*list(KINDS)[:3], pytest.param("both", marks=pytest.mark.thorough)]
+)
+def test_what_attention_has_exchanged_is_kept(pool: WorkerPool, kind: str) -> None:
+    """Also the masks of its weights are the same again."""
+    processes, options, dropout, modes = KINDS[kind]
+    for sent in pool.run(processes, modes_job, options, dropout, modes):
+        calls, size = sent["none"]
+        assert calls > 0
+        for mode in {"selective", "context", "offload"} & sent.keys():
+            assert sent[mode] == (calls, size), mode
+        for mode in {"matmul", "group"} & sent.keys():
+            assert sent[mode] == sent["full"], mode
+        again = sent["full"][0] - calls, sent["full"][1] - size
+        assert min(again) > 0
+        assert again[1] <= size / 2, "no more than what the forward has sent"
+
+
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.thorough)])
+def test_stages_that_recompute_rings_keep_step(pool: WorkerPool, schedule: str) -> None:
+    """Under ZeRO 3, whose collectives lie between those of the rings."""
+    pp = PipelineConfig(degree=2, schedule=schedule)
+    options = {"cp": 2, "pp": pp, "zero": 3, "num_microbatches": 3}
+    for sent in pool.run(4, modes_job, options, 0.0, MOST):
+        assert sent["selective"] == sent["none"]
+
+
+class Ragged(L.LightningModule):
+    """Attends in both directions, to other numbers of positions in each microbatch."""
+
+    lengths = (13, 16, 14, 15)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        blocks = [nn.Sequential(nn.LayerNorm(8), SelfAttention(8, 2)) for _ in range(3)]
+        self.trunk = PipelineSequential(SplitContext(), *blocks, nn.Linear(8, 8)).double()
+
+    def train_dataloader(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        texts = torch.randn(2, 4, 16, 8, generator=draw, dtype=torch.float64)
+        return DataLoader(list(texts), batch_size=None, shuffle=False)  # type: ignore[arg-type]
+
+    def split_batch(self, batch: Tensor, count: int) -> list[Tensor]:
+        return [row[None, :length] for row, length in zip(batch, self.lengths, strict=True)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.trunk(batch).square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def ragged_job(options: Mapping[str, Any]) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    strategy = MegatronStrategy(**options, num_microbatches=4)
+    module = Ragged()
+    quiet_trainer(strategy, accumulate_grad_batches=2).fit(module)
+    return whole_parameters(module, strategy.topology)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_blocks_know_again_how_long_each_microbatch_was(pool: WorkerPool, pp: int) -> None:
+    """Positions of padding that were seen would change the numbers."""
+    [plain] = pool.run(1, ragged_job, {})
+    again = ActivationConfig(recompute="full", blocks=["Sequential"])
+    weights = merged(pool.run(2 * pp, ragged_job, {"cp": 2, "pp": pp, "activations": again}))
+    assert_same(weights, plain)

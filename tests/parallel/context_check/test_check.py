@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from lightning_megatron import PipelineSequential
 from lightning_megatron.errors import ConfigError
-from lightning_megatron.layers import GatherContext, SplitContext, VocabParallelEmbedding
+from lightning_megatron.layers import (
+    DecoderBlock,
+    GatherContext,
+    SplitContext,
+    VocabParallelEmbedding,
+)
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.context_check.check import ContextCheck
@@ -191,6 +196,49 @@ def test_modules_that_know_cp_may_split() -> None:
     check_of(CutsItself(), nn.Linear(WIDTH, WIDTH))((TOKENS,), {})
     with pytest.raises(ConfigError, match=r"trunk\.1 .* torch\.Tensor\.flip \("):
         check_of(CutsItself(), Applies(lambda x: x.flip(1)))((TOKENS,), {})
+
+
+class Conditioned(nn.Module):
+    """Scales by features of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor, style: Tensor) -> Tensor:
+        return x * self.scale(style)[:, None]
+
+
+def test_features_may_be_as_many_as_positions() -> None:
+    assert refusal(Conditioned(), style=torch.randn(4, 12)) == ""
+
+
+class TwoEnds(nn.Module):
+    """Embeds what is to be read and what is to be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = VocabParallelEmbedding(32, WIDTH)
+
+    def forward(self, tokens: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table(tokens), self.table(source)
+
+
+class Decodes(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.block, self.function = DecoderBlock(WIDTH, 2), function
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, memory = pair
+        return self.block(x, self.function(memory)), memory
+
+
+def test_two_sequences_travel_together() -> None:
+    source = TOKENS[:, :7]
+    check_of(TwoEnds(), Decodes(nn.Identity()))((TOKENS,), {"source": source})
+    with pytest.raises(ConfigError, match=r"trunk\.1 \(Decodes\) .* torch\.Tensor\.flip"):
+        check_of(TwoEnds(), Decodes(lambda x: x.flip(1)))((TOKENS,), {"source": source})
 
 
 class Patches(nn.Module):
