@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_megatron.topology.context import Context
+from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
 
@@ -94,6 +95,11 @@ class ParallelLayer(nn.Module):
     def problems(self, degrees: Degrees) -> list[str]:
         """Reasons why this layer cannot be distributed over ``degrees``; none by default."""
         del degrees
+        return []
+
+    def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
+        """Reasons why sequences cannot be split so over cp; asked of layers inside of a trunk."""
+        del config, tp
         return []
 
     def init_parameter(
