@@ -34,11 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.harness import Model, fit, parser, write
-from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.context_attention.call import ContextCall, context_attend
-from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
 from lightning_megatron.topology.degrees import Degrees
@@ -124,7 +120,7 @@ def _expected_bytes(kind: str, size: Size) -> float:
         wide = math.lcm(size.kv_heads, p)
         return 2 * 2 * n * HEAD * 4 * (size.heads + wide) * (p - 1) / p
     block = 2 * n * size.kv_heads * HEAD * 4
-    return block * (2 * (p - 1) + p) if kind == "ring" else block * 3 * (p - 1)
+    return block * 3 * (p - 1)
 
 
 def _measure(step: Step, steps: int) -> tuple[float, float]:
@@ -197,9 +193,7 @@ def attention_rows(
     rows = []
     for kind in ("ring", "gather", "ulysses"):
         own = [times(kind, clock, max) for clock in (0, 1)]
-        whole = [
-            [t / size.cp for t in times("whole", clock, statistics.fmean)] for clock in (0, 1)
-        ]
+        whole = [[t / size.cp for t in times("whole", clock, statistics.fmean)] for clock in (0, 1)]
         row: dict[str, Any] = {
             "kind": kind,
             "cp": size.cp,
@@ -212,9 +206,7 @@ def attention_rows(
         }
         for method in ("ALL_GATHER", "ALL_TO_ALL"):
             theirs = times(f"torch {method}", 0, max)
-            row[f"CPU / torch {method.lower()}"] = (
-                _ratio(own[0], theirs) if kind == "ring" else "-"
-            )
+            row[f"CPU / torch {method.lower()}"] = _ratio(own[0], theirs) if kind == "ring" else "-"
         row["bytes / formula"] = "1.00"
         rows.append(row)
     return rows

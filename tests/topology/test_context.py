@@ -35,6 +35,7 @@ def make_context(cp: int = 2) -> Context:
 
 def test_layers_find_the_sequence_that_was_split() -> None:
     context = make_context()
+    context.begin(0, forget=True)
     assert context.split(13) == context.layout(8) == ContextLayout(13, 2)
     context.split(30)
     assert context.noted() == [13, 30]

@@ -3,12 +3,13 @@
 In hop ``h`` rank ``r`` multiplies its queries with the keys of rank ``r - h`` and at the same time
 passes them on to rank ``r + 1`` (Liu et al., arXiv 2310.01889). Of two buffers one is multiplied
 with and sent, the other received into. In backward the gradients of keys and values follow one hop
-behind them, in float32 at least: every rank adds its part, and the last one sends them home.
+behind them, in float32 at least: every other rank adds its part, the last one sends them home, and
+there the part of the rank itself comes to them.
 
 Over ``p`` ranks, of ``b`` sequences with ``n`` positions a rank and ``K`` heads of size ``d`` and
 ``e`` bytes (``a`` bytes of a sum), a rank sends ``2 b n K d e (p - 1)`` bytes forward and ``2 b n K
-d (e (p - 1) + a p)`` backward. In contiguous order a causal mask needs nothing of higher ranks, and
-a window nothing of those more than ``ceil((window - 1) / n)`` away: less is sent.
+d (e + a) (p - 1)`` backward. In contiguous order a causal mask needs nothing of higher ranks, and a
+window nothing of those more than ``ceil((window - 1) / n)`` away: less is sent.
 """
 
 import math
@@ -129,8 +130,8 @@ def exchange(
     if like.device.type == "cpu":
         outbox, parts = _splits(axis, sent, like)
         inbox, places = _splits(axis, received, like)
-        work = dist.all_to_all_single(inbox, outbox, places, parts, group=group, async_op=True)
-        assert work is not None
+        # The group's own method: torch.distributed adds as much Python as all of a short message.
+        work = group.alltoall_base(inbox, outbox, places, parts)
         return Transfer([work], [inbox, outbox], axis.meter)
     operations = []
     for message, run in ((sent, dist.isend), (received, dist.irecv)):
@@ -251,7 +252,8 @@ class _Gradients:
         self._axis, self._route, self._like, self._scratch = axis, route, like, scratch
         self._transfers: list[Transfer] = []
         self._taken: list[Tensor] = []
-        self._pair: list[Tensor | None] = [self._buffer(), None]
+        self._own = self._buffer()
+        self._pair: list[Tensor | None] = [None, None]
         self._turn = 0
         self._arriving: Transfer | None = None
         self._home: Tensor | None = None
@@ -259,19 +261,21 @@ class _Gradients:
     def add(self, hop: int, parts: list[tuple[tuple[int, int], Tensor, Tensor]]) -> None:
         """Add what this rank computed at a hop, and pass the sum on."""
         route = self._route
+        if hop == 0:
+            add_parts(self._own, parts, fresh=True)
+            return
         source, following = route.source(hop), route.source(hop + 1)
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
-        present = self._pair[self._turn]
-        assert present is not None
+        present = self._at(self._turn)
         if source is not None:
-            add_parts(present, parts, fresh=hop == 0)
+            add_parts(present, parts, fresh=hop == 1)
         sent, received = None, None
         if route.passes(hop):
             sent = present, (route.rank + 1) % route.size
         if following is not None:
-            received = self._following(), (route.rank - 1) % route.size
+            received = self._at(1 - self._turn), (route.rank - 1) % route.size
         if hop < route.hops:
             self._settle()
             self._arriving = exchange(self._axis, present, sent, received)
@@ -280,15 +284,12 @@ class _Gradients:
             self._turn = 1 - self._turn
 
     def _send_home(self, hop: int, source: int | None, present: Tensor) -> None:
-        """Send a sum home that goes no further, and receive this rank's own."""
+        """Send a sum home that goes no further, and receive that of this rank's keys."""
         route, sent, received = self._route, None, None
         mine = route.last_hop(route.rank)
-        if source == route.rank and mine == hop:
-            self._home = present
-            self._pair[self._turn] = None
-        elif source is not None and route.last_hop(source) == hop:
+        if source is not None and route.last_hop(source) == hop:
             sent = present, source
-        if mine == hop and self._home is None:
+        if mine == hop:
             self._home = self._buffer()
             received = self._home, route.holder(route.rank, hop)
         if route.ends(hop):
@@ -298,8 +299,9 @@ class _Gradients:
         """Gradients of this rank's keys and values."""
         for transfer in self._transfers:
             transfer.wait()
-        assert self._home is not None
-        dk, dv = (x.to(self._like.dtype, copy=True) for x in self._home.unbind(0))
+        if self._home is not None:
+            self._own.add_(self._home)
+        dk, dv = (x.to(self._like.dtype, copy=True) for x in self._own.unbind(0))
         for buffer in self._taken:
             self._scratch.give(buffer)
         return dk, dv
@@ -310,11 +312,11 @@ class _Gradients:
             transfer.wait()
         self._transfers.clear()
 
-    def _following(self) -> Tensor:
-        """Buffer of the sum that arrives next."""
-        buffer = self._pair[1 - self._turn]
+    def _at(self, turn: int) -> Tensor:
+        """One of the two buffers of sums on their way."""
+        buffer = self._pair[turn]
         if buffer is None:
-            buffer = self._pair[1 - self._turn] = self._buffer()
+            buffer = self._pair[turn] = self._buffer()
         return buffer
 
     def _buffer(self) -> Tensor:
