@@ -22,7 +22,13 @@ from torch import Tensor
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.context_attention.call import ContextCall, context_attend
-from lightning_megatron.layers.context_choice import AttentionSizes, Kind, choose, refusal
+from lightning_megatron.layers.context_choice import (
+    AttentionSizes,
+    Hardware,
+    Kind,
+    choose,
+    refusal,
+)
 from lightning_megatron.layers.packed_documents import check_documents, numbered
 from lightning_megatron.layers.size_checks import AttentionBackend
 from lightning_megatron.topology.context import Context
@@ -181,9 +187,11 @@ def _kind(
         element_bytes=call.q_bsnd.element_size(),
         causal=call.causal,
         window=call.window,
+        order=layout.order,
     )
     how: dict[str, Any] = {
         "device": call.q_bsnd.device.type,
+        "hardware": Hardware(ranks_per_node=context.ranks_per_node),
         "mask": masked,
         "dropout": call.dropout,
     }
@@ -193,8 +201,10 @@ def _kind(
 
 
 @lru_cache(maxsize=256)
-def _chosen(sizes: AttentionSizes, *, device: str, mask: bool, dropout: float) -> Kind:
-    choice = choose(sizes, device=device, mask=mask, dropout=dropout)
+def _chosen(
+    sizes: AttentionSizes, *, device: str, hardware: Hardware, mask: bool, dropout: float
+) -> Kind:
+    choice = choose(sizes, device=device, hardware=hardware, mask=mask, dropout=dropout)
     _say(choice.reason)
     return choice.kind
 

@@ -66,7 +66,10 @@ class Context:
 
     Attributes:
         key: key of `context_of`.
+        ranks_per_node: ranks of the cp axis on each node, the fewest; None: all are on one.
     """
+
+    ranks_per_node: int | None = None
 
     def __init__(
         self,

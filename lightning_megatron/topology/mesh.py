@@ -9,6 +9,7 @@ nothing.
 import gc
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -171,6 +172,7 @@ class Topology:
         self.loss = self._derived_axis("loss")
         self.fsdp = self._derived_axis("fsdp")
         self.context = self._context(context or ContextConfig(degree=degrees.cp))
+        self.context.ranks_per_node = min(Counter(self.nodes[r] for r in self.cp.ranks).values())
         self.rng = RandomStreams(seed, self.tp.rank, (self.loss.rank, self.pp.rank), device)
         self.step_seeds = self._step_seeds()
 

@@ -42,6 +42,17 @@ def _sent(kind: Kind, sizes: AttentionSizes, ulysses: int | None) -> tuple[int, 
     return between - begin, meter.bytes - between
 
 
+def _ranks_per_node(names: list[str]) -> int | None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return Topology(Degrees(cp=2, tp=2), torch.device("cpu"), nodes=names).context.ranks_per_node
+
+
+def test_the_choice_knows_the_nodes(pool):
+    assert pool.run(4, _ranks_per_node, ["a", "a", "b", "b"]) == [1] * 4
+    assert pool.run(4, _ranks_per_node, ["a"] * 4) == [2] * 4
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_bytes(pool, name):
     kind, sizes, ulysses = CASES[name]
