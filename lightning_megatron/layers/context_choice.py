@@ -6,7 +6,7 @@ the other ranks. Bytes that a rank sends in one layer, per microbatch:
 ===========  =====================  =======================  ==================  =================
 kind         forward                backward                 memory beside       hidden behind
 ===========  =====================  =======================  ==================  =================
-``ring``     2 b n K d e (p-1)      2 b n K d (e (p-1)+a p)  4 b n K d e         products of a hop
+``ring``     2 b n K d e (p-1)      2 b n K d (e+a) (p-1)    4 b n K d e         products of a hop
 ``gather``   2 b n K d e (p-1)      2 b n K d (e+a) (p-1)    2 b s K d (e + a)   the first block
 ``ulysses``  2 b n d e (H+K')(p-1)  the same                 none                nothing
              ``/ p``
@@ -357,7 +357,7 @@ def _ulysses(sizes: AttentionSizes, hardware: Hardware) -> ContextCost:
 def _ring(sizes: AttentionSizes, hardware: Hardware) -> ContextCost:
     """Cost of a ring: its hops, each behind the products of as large a part."""
     hops, speed = sizes.hops, _slowest_link(sizes.cp, hardware)
-    forward, sums = hops * sizes.key_bytes, (hops + 1 if hops else 0) * sizes.sum_bytes
+    forward, sums = hops * sizes.key_bytes, hops * sizes.sum_bytes
     products = sizes.flops() / (hops + 1) / hardware.flops
     hop = sizes.key_bytes / speed
     hop_back = (sizes.key_bytes + sizes.sum_bytes) / speed

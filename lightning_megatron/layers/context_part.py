@@ -123,9 +123,12 @@ class ContextPart:
 
     def is_part(self, layout: ContextLayout) -> bool:
         """Whether `local` is what this layout's ranks have, with all features."""
-        place = self.place
-        plain = split_of(self.part) is None and place.residual is None and not self.is_settled
-        return plain and place.is_complete and place.layout == layout
+        return self.is_one_part and self.place.residual is None and self.place.layout == layout
+
+    @property
+    def is_one_part(self) -> bool:
+        """Whether `local` is one rank's part of a whole sequence, with all features."""
+        return split_of(self.part) is None and not self.is_settled and self.place.is_complete
 
     def whole_of(self, x: Tensor) -> Tensor:
         """Gather ``x``; all cp ranks must call this. Over tp it may still be split."""

@@ -3,12 +3,14 @@
 Queries come from the residual stream ``x``, keys and values from a ``memory``: the residual stream
 of another sequence, or its last value. Heads are split over tp as in `layers.attention`.
 
-Over cp both sequences are split. A memory that no layer has split, such as a keyword of the
-`PipelineSequential`, is whole on every rank (``whole_memory``): then nothing is exchanged, each
-rank's queries meet the same keys.
+Over cp both sequences are split. The memory may be a stream of the same `PipelineSequential`, or
+the output of another one. A memory that no layer has split, such as images from outside, is whole
+on every rank (``whole_memory``): then nothing is exchanged, as each rank's queries meet all keys.
 
 Legend: b batch, s queries, t positions of the memory, h hidden size, n heads.
 """
+
+from dataclasses import dataclass
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,7 +22,23 @@ from lightning_megatron.layers.attention_call import AttentionCall
 from lightning_megatron.layers.attention_exchange import layout_of
 from lightning_megatron.layers.context_split import split
 from lightning_megatron.layers.linear_functions import SEQUENCE_DIM
+from lightning_megatron.layers.splits import own_part, part_of, whole
+from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank has of a memory."""
+
+    memory: Tensor
+    """As the residual stream, of which each tp rank may have a part."""
+    length: int
+    """Positions of the memory that was given."""
+    is_whole: bool
+    """Whether this rank has all of them."""
+    layout: ContextLayout | None = None
+    """Split over cp, where the memory itself tells."""
 
 
 class CrossAttention(AttentionLayer):
@@ -34,8 +52,8 @@ class CrossAttention(AttentionLayer):
         num_heads: number of query heads over all ranks.
         num_kv_heads: number of key-value heads; ``num_heads`` when None.
         memory_size: size of the memory; ``hidden_size`` when None.
-        whole_memory: whether the memory is whole and equal on all ranks of tp and cp, and not a
-            sequence that a layer of the `PipelineSequential` has split.
+        whole_memory: whether the memory is whole and equal on all ranks of tp and cp, and neither a
+            stream of the `PipelineSequential` nor the output of another one.
         head_dim: size of each head; ``hidden_size / num_heads`` when None.
         qkv_bias: whether queries, keys and values have a bias.
         out_bias: whether the output has a bias.
@@ -51,6 +69,7 @@ class CrossAttention(AttentionLayer):
         ConfigError: the numbers of heads do not fit each other or the hidden size.
 
     Example:
+        >>> import torch
         >>> layer = CrossAttention(16, num_heads=4, memory_size=8)
         >>> layer(torch.ones(2, 5, 16), torch.ones(2, 9, 8)).shape
         torch.Size([2, 5, 16])
@@ -114,26 +133,36 @@ class CrossAttention(AttentionLayer):
         Raises:
             ConfigError: the backend cannot do this, or the memory has an unknown length.
         """
-        positions = memory.shape[SEQUENCE_DIM]
-        if self.whole_memory:
-            memory = self._as_residual(memory)
-        q, k, v = self._projected(x, memory)
-        if self.whole_memory:
-            k, v = k[:, :positions], v[:, :positions]
-        layouts: list[ContextLayout] = []
         context = self.context
+        held = self._held(memory, context)
+        q, k, v = self._projected(x, held.memory)
+        layouts: list[ContextLayout] = []
+        if held.is_whole:
+            k, v = k[:, : held.length], v[:, : held.length]
         if context is not None:
             layout = layout_of(context, q.shape[1], exact=False, told=((memory_mask, -2),))
-            if not self.whole_memory:
+            if not held.is_whole:
                 told = ((memory_mask, -1),)
-                layouts = [
-                    layout,
-                    layout_of(context, k.shape[1], exact=True, length=memory_length, told=told),
-                ]
+                keys = held.layout or layout_of(
+                    context, k.shape[1], exact=True, length=memory_length, told=told
+                )
+                layouts = [layout, keys]
             elif memory_mask is not None and memory_mask.shape[-2] > 1:
                 memory_mask = split(memory_mask, layout, context.cp.rank, -2)
         call = AttentionCall(q, k, v, memory_mask, causal=False, key_lengths=memory_lengths)
         return self._attended(self.backend, call, *layouts)
+
+    def _held(self, memory: Tensor, context: Context | None) -> "_Held":
+        """What this rank has of the memory."""
+        part = part_of(memory)
+        if part is None and not self.whole_memory:
+            return _Held(memory, memory.shape[SEQUENCE_DIM], False)
+        length = memory.shape[SEQUENCE_DIM]
+        if part is not None and context is not None and part.is_one_part:
+            own, layout = own_part(memory), part.place.layout
+            in_parts = part.place.residual is not None
+            return _Held(own if in_parts else self._as_residual(own), length, False, layout)
+        return _Held(self._as_residual(whole(memory)), length, True)
 
     def _as_residual(self, memory: Tensor) -> Tensor:
         """A whole memory as the residual stream, of which each tp rank may have a part."""

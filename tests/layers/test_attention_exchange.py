@@ -16,6 +16,7 @@ from lightning_megatron.layers.linear import (
     RowParallelLinear,
     column_parallel,
 )
+from lightning_megatron.layers.norm import RMSNorm
 from lightning_megatron.layers.packed_documents import documents_of
 from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.layers.sequential import PipelineSequential
@@ -77,6 +78,22 @@ class Whole(nn.Module):
         return self.join(self.attention(self.split(x), memory, **kwargs))
 
 
+class Reader(nn.Module):
+    """A trunk that reads what another one wrote."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.first = first
+        self.encoder = PipelineSequential(SplitContext(), RMSNorm(8))
+        attention = CrossAttention(16, 4, memory_size=8)
+        self.decoder = PipelineSequential(SplitContext(), attention, GatherContext())
+
+    def forward(self, x: Tensor, memory: Tensor, **kwargs) -> Tensor:
+        memory = self.encoder(memory)
+        memory = memory[:, self.first :] if self.first else memory
+        return self.decoder(x, memory=memory, **kwargs)
+
+
 class Own(nn.Module):
     """A user's own attention."""
 
@@ -109,6 +126,9 @@ def _layers(kind, cp, tp, sequence_parallel):
     x, memory = torch.randn(2, LENGTH, 16), torch.randn(2, 6, 8)
     _same(topology, PipelineSequential(Pair()), x, memory)
     _same(topology, PipelineSequential(Whole()), x, memory)
+    _same(topology, Reader(), x, torch.randn(2, 12, 8))
+    if not sequence_parallel:
+        _same(topology, Reader(1), x, memory)
     lengths = torch.tensor([6, 2])
     mask = torch.ones(LENGTH, 6, dtype=torch.bool).tril()
     _same(topology, PipelineSequential(Whole()), x, memory, memory_lengths=lengths)
@@ -158,7 +178,8 @@ def _refusals():
     found = {"lengths": said(Two(), x)}
     two = on_context(PipelineSequential(Two()), topology)
     topology.context.begin(0, forget=True)
-    assert list(two.items())[0](x, length=LENGTH).shape == (1, 8, 16)
+    [item] = two.items()
+    assert item(x, length=LENGTH).shape == (1, 8, 16)
     part = Between(causal())
     found["documents"] = said(part, x, documents=DOCUMENTS[:, :8])
     found["shape"] = said(Between(causal()), x, documents=DOCUMENTS)

@@ -18,7 +18,6 @@ from lightning_megatron.layers import (
     ColumnParallelLinear,
     DecoderBlock,
     EncoderBlock,
-    GatherContext,
     LayerNorm,
     PositionEmbedding,
     SplitContext,
@@ -237,7 +236,6 @@ class Translator(GlobalBatches):
             written=Written(),
             norm=LayerNorm(HIDDEN),
             head=ColumnParallelLinear(HIDDEN, VOCABULARY),
-            join=GatherContext(),
         )
         self.loss = VocabParallelCrossEntropy()
 
@@ -260,7 +258,6 @@ class Vision(GlobalBatches):
             split=SplitContext(),
             encoder=[EncoderBlock(HIDDEN, HEADS, MLP) for _ in range(2)],
             norm=LayerNorm(HIDDEN),
-            join=GatherContext(),
         )
         self.head = nn.Linear(HIDDEN, CLASSES)
 

@@ -151,10 +151,10 @@ class _Run:
             return out, lse, q.new_empty(0), q.new_empty(0)
         n = exchanged_heads(k.shape[2], heads.size)
         xs = q, repeated(k, n), repeated(v, n)
-        whole = to_sequence(heads, self._order, xs)
+        exchanged, whole = to_sequence(heads, self._order, xs, self._scratch)
         out_whole, lse = self._attend(*whole)
-        [out] = to_heads(heads, self._order, [out_whole])
-        return out, lse, torch.cat([x.flatten() for x in whole]), out_whole
+        [out] = to_heads(heads, self._order, [out_whole], self._scratch)
+        return out, lse, exchanged, out_whole
 
     def backward(
         self, grad: Tensor, saved: Sequence[Tensor], kv_heads: int
@@ -165,10 +165,10 @@ class _Run:
             q, k, v, out, lse = saved
             return self._differentiate(grad, q, k, v, out, lse)
         exchanged, out, lse = saved
-        [whole_grad] = to_sequence(heads, self._order, [grad])
+        whole_grad, _ = to_sequence(heads, self._order, [grad], self._scratch)
         q, k, v = self._three(exchanged, out, kv_heads)
-        whole = self._differentiate(whole_grad, q, k, v, out, lse)
-        dq, dk, dv = to_heads(heads, self._order, whole)
+        whole = self._differentiate(whole_grad.view(out.shape), q, k, v, out, lse)
+        dq, dk, dv = to_heads(heads, self._order, whole, self._scratch)
         return dq, summed(dk, kv_heads), summed(dv, kv_heads)
 
     def _three(self, exchanged: Tensor, out: Tensor, kv_heads: int) -> list[Tensor]:

@@ -3,12 +3,13 @@
 In hop ``h`` rank ``r`` multiplies its queries with the keys of rank ``r - h`` and at the same time
 passes them on to rank ``r + 1`` (Liu et al., arXiv 2310.01889). Of two buffers one is multiplied
 with and sent, the other received into. In backward the gradients of keys and values follow one hop
-behind them, in float32 at least: every rank adds its part, and the last one sends them home.
+behind them, in float32 at least: every other rank adds its part, the last one sends them home, and
+there the part of the rank itself comes to them.
 
 Over ``p`` ranks, of ``b`` sequences with ``n`` positions a rank and ``K`` heads of size ``d`` and
 ``e`` bytes (``a`` bytes of a sum), a rank sends ``2 b n K d e (p - 1)`` bytes forward and ``2 b n K
-d (e (p - 1) + a p)`` backward. In contiguous order a causal mask needs nothing of higher ranks, and
-a window nothing of those more than ``ceil((window - 1) / n)`` away: less is sent.
+d (e + a) (p - 1)`` backward. In contiguous order a causal mask needs nothing of higher ranks, and a
+window nothing of those more than ``ceil((window - 1) / n)`` away: less is sent.
 """
 
 import math
@@ -23,9 +24,6 @@ from lightning_megatron.layers.context_attention.blocks import Blocks, Task
 from lightning_megatron.layers.context_attention.partial_sums import wide
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.meter import Meter
-
-_KEYS, _GRADIENTS, _HOME = 1, 2, 3
-"""Tags of messages."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,10 @@ class Route:
         """Hop after which the keys of a rank go no further."""
         return self.hops if self.wraps else min(self.hops, self.size - 1 - source)
 
+    def ends(self, hop: int) -> bool:
+        """Whether the keys of some rank have gone as far as they go, away from it."""
+        return hop > 0 and any(self.last_hop(source) == hop for source in range(self.size))
+
     def holder(self, source: int, hop: int) -> int:
         """Rank that has the keys of another one at a hop."""
         return (source + hop) % self.size
@@ -103,32 +105,52 @@ class Transfer:
 
 
 def exchange(
-    axis: Axis, tag: int, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
+    axis: Axis,
+    like: Tensor,
+    sent: tuple[Tensor, int] | None,
+    received: tuple[Tensor, int] | None,
 ) -> Transfer:
-    """Start to send a tensor to a rank of the axis, and to receive one.
+    """Start to send a tensor to a rank of the axis, and to receive one; all ranks call this.
 
-    All ranks call this in the same order. On NCCL, which knows no tags, each call is one group.
+    On CPUs it is an all-to-all in which most parts are empty: gloo's single messages take several
+    times as long, as the thread that waits for one is the last to know of it.
 
     Args:
         axis: axis of both.
-        tag: kind of message.
+        like: tensor of the device and format of both.
         sent: contiguous tensor, and place of its receiver on the axis.
         received: contiguous tensor to fill, and place of its sender.
     """
-    group, works, held = axis.group, [], []
+    group = axis.group
     assert group is not None
-    operations = []
-    for message, run in ((received, dist.irecv), (sent, dist.isend)):
-        if message is not None:
-            tensor, place = message
-            held.append(tensor)
-            operations.append(dist.P2POp(run, tensor, axis.ranks[place], group, tag))
+    held = [tensor for tensor, _ in filter(None, (sent, received))]
     if sent is not None:
         size = sent[0].numel() * sent[0].element_size()
         axis.meter.message(size, axis.ranks[sent[1]])
-    if operations:
-        works = dist.batch_isend_irecv(operations)
+    if like.device.type == "cpu":
+        outbox, parts = _splits(axis, sent, like)
+        inbox, places = _splits(axis, received, like)
+        # The group's own method: torch.distributed adds as much Python as all of a short message.
+        work = group.alltoall_base(inbox, outbox, places, parts)
+        return Transfer([work], [inbox, outbox], axis.meter)
+    operations = []
+    for message, run in ((sent, dist.isend), (received, dist.irecv)):
+        if message is not None:
+            operations.append(dist.P2POp(run, message[0], axis.ranks[message[1]], group))
+    works = dist.batch_isend_irecv(operations) if operations else []
     return Transfer(works, held, axis.meter)
+
+
+def _splits(
+    axis: Axis, message: tuple[Tensor, int] | None, like: Tensor
+) -> tuple[Tensor, list[int]]:
+    """Flat memory of a message, and which part of it concerns each rank of the group."""
+    parts = [0] * axis.size
+    if message is None:
+        return like.new_empty(0), parts
+    tensor, place = message
+    parts[sorted(axis.ranks).index(axis.ranks[place])] = tensor.numel()
+    return tensor.view(-1), parts
 
 
 def forward(axis: Axis, blocks: Blocks, task: Task, k: Tensor, v: Tensor, scratch: Scratch) -> None:
@@ -193,8 +215,8 @@ class _Keys:
             sent = self._buffers[hop % 2], (route.rank + 1) % route.size
         if route.source(hop + 1) is not None:
             received = self._buffers[(hop + 1) % 2], (route.rank - 1) % route.size
-        if sent or received:
-            self._transfer = exchange(self._axis, _KEYS, sent, received)
+        if hop < route.hops:
+            self._transfer = exchange(self._axis, self._own[0], sent, received)
 
     def present(self, hop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a hop."""
@@ -230,7 +252,8 @@ class _Gradients:
         self._axis, self._route, self._like, self._scratch = axis, route, like, scratch
         self._transfers: list[Transfer] = []
         self._taken: list[Tensor] = []
-        self._pair: list[Tensor | None] = [self._buffer(), None]
+        self._own = self._buffer()
+        self._pair: list[Tensor | None] = [None, None]
         self._turn = 0
         self._arriving: Transfer | None = None
         self._home: Tensor | None = None
@@ -238,48 +261,47 @@ class _Gradients:
     def add(self, hop: int, parts: list[tuple[tuple[int, int], Tensor, Tensor]]) -> None:
         """Add what this rank computed at a hop, and pass the sum on."""
         route = self._route
+        if hop == 0:
+            add_parts(self._own, parts, fresh=True)
+            return
         source, following = route.source(hop), route.source(hop + 1)
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
-        present = self._pair[self._turn]
-        assert present is not None
+        present = self._at(self._turn)
         if source is not None:
-            add_parts(present, parts, fresh=hop == 0)
+            add_parts(present, parts, fresh=hop == 1)
         sent, received = None, None
         if route.passes(hop):
             sent = present, (route.rank + 1) % route.size
         if following is not None:
-            received = self._following(), (route.rank - 1) % route.size
-        if sent or received:
+            received = self._at(1 - self._turn), (route.rank - 1) % route.size
+        if hop < route.hops:
             self._settle()
-            self._arriving = exchange(self._axis, _GRADIENTS, sent, received)
+            self._arriving = exchange(self._axis, present, sent, received)
         self._send_home(hop, source, present)
         if following is not None:
             self._turn = 1 - self._turn
 
     def _send_home(self, hop: int, source: int | None, present: Tensor) -> None:
-        """Send a sum home that goes no further, and receive this rank's own."""
+        """Send a sum home that goes no further, and receive that of this rank's keys."""
         route, sent, received = self._route, None, None
         mine = route.last_hop(route.rank)
-        if source == route.rank and mine == hop:
-            self._home = present
-            self._pair[self._turn] = None
-            return
         if source is not None and route.last_hop(source) == hop:
             sent = present, source
         if mine == hop:
             self._home = self._buffer()
             received = self._home, route.holder(route.rank, hop)
-        if sent or received:
-            self._transfers.append(exchange(self._axis, _HOME, sent, received))
+        if route.ends(hop):
+            self._transfers.append(exchange(self._axis, present, sent, received))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Gradients of this rank's keys and values."""
         for transfer in self._transfers:
             transfer.wait()
-        assert self._home is not None
-        dk, dv = (x.to(self._like.dtype, copy=True) for x in self._home.unbind(0))
+        if self._home is not None:
+            self._own.add_(self._home)
+        dk, dv = (x.to(self._like.dtype, copy=True) for x in self._own.unbind(0))
         for buffer in self._taken:
             self._scratch.give(buffer)
         return dk, dv
@@ -290,11 +312,11 @@ class _Gradients:
             transfer.wait()
         self._transfers.clear()
 
-    def _following(self) -> Tensor:
-        """Buffer of the sum that arrives next."""
-        buffer = self._pair[1 - self._turn]
+    def _at(self, turn: int) -> Tensor:
+        """One of the two buffers of sums on their way."""
+        buffer = self._pair[turn]
         if buffer is None:
-            buffer = self._pair[1 - self._turn] = self._buffer()
+            buffer = self._pair[turn] = self._buffer()
         return buffer
 
     def _buffer(self) -> Tensor:

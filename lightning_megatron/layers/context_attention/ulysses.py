@@ -14,12 +14,13 @@ a ring as a single rank with larger chunks would be.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context_layout import ContextLayout, ContextOrder
 
@@ -35,24 +36,53 @@ def exchanged_heads(kv_heads: int, ulysses: int) -> int:
     return math.lcm(kv_heads, ulysses)
 
 
-def to_sequence(axis: Axis, order: ContextOrder, xs_bsnd: Sequence[Tensor]) -> list[Tensor]:
+def to_sequence(
+    axis: Axis, order: ContextOrder, xs_bsnd: Sequence[Tensor], scratch: Scratch
+) -> tuple[Tensor, list[Tensor]]:
     """Exchange tensors of this rank's positions for whole ones of its heads; one message.
 
     Args:
         axis: ranks that exchange.
         order: order of the chunks.
         xs_bsnd: tensors with all heads, whose numbers the size of the axis divides.
+        scratch: pool of memory.
+
+    Returns:
+        The memory of all tensors, and the tensors.
     """
-    u = axis.size
+    u, like = axis.size, xs_bsnd[0]
     parts = [torch.unflatten(x, 2, (u, -1)).movedim(2, 0) for x in xs_bsnd]
-    arrived = _all_to_all(axis, parts)
-    return [_ascending(x, order) for x in arrived]
+    flat = like.new_empty(sum(x.numel() for x in xs_bsnd))
+    shapes = [(x.shape[0], x.shape[1] * u, x.shape[2] // u, x.shape[3]) for x in xs_bsnd]
+    numels = [x.numel() for x in xs_bsnd]
+    whole = [y.view(shape) for y, shape in zip(torch.split(flat, numels), shapes, strict=True)]
+    with _Messages(axis, like, [part.shape for part in parts], scratch) as messages:
+        for place, part in zip(messages.sent, parts, strict=True):
+            place.copy_(part)
+        messages.exchange()
+        for y, arrived in zip(whole, messages.received, strict=True):
+            for own, theirs in _chunks(y, arrived, order):
+                own.copy_(theirs)
+    return flat, whole
 
 
-def to_heads(axis: Axis, order: ContextOrder, xs_bsnd: Sequence[Tensor]) -> list[Tensor]:
-    """Inverse of `to_sequence`."""
-    parts = [_by_rank(x, axis.size, order) for x in xs_bsnd]
-    return [_joined(x) for x in _all_to_all(axis, parts)]
+def to_heads(
+    axis: Axis, order: ContextOrder, xs_bsnd: Sequence[Tensor], scratch: Scratch
+) -> list[Tensor]:
+    """Inverse of `to_sequence`; results have memory of their own."""
+    u, like = axis.size, xs_bsnd[0]
+    shapes = [(u, x.shape[0], x.shape[1] // u, *x.shape[2:]) for x in xs_bsnd]
+    results = []
+    with _Messages(axis, like, shapes, scratch) as messages:
+        for x, place in zip(xs_bsnd, messages.sent, strict=True):
+            for own, theirs in _chunks(x, place, order):
+                theirs.copy_(own)
+        messages.exchange()
+        for arrived in messages.received:
+            _, b, s, n, d = arrived.shape
+            y = arrived.new_empty((b, s, u, n, d))
+            results.append(y.copy_(arrived.movedim(0, 2)).flatten(2, 3))
+    return results
 
 
 def repeated(x_bsnd: Tensor, heads: int) -> Tensor:
@@ -69,53 +99,62 @@ def summed(gradient: Tensor, heads: int) -> Tensor:
     return torch.unflatten(gradient, 2, (heads, -1)).sum(3, dtype=wide).to(gradient.dtype)
 
 
-def _all_to_all(axis: Axis, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Send ``part[r]`` of every tensor to rank ``r``; what arrives, by sender."""
-    rows = [part.numel() // axis.size for part in parts]
-    sent = parts[0].new_empty((axis.size, sum(rows)))
-    received = torch.empty_like(sent)
-    for part, place in zip(parts, torch.split(sent, rows, 1), strict=True):
-        _shaped(place, part.shape).copy_(part)
-    axis.meter.exchange(
-        sent.numel() * sent.element_size() * (axis.size - 1) / axis.size, axis.group
-    )
-    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    assert work is not None
-    axis.meter.started(work)
-    axis.meter.wait(work)
-    arrived = torch.split(received, rows, 1)
-    return [_shaped(a, part.shape) for a, part in zip(arrived, parts, strict=True)]
+class _Messages:
+    """Memory of an all-to-all, by tensor and rank, and the exchange.
+
+    Args:
+        axis: ranks that exchange.
+        like: tensor of the same format and device.
+        shapes: shapes of the tensors, ``[u, ...]``: one part for each rank.
+        scratch: pool of memory.
+    """
+
+    def __init__(
+        self, axis: Axis, like: Tensor, shapes: Sequence[Sequence[int]], scratch: Scratch
+    ) -> None:
+        self._axis, self._scratch = axis, scratch
+        rows = [math.prod(shape[1:]) for shape in shapes]
+        size = axis.size * sum(rows)
+        self._memory = [scratch.take(size, like.dtype, like.device) for _ in range(2)]
+        self.sent, self.received = (
+            [
+                torch.unflatten(part, 1, tuple(shape[1:]))
+                for part, shape in zip(
+                    torch.split(memory.view(axis.size, -1), rows, 1), shapes, strict=True
+                )
+            ]
+            for memory in self._memory
+        )
+
+    def __enter__(self) -> "_Messages":
+        """Return the messages."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Give the memory back."""
+        for memory in self._memory:
+            self._scratch.give(memory)
+
+    def exchange(self) -> None:
+        """Send part ``r`` of all tensors to rank ``r``, and wait for what others send."""
+        sent, received = self._memory
+        axis = self._axis
+        share = sent.numel() * sent.element_size() * (axis.size - 1) / axis.size
+        axis.meter.exchange(share, axis.group)
+        work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+        assert work is not None
+        axis.meter.started(work)
+        axis.meter.wait(work)
 
 
-def _joined(x_ubsnd: Tensor) -> Tensor:
-    """Heads of all ranks side by side, in memory of their own."""
-    u, b, s, n, d = x_ubsnd.shape
-    y = x_ubsnd.new_empty((b, s, u, n, d))
-    return y.copy_(x_ubsnd.movedim(0, 2)).flatten(2, 3)
-
-
-def _shaped(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Rows ``[u, numel]`` of a wider matrix as ``[u, *shape]``, without a copy."""
-    return torch.unflatten(rows, 1, tuple(shape[1:]))
-
-
-def _ascending(x_ubsnd: Tensor, order: ContextOrder) -> Tensor:
-    """Positions of all ranks in ascending order, ``[b, u s, n, d]``."""
-    u, b, s, n, d = x_ubsnd.shape
-    if order == "contiguous":
-        return x_ubsnd.transpose(0, 1).reshape(b, u * s, n, d)
-    y = x_ubsnd.new_empty((b, 2 * u, s // 2, n, d))
-    halves = torch.unflatten(x_ubsnd, 2, (2, s // 2))
-    y[:, :u] = halves[:, :, 0].transpose(0, 1)
-    y[:, u:] = halves[:, :, 1].flip(0).transpose(0, 1)
-    return y.view(b, u * s, n, d)
-
-
-def _by_rank(x_bsnd: Tensor, u: int, order: ContextOrder) -> Tensor:
-    """Inverse of `_ascending`."""
-    b, s, n, d = x_bsnd.shape
-    if order == "contiguous":
-        return torch.unflatten(x_bsnd, 1, (u, s // u)).transpose(0, 1)
-    chunks = torch.unflatten(x_bsnd, 1, (2 * u, -1))
-    pairs = torch.stack((chunks[:, :u], chunks[:, u:].flip(1)), 2)  # [b, u, 2, ...]
-    return pairs.flatten(2, 3).transpose(0, 1)
+def _chunks(
+    whole_bsnd: Tensor, by_rank_ubsnd: Tensor, order: ContextOrder
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Chunks of a sequence in ascending order, each beside itself where the ranks hold it."""
+    u, _, s, _, _ = by_rank_ubsnd.shape
+    c = s // 2
+    for rank in range(u):
+        numbers = (rank, 2 * u - 1 - rank) if order == "zigzag" else (2 * rank, 2 * rank + 1)
+        for half, number in enumerate(numbers):
+            own = whole_bsnd.narrow(1, number * c, c)
+            yield own, by_rank_ubsnd[rank].narrow(1, half * c, c)

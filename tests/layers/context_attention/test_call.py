@@ -171,7 +171,7 @@ def test_bytes_are_those_of_the_formulas(pool: WorkerPool) -> None:
             sizes = {"heads": (heads, kv_heads), "dtype": dtype, "dim": d, "batch": b}
             n, block = 64 // p, 2 * b * (64 // p) * kv_heads * d
             case = Case("ring", 64, **sizes)  # type: ignore[arg-type]
-            ring = block * e * (p - 1), block * (e * (p - 1) + a * p)
+            ring = block * e * (p - 1), block * (e + a) * (p - 1)
             assert pool.run(p, _bytes, "ring", case, "zigzag", None, p) == [ring] * p
             case = Case("gather", 64, **sizes)  # type: ignore[arg-type]
             gather = block * e * (p - 1), block * (e + a) * (p - 1)
@@ -188,9 +188,9 @@ def test_a_window_needs_its_neighbours_only(pool: WorkerPool) -> None:
     case = Case("ring", 64, window=17, dtype=torch.float32)
     block = 2 * case.batch * 16 * case.heads[1] * case.dim * 4
     found = pool.run(4, _bytes, "ring", case, "contiguous", None, 4)
-    # One neighbour; its sum of gradients is sent on once, and once home.
+    # One neighbour, which sends its part of the gradients home.
     assert [forward for forward, _ in found] == [block, block, block, 0]
-    assert [backward for _, backward in found] == [2 * block, 3 * block, 3 * block, block]
+    assert [backward for _, backward in found] == [block, 2 * block, 2 * block, block]
 
 
 def _dropout(kind: Kind) -> tuple[list[bool], list[float], Tensor]:

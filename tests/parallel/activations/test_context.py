@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_megatron import (
     ActivationConfig,
@@ -16,12 +17,15 @@ from lightning_megatron import (
     PipelineConfig,
     PipelineSequential,
 )
+from lightning_megatron.layers.attention import SelfAttention
+from lightning_megatron.layers.context_split import SplitContext
 from lightning_megatron.layers.rotary import Rotary
 from lightning_megatron.models.transformer import TransformerBlock
 from lightning_megatron.testing import WorkerPool
 from tests.parity.context_jobs import CutEmbedding, PositionwiseModule, WholeLoss
 from tests.parity.jobs import quiet_trainer, transformer_config, whole_parameters
 from tests.parity.reference import Data
+from tests.strategy.small import assert_same, merged
 
 
 class Dropping(PositionwiseModule):
@@ -157,3 +161,46 @@ def test_stages_that_recompute_rings_keep_step(pool: WorkerPool, schedule: str) 
     options = {"cp": 2, "pp": pp, "zero": 3, "num_microbatches": 3}
     for sent in pool.run(4, modes_job, options, 0.0, MOST):
         assert sent["selective"] == sent["none"]
+
+
+class Ragged(L.LightningModule):
+    """Attends in both directions, to other numbers of positions in each microbatch."""
+
+    lengths = (13, 16, 14, 15)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        blocks = [nn.Sequential(nn.LayerNorm(8), SelfAttention(8, 2)) for _ in range(3)]
+        self.trunk = PipelineSequential(SplitContext(), *blocks, nn.Linear(8, 8)).double()
+
+    def train_dataloader(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        texts = torch.randn(2, 4, 16, 8, generator=draw, dtype=torch.float64)
+        return DataLoader(list(texts), batch_size=None, shuffle=False)  # type: ignore[arg-type]
+
+    def split_batch(self, batch: Tensor, count: int) -> list[Tensor]:
+        return [row[None, :length] for row, length in zip(batch, self.lengths, strict=True)]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.trunk(batch).square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def ragged_job(options: Mapping[str, Any]) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    strategy = MegatronStrategy(**options, num_microbatches=4)
+    module = Ragged()
+    quiet_trainer(strategy, accumulate_grad_batches=2).fit(module)
+    return whole_parameters(module, strategy.topology)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_blocks_know_again_how_long_each_microbatch_was(pool: WorkerPool, pp: int) -> None:
+    """Positions of padding that were seen would change the numbers."""
+    [plain] = pool.run(1, ragged_job, {})
+    again = ActivationConfig(recompute="full", blocks=["Sequential"])
+    weights = merged(pool.run(2 * pp, ragged_job, {"cp": 2, "pp": pp, "activations": again}))
+    assert_same(weights, plain)
