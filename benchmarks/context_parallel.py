@@ -34,7 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.harness import Model, fit, parser, write
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.context_attention.call import ContextCall, context_attend
+from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.testing import WorkerPool
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig, ContextLayout
 from lightning_megatron.topology.degrees import Degrees
@@ -210,3 +214,121 @@ def attention_rows(
         row["bytes / formula"] = "1.00"
         rows.append(row)
     return rows
+
+
+def _step_seconds(cp: int, length: int, config: TransformerConfig, steps: int) -> list[float]:
+    """CPU seconds of each counted step on this rank."""
+    torch.set_num_threads(1)
+    strategy = MegatronStrategy(cp=ContextConfig(degree=cp, kind="ring") if cp > 1 else 1)
+    return fit(Model(config), strategy, steps + 6, 1, length, clock=time.process_time)
+
+
+def _pair_seconds(length: int, config: TransformerConfig, rounds: int) -> float:
+    """CPU seconds of attention of a whole sequence in one layer."""
+    torch.set_num_threads(1)
+    n = config.num_heads
+    shapes = [(1, length, heads, config.hidden_size // n) for heads in (n, n, n, n)]
+    step = _whole([torch.randn(shape) for shape in shapes])
+    times = []
+    for _ in range(rounds):
+        began = time.process_time()
+        step()
+        times.append(time.process_time() - began)
+    return statistics.median(times)
+
+
+def step_rows(pool: WorkerPool, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Lines of the table of whole steps."""
+    config = TransformerConfig(
+        num_layers=4, hidden_size=256, num_heads=4, mlp_size=1024, vocab_size=256
+    )
+    length, ratios, times = 2048, [], []
+    for _ in range(rounds):
+        seconds = {}
+        for cp in (2, 1):
+            by_rank = pool.run(2, _step_seconds, cp, length // (3 - cp), config, steps)
+            seconds[cp] = max(statistics.median(one) for one in by_rank)
+        long, short = (pool.run(1, _pair_seconds, s, config, 5)[0] for s in (length, length // 2))
+        # cp=2: half of the pairs of the whole sequence; dp=2: all of a sequence half as long.
+        further = config.num_layers * (long / 2 - short)
+        ratios.append(seconds[2] / (seconds[1] + further))
+        times.append((seconds[2], seconds[1], further))
+    cp_s, dp_s, further_s = (statistics.median(t) for t in zip(*times, strict=True))
+    return [
+        {
+            "step of": f"{config.num_layers} x {config.hidden_size}, s={length}",
+            "cp=2, CPU ms": f"{cp_s * 1e3:.0f}",
+            "dp=2, CPU ms": f"{dp_s * 1e3:.0f}",
+            "further pairs, CPU ms": f"{further_s * 1e3:.0f}",
+            "ratio": f"{statistics.median(ratios):.2f}",
+            "target": "1.10",
+        }
+    ]
+
+
+def _kept_bytes(cp: int, length: int, config: TransformerConfig) -> int:
+    """Bytes that autograd keeps of one forward, parameters excluded."""
+    found: dict[int, int] = {}
+
+    class Counted(Model):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            weights = {p.untyped_storage().data_ptr() for p in self.parameters()}
+
+            def pack(x: Tensor) -> Tensor:
+                memory = x.untyped_storage()
+                if memory.data_ptr() not in weights:
+                    found[memory.data_ptr()] = memory.nbytes()
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+                self.trunk(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    strategy = MegatronStrategy(cp=ContextConfig(degree=cp, kind="ring") if cp > 1 else 1)
+    fit(Counted(config), strategy, 1, 1, length)
+    return sum(found.values())
+
+
+def memory_rows(pool: WorkerPool) -> list[dict[str, Any]]:
+    """Line of the table of activations."""
+    config = TransformerConfig(
+        num_layers=4, hidden_size=256, num_heads=4, mlp_size=1024, vocab_size=256
+    )
+    split = max(pool.run(2, _kept_bytes, 2, 2048, config))
+    [whole] = pool.run(1, _kept_bytes, 1, 2048, config)
+    return [
+        {
+            "activations of the trunk": "4 x 256, s=2048, ring",
+            "cp=2, MB a rank": f"{split / 1e6:.1f}",
+            "cp=1, MB": f"{whole / 1e6:.1f}",
+            "ratio": f"{split / whole:.3f}",
+            "target": "0.50 to 0.53",
+        }
+    ]
+
+
+def main() -> None:
+    """Take turns, print the tables and write them."""
+    options = parser(__doc__, steps=3)
+    options.add_argument("--rounds", type=int, default=15, help="turns of every variant")
+    options.add_argument("--only", choices=["attention", "step"], help="one of the tables")
+    chosen = options.parse_args()
+    if chosen.only in (None, "attention"):
+        rows = []
+        for size in SIZES:
+            with WorkerPool(size.cp, timeout=900) as pool:
+                steps = chosen.steps if size.length <= 1024 else 1
+                by_rank = pool.run(size.cp, attention, size, chosen.rounds, steps)
+                rows += attention_rows(size, by_rank)
+        title = "Attention of a split sequence: forward and backward"
+        print(write("context_parallel", title, rows, chosen.output))
+    if chosen.only in (None, "step"):
+        with WorkerPool(2, timeout=900) as pool:
+            memory = memory_rows(pool)
+            print(write("context_parallel_memory", "Activations under cp", memory, chosen.output))
+            rows = step_rows(pool, min(chosen.rounds, 5), chosen.steps)
+            print(write("context_parallel_step", "A step under cp", rows, chosen.output))
+
+
+if __name__ == "__main__":
+    main()

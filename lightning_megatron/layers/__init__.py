@@ -9,7 +9,8 @@
   `DecoderBlock`
 * Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
-* Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`
+* Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`; what comes out of a
+  `PipelineSequential`: `ContextTensor`
 * Output of a column-parallel layer, of which each rank holds a part: `SplitTensor`, `whole`,
   `own_part`
 * Base of a layer of your own: `ParallelLayer`, `TensorShard`
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.base import ParallelLayer, TensorShard
     from lightning_megatron.layers.context_layer import ContextAttention
     from lightning_megatron.layers.context_split import GatherContext, SplitContext
+    from lightning_megatron.layers.context_tensor import ContextTensor
     from lightning_megatron.layers.cross_attention import CrossAttention
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -53,6 +55,7 @@ _HOMES = {
     "CausalSelfAttention": "attention",
     "ColumnParallelLinear": "linear",
     "ContextAttention": "context_layer",
+    "ContextTensor": "context_tensor",
     "CrossAttention": "cross_attention",
     "DecoderBlock": "encoder",
     "Dropout": "dropout",
@@ -89,6 +92,7 @@ __all__ = [
     "CausalSelfAttention",
     "ColumnParallelLinear",
     "ContextAttention",
+    "ContextTensor",
     "CrossAttention",
     "DecoderBlock",
     "Dropout",

@@ -16,7 +16,7 @@ from lightning_megatron.comm.functional import split_to
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.context_part import Place
-from lightning_megatron.layers.context_split import GatherContext, split
+from lightning_megatron.layers.context_split import GatherContext, only_layout, split
 from lightning_megatron.layers.context_tensor import context_tensor
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
@@ -49,6 +49,8 @@ class ContextExit:
         for layer in trunk.modules():
             if isinstance(layer, ParallelLayer):
                 layer.trunk_context = self.context
+        if sequence:
+            _refuse_partial_gradients(trunk, topology)
 
     @property
     def is_active(self) -> bool:
@@ -107,13 +109,7 @@ class ContextExit:
         if not lengths or (residual is not None and split_of(x) is not None):
             self._check(x)
             return x
-        if len(lengths) > 1:
-            raise ConfigError(
-                f"cp={self.context.cp.size}: sequences of {' and '.join(map(str, sorted(lengths)))}"
-                f" positions have parts of {local} positions each, and a {self._name} returned one "
-                "of them; nearest valid: a PipelineSequential for each, or one length"
-            )
-        layout = self.context.layout(local)
+        layout = only_layout(self.context, local, f"who takes the output of a {self._name}")
         place = Place(layout, self.context.cp, 0, layout.length, residual=residual, said=self._said)
         count = sum(n for _, n in place.own)
         rows = x if residual is not None or count == local else x.narrow(1, 0, count)
@@ -147,3 +143,22 @@ def _joins(kind: type[nn.Module]) -> bool:
     known = issubclass(kind, ParallelLayer) and kind.joins_context
     own = getattr(kind, "exchanges_context", False) and not kind.__module__.startswith(_OURS)
     return known or own or issubclass(kind, _LOSSES)
+
+
+def _refuse_partial_gradients(trunk: PipelineSequential, topology: Topology) -> None:
+    """Refuse layers behind a `GatherContext` whose gradients are summed over tp.
+
+    Raises:
+        ConfigError: there is one. It sees whole sequences on every tp rank.
+    """
+    joined = False
+    for name, module in trunk.named_modules():
+        if _splits(type(module)) or isinstance(module, GatherContext):
+            joined = isinstance(module, GatherContext)
+        elif joined and isinstance(module, ParallelLayer) and module.summed_parameters(topology):
+            raise ConfigError(
+                f"sequence_parallel=True: {name} ({type(module).__name__}) stands behind a "
+                "GatherContext and sees whole sequences on every tp rank, but adds its gradients "
+                "up over tp; nearest valid: it in front of GatherContext(), the same outside of "
+                f"the {type(trunk).__name__} from torch.nn, or sequence_parallel=False"
+            )

@@ -36,6 +36,7 @@ from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.splits import marked, own_part, part_of, split_of, whole
 from lightning_megatron.topology.axis import Axis
+from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextLayout
 
 
@@ -92,6 +93,22 @@ def keep_rows(x: Tensor, rows: Rows, dim: int, size: int | None = None) -> Tenso
 def join_rows(x: Tensor, rows: Sequence[Rows], axis: Axis, dim: int) -> Tensor:
     """Return the whole tensor of which each cp rank has these rows, perhaps followed by padding."""
     return _join(x, tuple(rows), axis, dim % x.dim())
+
+
+def only_layout(context: Context, local: int, who: str) -> ContextLayout:
+    """Split of the only sequence of which this rank has ``local`` positions.
+
+    Raises:
+        ConfigError: there is none, or several of other lengths, with ``who`` at its beginning.
+    """
+    lengths = sorted(context.lengths(local))
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"cp={context.cp.size}: {who} got a part of a sequence, but sequences of "
+            f"{' and '.join(map(str, lengths))} positions have parts of {local} positions each; "
+            "nearest valid: a PipelineSequential for each, or one length"
+        )
+    return context.layout(local)
 
 
 def own_positions(layout: ContextLayout, rank: int, device: torch.device | None = None) -> Tensor:
@@ -168,7 +185,8 @@ class GatherContext(ParallelLayer):
             part = gather_from(part, axis, dim)
         context = self.context
         if context is not None:
-            part = join(part, context.layout(part.shape[dim]), context.cp, dim)
+            layout = only_layout(context, part.shape[dim], "GatherContext")
+            part = join(part, layout, context.cp, dim)
             context.join()
         if features is None or part is x:
             return part

@@ -17,6 +17,7 @@ _contexts: WeakValueDictionary[str, "Context"] = WeakValueDictionary()
 class _Now:
     """What all notes of a rank have in common."""
 
+    microbatch: int = 0
     suspended: int = 0
 
 
@@ -31,6 +32,9 @@ class _Notes:
     of_call: dict[int, set[int]] = field(default_factory=dict)
     is_joined: bool | None = None
     """Whether the last in this call was a join; None before anything was cut or joined."""
+
+    def __post_init__(self) -> None:
+        self.go_to(0, forget=False)
 
     def go_to(self, microbatch: int, *, forget: bool) -> None:
         """Look at another microbatch, or begin one."""
@@ -95,6 +99,7 @@ class Context:
         """Return the same split with notes of its own."""
         part = copy.copy(self)
         part._notes, part._trunks, part._parent = _Notes(), [], self
+        part._notes.go_to(self._now.microbatch, forget=False)
         self._trunks.append(part)
         return part
 
@@ -121,6 +126,7 @@ class Context:
             microbatch: index of the microbatch, also of a stage of it.
             forget: whether a forward begins, so that nothing is known of its sequences.
         """
+        self._now.microbatch = microbatch
         for context in (self, *self._trunks):
             context._notes.go_to(microbatch, forget=forget)
 

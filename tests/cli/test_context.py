@@ -24,9 +24,9 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         "",
         "a layer           sends forward   sends backward   memory beside      waits",
         "ulysses                 280 MiB          280 MiB             0 B     1.3 ms",
-        "ring                    448 MiB         1.44 GiB         128 MiB   0.298 ms",
-        "ring, ulysses=2         352 MiB          864 MiB         128 MiB    1.04 ms",
-        "ring, ulysses=4         304 MiB          560 MiB         128 MiB    1.42 ms",
+        "ring                    448 MiB         1.31 GiB         128 MiB   0.298 ms",
+        "ring, ulysses=2         352 MiB          736 MiB         128 MiB    1.04 ms",
+        "ring, ulysses=4         304 MiB          432 MiB         128 MiB    1.42 ms",
         "gather                  448 MiB         1.31 GiB         1.5 GiB    2.09 ms",
         "",
         "a hop of a ring is hidden behind products from 556 positions a rank on (450 GB/s, "

@@ -19,6 +19,7 @@ from lightning_megatron.layers.embedding import VocabParallelEmbedding
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
+from lightning_megatron.layers.norm import RMSNorm
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import own_part, part_of, whole
 from tests.layers.context import LENGTHS, context_topology, on_context, same_as_whole
@@ -293,6 +294,9 @@ def _faults():
     two = on_context(Strange(pair=Both()), topology)
     with pytest.raises(ConfigError, match="sequences of 61 and 63 positions have parts of 32"):
         two.trunk(tokens, other=torch.zeros(B, 63, H, dtype=torch.float64))
+    two = on_context(Strange(pair=Both(), joined=GatherContext()), topology)
+    with pytest.raises(ConfigError, match="GatherContext got .* sequences of 61 and 63 positions"):
+        two.trunk(tokens, other=torch.zeros(B, 63, H, dtype=torch.float64))
     x = on_context(Strange(), topology).trunk(tokens)
     with DisableTorchFunctionSubclass(), pytest.raises(ConfigError, match=r"mul_.*whole\(x\)"):
         torch.no_grad()(x.mul_)(2)
@@ -334,6 +338,9 @@ def _residual():
     with pytest.raises(ConfigError, match="mean: sequence_parallel=True and cp > 1"):
         x.mean(1)
     torch.testing.assert_close(whole(x), plain.trunk(tokens))
+
+    with pytest.raises(ConfigError, match=r"norm \(RMSNorm\) stands behind a GatherContext"):
+        on_context(Strange(joined=GatherContext(), norm=RMSNorm(H)), topology)
 
 
 def test_the_residual_stream_is_gathered_by_name_only(pool):
