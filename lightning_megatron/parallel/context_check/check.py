@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from lightning_megatron._torch import tree_flatten, tree_unflatten
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
+from lightning_megatron.layers.splits import part_of
 from lightning_megatron.parallel.context_check.parts import Parts, Place
 from lightning_megatron.parallel.context_check.stand_ins import StandIns, skeleton
 from lightning_megatron.parallel.context_check.trial import Fault, Leaf, Trial
-from lightning_megatron.parallel.context_problems import knows_context
+from lightning_megatron.parallel.context_problems import knows_context, splits
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.mesh import Topology
 
@@ -240,6 +241,8 @@ class _Short:
         wide = any(tensor.dtype == torch.float64 for tensor in weights)
         self.dtype = torch.float64 if wide else torch.float32
         self.parts = Parts(sizes)
+        bare = (item.bare for item in items if item.bare is not None)
+        self.cuts_nothing = not any(map(splits, (m for b in bare for m in b.modules())))
         self.lengths: set[int] = set()
         first = next((x for x in given if x.dim() > 1), None)
         self._batch = None if first is None else first.shape[0]
@@ -248,8 +251,14 @@ class _Short:
     def entrance(self, reading: "_Reading") -> tuple[list[Any], Any]:
         """Leaves and structure of the positional arguments, which are whole in both runs."""
         leaves, spec = tree_flatten(self._args)
-        found = [self._made(x, reading, torch.device("cpu")) for x in leaves]
-        return [Leaf(x, None) if isinstance(x, Tensor) else x for x in found], spec
+        found: list[Any] = []
+        for given in leaves:
+            x = self._made(given, reading, torch.device("cpu"))
+            if self.cuts_nothing and part_of(given) is not None:  # another trunk's output
+                found.append(Leaf(self.parts.resized(x, 1), Place(1)))
+            else:
+                found.append(Leaf(x, None) if isinstance(x, Tensor) else x)
+        return found, spec
 
     def keywords(self, reading: "_Reading", device: torch.device) -> dict[str, Any]:
         """Keyword arguments."""
@@ -261,7 +270,8 @@ class _Short:
     def _made(self, x: Any, reading: "_Reading", device: torch.device) -> Any:
         if not isinstance(x, Tensor):
             return x
-        x = x.detach()
+        # What is in parts would be gathered; its values do not matter.
+        x = x.detach() if type(x) in (Tensor, nn.Parameter) else _unknown(x)
         lengths = self.lengths | {self.guess} if reading.guesses else self.lengths
         dims = list(range(x.dim()))
         if x.dim() and x.shape[0] == self._batch and (x.dim() > 1 or x.shape[0] not in lengths):
@@ -274,9 +284,14 @@ class _Short:
             x = self.parts.resized(x, dim)
         if not x.is_floating_point():
             return x.to(device)
-        if type(x) is not Tensor or not bool(x.isfinite().all()) or float(x.std()) == 0.0:
+        if not bool(x.isfinite().all()) or float(x.std()) == 0.0:
             x = torch.randn(x.shape)
         return x.to(device, self.dtype)
+
+
+def _unknown(x: Tensor) -> Tensor:
+    """Tensor without values, of the shape of the whole."""
+    return torch.zeros((), dtype=x.dtype).expand(tuple(x.shape))
 
 
 def _prepared(name: str, item: nn.Module, outside: Sequence[nn.Module]) -> _Item:

@@ -18,9 +18,12 @@ from lightning_megatron.layers import (
     SplitContext,
     VocabParallelEmbedding,
 )
+from lightning_megatron.layers.context_part import Place
+from lightning_megatron.layers.context_tensor import context_tensor
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.context_check.check import ContextCheck
+from lightning_megatron.topology.context_layout import ContextLayout
 from tests.parallel.context_check import strangers
 from tests.parallel.context_check.strangers import MIXING, ORDINARY, WIDTH, Applies
 
@@ -239,6 +242,15 @@ def test_two_sequences_travel_together() -> None:
     check_of(TwoEnds(), Decodes(nn.Identity()))((TOKENS,), {"source": source})
     with pytest.raises(ConfigError, match=r"trunk\.1 \(Decodes\) .* torch\.Tensor\.flip"):
         check_of(TwoEnds(), Decodes(lambda x: x.flip(1)))((TOKENS,), {"source": source})
+
+
+def test_a_trunk_may_get_the_parts_of_another() -> None:
+    axis: Any = SimpleNamespace(rank=0, size=2)
+    place = Place(ContextLayout(12, 2), axis, 0, 12)
+    given = context_tensor(torch.randn(4, 6, WIDTH), place)
+    check_of(nn.Linear(WIDTH, WIDTH))((given,), {})
+    with pytest.raises(ConfigError, match=r"trunk\.0 .* torch\.Tensor\.flip"):
+        check_of(Applies(lambda x: x.flip(1)))((given,), {})
 
 
 class Patches(nn.Module):
