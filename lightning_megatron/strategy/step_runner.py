@@ -296,9 +296,15 @@ class StepRunner:
         context: Context = getattr(self._precision, _CONTEXTS[name])
         return context
 
+    def _watch(self, name: str) -> AbstractContextManager[None]:
+        """Context of a step in which blocks must not leave losses behind."""
+        if self._left_behind is None or name != "training_step":
+            return nullcontext()
+        return self._left_behind.watched()
+
     def _step_on_batch(self, name: str, args: Sequence[Any]) -> Any:
         """Run a step of the user's once, on the whole batch, in a process that has all stages."""
-        with self._seeds.batch(), self._context(name)():
+        with self._seeds.batch(), self._context(name)(), self._watch(name):
             self._seeds.microbatch(0)
             self._lengths.forward(0)
             return self._parallel.step(name, *args)
@@ -336,17 +342,13 @@ class StepRunner:
         # step would not survive; there they surround the stage's items instead.
         pipelined = isinstance(self.executor, Pipeline)
         device, context = self._topology.device, self._context(name)
-        watch: Context = nullcontext
-        if self._left_behind is not None and name == "training_step":
-            watch = self._left_behind.watched
-
         def run(index: int, to_end: bool) -> Any:
             counts = index < microbatches.counted
             # What a step logs before its trunk, the last stage logs too.
             recorder.begin_microbatch(microbatches.weights[index] if to_end and counts else None)
             self._seeds.microbatch(index)
             kept = nullcontext() if counts else unchanged(self._module, device)
-            with context(), kept, watch():
+            with context(), kept, self._watch(name):
                 if pipelined:
                     return getattr(self._module, name)(microbatches.batches[index], *args[1:])
                 return self._parallel.step(name, microbatches.batches[index], *args[1:])
