@@ -266,6 +266,11 @@ class PipelineSequential(nn.Module):
         self._port: StagePort | None = None
 
     def _add(self, name: str, part: Any) -> list[str]:
+        if hasattr(PipelineSequential, name):
+            raise ConfigError(
+                f"PipelineSequential({name}=...): every PipelineSequential has an attribute of "
+                f"that name; nearest valid: {name}_"
+            )
         if isinstance(part, nn.Module) and not isinstance(part, nn.ModuleList):
             self.add_module(name, part)
             return [name]

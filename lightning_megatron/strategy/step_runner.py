@@ -342,6 +342,7 @@ class StepRunner:
         # step would not survive; there they surround the stage's items instead.
         pipelined = isinstance(self.executor, Pipeline)
         device, context = self._topology.device, self._context(name)
+
         def run(index: int, to_end: bool) -> Any:
             counts = index < microbatches.counted
             # What a step logs before its trunk, the last stage logs too.

@@ -2,9 +2,11 @@
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.sequential import PipelineSequential
 
 
@@ -38,3 +40,9 @@ def test_a_copy_runs_its_own_items() -> None:
     x = torch.ones(1, 3)
     assert twin(x).abs().sum() == 0
     assert trunk(x).abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["items", "forward", "train"])
+def test_a_name_that_hides_a_method_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*nearest valid: {name}_"):
+        PipelineSequential(**{name: nn.Identity()})
