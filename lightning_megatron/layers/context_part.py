@@ -97,6 +97,7 @@ class ContextPart:
 
     Attributes:
         is_settled: whether the whole was changed, or watched, so that only the whole counts.
+        is_used: whether something that learns was computed from the part.
         node: autograd node of the `ContextTensor` when it was made. It has another one where an
             autograd function of the user's returned it.
     """
@@ -107,6 +108,7 @@ class ContextPart:
         self.part = part
         self.place = place
         self.is_settled = False
+        self.is_used = False
         self._whole: Tensor | None = None
 
     def is_behind(self, x: Tensor) -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.layers.context_part import ContextPart, Form, Place
-from lightning_megatron.layers.context_split import sum_over_context
+from lightning_megatron.layers.context_split import mean_gradient, sum_over_context
 from lightning_megatron.layers.loss import check_targets
 from lightning_megatron.layers.split_rules import changes, dims_of, given_by
 from lightning_megatron.layers.splits import part_of, split_of
@@ -74,6 +74,7 @@ def _fit(value: Any, first: ContextPart, dims: int) -> Any:
         return part.part if usable else NotImplemented
     if value.dim() > dims or split_of(value) is not None:
         return NotImplemented
+    value = mean_gradient(value, place.axis)
     behind = dims - (place.leading - 1)
     if value.dim() < behind or value.shape[-behind] == 1:
         return value

@@ -84,6 +84,16 @@ def own_rows(layout: ContextLayout, rank: int, start: int = 0, stop: int | None 
     return tuple((first - start, last - first) for first, last in cut if last > first)
 
 
+def mean_gradient(x: Tensor, axis: Axis) -> Tensor:
+    """Return ``x``, which all cp ranks have alike; its gradient is the mean of the ranks'.
+
+    Behind it each rank has the gradient of its own positions, cp-fold: the mean is that of one
+    process, for whoever reads it.
+    """
+    learns = x.requires_grad and torch.is_grad_enabled()
+    return _mean_gradient(x, axis) if learns and axis.size > 1 else x
+
+
 def keep_rows(x: Tensor, rows: Rows, dim: int, size: int | None = None) -> Tensor:
     """Return these rows of a whole tensor, followed by zeros up to ``size``."""
     size = sum(count for _, count in rows) if size is None else size
@@ -143,7 +153,10 @@ class SplitContext(ParallelLayer):
         """Keep this rank's part of ``x``, which is whole."""
         context, dim = self.context, self.dim % x.dim()
         if context is not None:
-            x = split(x, context.split(x.shape[dim]), context.cp.rank, dim)
+            layout = context.split(x.shape[dim])
+            if part_of(x) is None:
+                x = mean_gradient(whole(x), context.cp)
+            x = split(x, layout, context.cp.rank, dim)
         axis = _residual_axis(self, self.residual)
         return x if axis is None else split_to(x, axis, dim)
 
@@ -231,6 +244,19 @@ class _Keep(Function):
         return whole, None, None, None
 
 
+class _MeanGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = start_sum(grad.clone(memory_format=torch.contiguous_format), ctx.axis).wait()
+        return total / ctx.axis.size, None
+
+
 class _Join(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: tuple[Rows, ...], axis: Axis, dim: int) -> Tensor:
@@ -272,6 +298,7 @@ def _fitted(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 _keep: Callable[..., Tensor] = _Keep.apply
+_mean_gradient: Callable[..., Tensor] = _MeanGradient.apply
 _join: Callable[..., Tensor] = _Join.apply
 
 

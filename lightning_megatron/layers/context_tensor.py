@@ -51,7 +51,12 @@ class ContextTensor(Tensor):
                 return func(*args, **(kwargs or {}))
         rule = _RULES.get(func) if args else None
         found = NotImplemented if rule is None else rule(func, args, kwargs or {})
-        return _on_whole(func, args, kwargs or {}) if found is NotImplemented else found
+        if found is NotImplemented:
+            return _on_whole(func, args, kwargs or {})
+        if isinstance(found, Tensor) and found.requires_grad:
+            for part in filter(None, map(part_of, args)):
+                part.is_used = True
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch gives the type of a static method
@@ -128,6 +133,7 @@ _exit: Callable[..., Any] = _Exit.apply
 def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """``func`` of the whole tensors."""
     first = part_of(args[0]) if args else None
+    _refuse_late_readers(func, args, kwargs)
     if first is not None and (changes(func) or func in _SETTLES or _communicates(func)):
         with torch.enable_grad():
             first.whole()
@@ -144,6 +150,24 @@ def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 
     args, kwargs = tree_map(gathered, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _refuse_late_readers(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+    """Refuse to read a gradient that goes to the part, and not to the whole."""
+    name = getattr(func, "__name__", str(func))
+    if func is torch.autograd.grad:
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs", ())
+        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+        late = any(part_of(x) is not None for x in inputs)
+    else:
+        part = part_of(args[0]) if args else None
+        late = part is not None and part.is_used and func in _WATCH
+    if late:
+        raise ConfigError(
+            f"{name} of the output of a PipelineSequential that was already used: under cp > 1 its "
+            "gradient went by parts; nearest valid: x = lightning_megatron.layers.whole(x) before "
+            "it is used, or register_hook and retain_grad before"
+        )
 
 
 def _communicates(func: Callable[..., Any]) -> bool:
@@ -227,6 +251,8 @@ _SETTLES = {
     ),
 }
 """Functions after which the whole tensor alone counts."""
+_WATCH = functions("register_hook", "retain_grad")
+"""Functions that read the gradient."""
 
 
 def _table() -> Mapping[Callable[..., Any], Rule]:

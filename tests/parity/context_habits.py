@@ -178,6 +178,43 @@ class Frames(Speaker):
         return (y.roll(1, 1) - x).square().mean() + y[:, 1:].sub(y[:, :-1]).abs().mean()
 
 
+class Attacks(Frames):
+    """Trains on inputs moved along their gradient, and notes it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.read(batch).tanh()
+        x.register_hook(lambda grad: self.note(grad.norm()))
+        gate = x.mean(1, keepdim=True)
+        gate.retain_grad()
+        loss = (self.net(x) * gate - x).square().mean()
+        given = batch.clone().requires_grad_()
+        other = (self.net(self.read(given).tanh()) + given.sum(-1, keepdim=True)).square().mean()
+        [gradient] = torch.autograd.grad(other, given)
+        self.note(gradient.norm())
+        moved = self.read(batch + 0.5 * gradient / gradient.norm()).tanh()
+        return loss + self.net(moved).square().mean()
+
+
+class ReadsLate(Shifts):
+    """Registers a hook on the logits after the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        logits.register_hook(lambda grad: self.note(grad.norm()))
+        return loss
+
+
+class DifferentiatesLate(Shifts):
+    """Asks for the gradient of the logits after the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        self.note(torch.autograd.grad(loss, logits, retain_graph=True)[0].norm())
+        return loss
+
+
 class LooksAtGradients(Shifts):
     """Notes norms of weights and gradients, and clips by hand."""
 
@@ -369,13 +406,15 @@ KEPT: dict[str, type[Speaker]] = {
     kind.__name__: kind
     for kind in (
         *(Shifts, Ignores, Measures, Pools, Contrasts, PoolsInside, Frames),
-        *(LooksAtGradients, ByHand, Writes),
+        *(Attacks, LooksAtGradients, ByHand, Writes),
     )
 }
 """Modules that train as in one process."""
 REFUSED: dict[str, tuple[type[Speaker], str]] = {
     "LeavesLosses": (LeavesLosses, r"cp=2: net\.block.* leaves a tensor in losses"),
     "Hooks": (Hooks, r"self\.features: .*one of cp=2 parts"),
+    "ReadsLate": (ReadsLate, r"register_hook of the output of a PipelineSequential .*cp > 1"),
+    "DifferentiatesLate": (DifferentiatesLate, r"grad of the output of a PipelineSequential"),
     "Carries": (Carries, r"cp=2"),
     "OwnAttention": (OwnAttention, r"cp=2.*net\.block.*scaled_dot_product_attention"),
     "OwnPositions": (OwnPositions, r"cp=2.*net\.places.*arange"),
