@@ -46,7 +46,7 @@ def alibi_slopes(
 
 
 def alibi_bias(slopes: Tensor, s: int, t: int) -> Tensor:
-    """What is added to the scores, ``[1, n, s, t]``; the last query is where the last key is."""
+    """Addend of the scores, ``[1, n, s, t]``; the last query is where the last key is."""
     query = torch.arange(t - s, t, device=slopes.device)
     key = torch.arange(t, device=slopes.device)
     distance = (query.unsqueeze(1) - key).abs().to(slopes.dtype)

@@ -129,7 +129,7 @@ def _by_lengths(call: AttentionCall) -> Seen | None:
 
 
 def _score(call: AttentionCall) -> Callable[..., Tensor] | None:
-    """What is added to the scores; None: nothing."""
+    """Addend of the scores; None: nothing."""
     slopes, mask = call.alibi, call.mask
     added = None if mask is None or mask.dtype == torch.bool else _four_dims(mask, call)
     if slopes is None and added is None:

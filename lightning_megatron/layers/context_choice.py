@@ -1,4 +1,4 @@
-"""What each way to exchange a split sequence costs, and which one ``kind="auto"`` takes.
+"""Costs of each way to exchange a split sequence, and which one ``kind="auto"`` takes.
 
 Over cp each rank has ``n = s / p`` positions of a sequence. Its attention needs keys and values of
 the other ranks. Bytes that a rank sends in one layer, per microbatch:

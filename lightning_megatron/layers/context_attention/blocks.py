@@ -36,7 +36,7 @@ _STRIDE = 1_000_003
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be computed, whoever brings the keys."""
+    """Attention that is to be computed, whoever brings the keys."""
 
     rows: ContextLayout
     """Places of the queries, over the ranks that bring keys to each other."""

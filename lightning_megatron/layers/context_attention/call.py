@@ -37,7 +37,7 @@ KernelName = Literal["auto", "reference"]
 
 @dataclass(frozen=True, kw_only=True)
 class ContextCall:
-    """What one call needs besides its tensors."""
+    """Options of one call, besides its tensors."""
 
     layout: ContextLayout
     """Places of the queries' sequence."""

@@ -39,7 +39,7 @@ _LARGEST_FLASH_HEAD = 256
 
 @dataclass(frozen=True)
 class Scores:
-    """What makes weights of the products of queries and keys."""
+    """Rule that makes weights of the products of queries and keys."""
 
     scale: float
     """Factor of the products."""

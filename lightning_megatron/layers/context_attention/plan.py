@@ -54,7 +54,7 @@ class Rule:
     """Whether every score gets an addend, so that no product goes without a mask."""
 
     def relation(self, rows: range, columns: range) -> Relation:
-        """What queries at some positions see of keys at others."""
+        """Relation of queries at some positions to keys at others."""
         if not rows or not columns:
             return "none"
         least, most = rows[0] - columns[-1], rows[-1] - columns[0]

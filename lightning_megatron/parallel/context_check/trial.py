@@ -216,7 +216,7 @@ class _First:
         moved = tree_map(_to_meta, (args, kwargs))
         try:
             return without(*moved[0], **moved[1])
-        except Exception:
+        except Exception:  # a layer that takes no documents; without keywords it is raised
             if not kwargs:
                 raise
             return without(*moved[0])  # documents and masks do not change shapes
