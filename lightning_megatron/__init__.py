@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_megatron.adoption.adopt import adopt
     from lightning_megatron.checkpoint.config import CheckpointConfig, LocalCheckpointConfig
     from lightning_megatron.checkpoint.gather_state import gather
     from lightning_megatron.checkpoint.offline.export import (
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.huggingface.import_model import import_hugging_face
     from lightning_megatron.checkpoint.offline.huggingface.transformer import load_transformer
     from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
+    from lightning_megatron.checkpoint.offline.upcycle import upcycle
     from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.console import ConsoleLine
     from lightning_megatron.monitoring.context_monitor import ContextMonitor
     from lightning_megatron.monitoring.event_log import EventLogWriter
+    from lightning_megatron.monitoring.expert_monitor import ExpertMonitor
     from lightning_megatron.monitoring.gradients import GradientMonitor
     from lightning_megatron.monitoring.logger_guard import LoggerGuard
     from lightning_megatron.monitoring.loss_monitor import LossMonitor
@@ -71,6 +74,7 @@ if TYPE_CHECKING:
     from lightning_megatron.strategy.processes.connection import ConnectionConfig
     from lightning_megatron.testing.chaos.monkey import ChaosMonkey
     from lightning_megatron.topology.context_layout import ContextConfig
+    from lightning_megatron.topology.expert_layout import ExpertConfig
 
 __version__ = "0.1.0"
 
@@ -91,6 +95,8 @@ _HOMES = {
     "ContextConfig": "topology.context_layout",
     "ContextMonitor": "monitoring.context_monitor",
     "EventLogWriter": "monitoring.event_log",
+    "ExpertConfig": "topology.expert_layout",
+    "ExpertMonitor": "monitoring.expert_monitor",
     "FaultTolerance": "fault_tolerance.suite",
     "Fp16Precision": "precision.fp16",
     "Fp8Precision": "precision.fp8",
@@ -120,6 +126,7 @@ _HOMES = {
     "RollbackConfig": "fault_tolerance.numbers.responses",
     "Rule": "monitoring.alert_rules",
     "ShardingConfig": "parallel.zero",
+    "adopt": "adoption.adopt",
     "gather": "checkpoint.gather_state",
     "SlowRankDetector": "fault_tolerance.slow_ranks.detector",
     "SpikeConfig": "fault_tolerance.numbers.spikes",
@@ -133,6 +140,7 @@ _HOMES = {
     "import_lightning": "checkpoint.offline.lightning_import",
     "load_from_checkpoint": "checkpoint.offline.export",
     "load_transformer": "checkpoint.offline.huggingface.transformer",
+    "upcycle": "checkpoint.offline.upcycle",
 }
 
 __all__ = [
@@ -152,6 +160,8 @@ __all__ = [
     "ContextConfig",
     "ContextMonitor",
     "EventLogWriter",
+    "ExpertConfig",
+    "ExpertMonitor",
     "FaultTolerance",
     "Fp16Precision",
     "Fp8Precision",
@@ -181,6 +191,7 @@ __all__ = [
     "RollbackConfig",
     "Rule",
     "ShardingConfig",
+    "adopt",
     "gather",
     "SlowRankDetector",
     "SpikeConfig",
@@ -194,6 +205,7 @@ __all__ = [
     "import_lightning",
     "load_from_checkpoint",
     "load_transformer",
+    "upcycle",
 ]
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -49,8 +49,9 @@ class LanguageModel(pl.LightningModule):
     A batch is `(tokens, labels)` or a dict with these keys: int64 `[b, s]`, where `labels[:, t]` is
     the token that follows `tokens[:, : t + 1]`, or -100 where no loss is wanted. A dict may also
     hold `documents` `[b, s]`, the number of the document of each token, none of which sees another
-    (`layers.packed_documents`). Logs `train_loss` every step, and `val_loss` and `val_perplexity`
-    (likewise `test_...`) every evaluation, in nats per token.
+    (`layers.packed_documents`), and `token_mask` `[b, s]`, False for padding, which goes to no
+    expert of a mixture and into none of its counts. Logs `train_loss` every step, and `val_loss`
+    and `val_perplexity` (likewise `test_...`) every evaluation, in nats per token.
 
     Args:
         config: sizes of the model, name of a preset of `TransformerConfig`, mapping of its fields,
@@ -152,9 +153,12 @@ class LanguageModel(pl.LightningModule):
         )
 
     @override
-    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, token_mask: Tensor | None = None
+    ) -> Tensor:
         """Return the logits `[b, s, vocab_size]` of the next token at every position."""
-        kwargs = {} if documents is None else {"documents": documents}
+        given = {"documents": documents, "token_mask": token_mask}
+        kwargs = {name: value for name, value in given.items() if value is not None}
         logits: Tensor = self.trunk(tokens, **kwargs)
         return logits
 
@@ -187,7 +191,7 @@ class LanguageModel(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the logits `[b, s, vocab_size]` of the whole vocabulary, padding included."""
         tokens = batch if isinstance(batch, Tensor) else _tokens_and_labels(batch)[0]
-        logits: Tensor = whole(self(tokens, _documents(batch)))
+        logits: Tensor = whole(self(tokens, **_keywords(batch)))
         return logits
 
     @override
@@ -232,12 +236,10 @@ class LanguageModel(pl.LightningModule):
     def _batch_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Sum of the losses of the tokens that count, and their number."""
         tokens, labels = _tokens_and_labels(batch)
-        documents = _documents(batch)
         if self.chunked_loss:
-            kwargs = {} if documents is None else {"documents": documents}
-            total = self.trunk(tokens, targets=labels, **kwargs)
+            total = self.trunk(tokens, targets=labels, **_keywords(batch))
         else:
-            total = self.loss(self(tokens, documents), labels)
+            total = self.loss(self(tokens, **_keywords(batch)), labels)
         return total, (labels != self.loss.ignore_index).sum()
 
     def _log_mean(self, name: str, total: Tensor, tokens: Tensor, **options: Any) -> None:
@@ -263,8 +265,7 @@ def _as_config(config: TransformerConfig | str | Mapping[str, Any]) -> Transform
         return stored_config(config)
     if isinstance(config, str):
         return TransformerConfig.preset(config)
-    raise_if_any(TransformerConfig.field_problems(config, "config."))
-    return TransformerConfig(**config)
+    return TransformerConfig.from_fields(config, "config.")
 
 
 def _tokens_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
@@ -278,8 +279,10 @@ def _tokens_and_labels(batch: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _documents(batch: Any) -> Tensor | None:
-    return batch.get("documents") if isinstance(batch, Mapping) else None
+def _keywords(batch: Any) -> dict[str, Tensor]:
+    """Keywords of the trunk that a batch holds."""
+    held = batch if isinstance(batch, Mapping) else {}
+    return {n: held[n] for n in ("documents", "token_mask") if held.get(n) is not None}
 
 
 def _option_problems(

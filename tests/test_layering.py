@@ -52,6 +52,7 @@ LAYERS = {
     "optim": 3,
     # 4: networks
     "models": 4,
+    "adoption": 4,  # networks of other libraries
     # 5: transforms on any model
     "parallel": 5,
     "pipeline": 5,
@@ -108,6 +109,7 @@ PURE = (
     "topology/degrees",
     "topology/coordinates",
     "topology/context_layout",
+    "topology/expert_layout",
     "schedules/actions",
     "schedules/__init__",
     "schedules/breadth_first",
@@ -126,6 +128,7 @@ PURE = (
     "schedules/layout_string",
     "schedules/repartition",
     "layers/context_choice",
+    "layers/experts/config",
     "models/config",
     "models/flops",
     "monitoring/events",

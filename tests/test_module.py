@@ -146,6 +146,37 @@ def test_config_by_name_object_or_mapping() -> None:
     assert LanguageModel(SIZES).config == config
 
 
+EXPERTS = {"num_experts": 4, "router": {"z_loss": 0.5}}
+
+
+def test_experts_in_a_mapping() -> None:
+    model = LanguageModel({**SIZES, "experts": EXPERTS})
+    assert model.config.experts is not None
+    assert model.config.experts.router.z_loss == 0.5
+    assert LanguageModel(**model.hparams).config == model.config
+    with pytest.raises(ConfigError, match="config.experts.router.zloss: .*z_loss"):
+        LanguageModel({**SIZES, "experts": {"num_experts": 4, "router": {"zloss": 0.5}}})
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_padding_goes_to_no_expert(chunked: bool) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel({**SIZES, "experts": EXPERTS}, chunked_loss=chunked)
+    model.configure_model()
+    model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    batch = next(iter(batches()))
+    mask = torch.ones_like(batch["tokens"], dtype=torch.bool)
+    mask[:, 5:] = False
+    batch["labels"][~mask] = -100
+    loss = model.training_step({**batch, "token_mask": mask}, 0)
+    router: Any = model.get_submodule("trunk.layers.0.mlp.router")
+    assert router.statistics.counts_e.sum() == 2 * mask.sum()
+    torch.testing.assert_close(loss, model.training_step(batch, 0))  # causal: nobody sees padding
+    alone = model.predict_step({**batch, "token_mask": mask}, 0) if not chunked else None
+    if alone is not None:
+        torch.testing.assert_close(alone[:, :5], model.predict_step(batch, 0)[:, :5])
+
+
 def test_hyperparameters_are_plain_and_rebuild_the_module() -> None:
     model = make(lr=0.25, z_loss=0.5)
     copy = LanguageModel(**model.hparams)

@@ -34,7 +34,7 @@ def test_readme_is_one_page() -> None:
 
 def test_getting_started_has_the_readmes_program() -> None:
     """The latter is run by `tests/launched`."""
-    [program] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    [program, _] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert f"```python\n{program}```" in (ROOT / "docs" / "getting-started.md").read_text()
 
 

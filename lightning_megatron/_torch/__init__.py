@@ -38,6 +38,7 @@ from lightning_megatron._torch.graphs import TorchDispatchMode as TorchDispatchM
 from lightning_megatron._torch.graphs import compile_with_callers_only as compile_with_callers_only
 from lightning_megatron._torch.graphs import current_function_mode as current_function_mode
 from lightning_megatron._torch.graphs import keep_version as keep_version
+from lightning_megatron._torch.graphs import runs_backward as runs_backward
 from lightning_megatron._torch.graphs import tree_flatten as tree_flatten
 from lightning_megatron._torch.graphs import tree_map as tree_map
 from lightning_megatron._torch.graphs import tree_unflatten as tree_unflatten
@@ -54,7 +55,9 @@ from lightning_megatron._torch.groups import default_store as default_store
 from lightning_megatron._torch.groups import flight_recorder as flight_recorder
 from lightning_megatron._torch.groups import group_ranks as group_ranks
 from lightning_megatron._torch.groups import is_known as is_known
+from lightning_megatron._torch.groups import known_groups as known_groups
 from lightning_megatron._torch.groups import own_connection as own_connection
+from lightning_megatron._torch.groups import restart_group_names as restart_group_names
 from lightning_megatron._torch.groups import split_world as split_world
 from lightning_megatron._torch.kernels import cpu_attention as cpu_attention
 from lightning_megatron._torch.kernels import cpu_attention_backward as cpu_attention_backward
@@ -72,6 +75,7 @@ from lightning_megatron._torch.kernels import foreach_lerp_ as foreach_lerp_
 from lightning_megatron._torch.kernels import foreach_mul_ as foreach_mul_
 from lightning_megatron._torch.kernels import foreach_norm as foreach_norm
 from lightning_megatron._torch.kernels import foreach_sub_signs_ as foreach_sub_signs_
+from lightning_megatron._torch.kernels import grouped_mm_operator as grouped_mm_operator
 from lightning_megatron._torch.kernels import host_attention_operators as host_attention_operators
 from lightning_megatron._torch.kernels import in_shape as in_shape
 from lightning_megatron._torch.kernels import record_allocations as record_allocations
@@ -82,6 +86,7 @@ from lightning_megatron._torch.loader import StandInIterator as StandInIterator
 from lightning_megatron._torch.loader import copy_with_indices as copy_with_indices
 from lightning_megatron._torch.loader import end_queue as end_queue
 from lightning_megatron._torch.loader import replace_iterator as replace_iterator
+from lightning_megatron._torch.safetensors_dtypes import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from lightning_megatron._torch.state_dicts import DCP_METADATA_GLOBALS as DCP_METADATA_GLOBALS
 from lightning_megatron._torch.state_dicts import AnyBatchNorm as AnyBatchNorm
 from lightning_megatron._torch.state_dicts import IncompatibleKeys as IncompatibleKeys
@@ -96,4 +101,5 @@ from lightning_megatron._torch.state_dicts import state_hooks as state_hooks
 from lightning_megatron._torch.state_dicts import tensor_without_memory as tensor_without_memory
 from lightning_megatron._torch.state_dicts import tree_any as tree_any
 from lightning_megatron._torch.wrappers import stand_in as stand_in
+from lightning_megatron._torch.wrappers import without_modes as without_modes
 from lightning_megatron._torch.wrappers import writes as writes

@@ -63,3 +63,8 @@ def keep_version(tensor: Tensor) -> AbstractContextManager[None]:
     autograd: Any = torch.autograd
     kept: AbstractContextManager[None] = autograd._unsafe_preserve_version_counter(tensor)
     return kept
+
+
+def runs_backward() -> bool:
+    """Whether this thread is within a backward (2.11-2.13; torch's checkpoint asks so too)."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -29,6 +29,11 @@ def own_connection(store: Any) -> Any:
     return store if clone is None else clone()
 
 
+def known_groups() -> list[dist.ProcessGroup]:
+    """Return all groups of this process (2.11-2.13)."""
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []
+
+
 def is_known(group: dist.ProcessGroup) -> bool:
     """Whether a group exists and was not destroyed (2.11-2.13)."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
@@ -123,6 +128,16 @@ def abandon_process_groups() -> list[Any]:
     c10d._unregister_all_process_groups()
     world.group_count = 0
     return kept
+
+
+def restart_group_names() -> None:
+    """Number the names of process groups from 0 again, where there is none (2.11-2.13).
+
+    A default group that could not connect has taken a number. The next one would have another name
+    than on the other ranks, and they would wait for each other.
+    """
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
 
 
 def flight_recorder(*, entries: bool) -> dict[str, Any]:

@@ -259,3 +259,9 @@ def host_attention_operators() -> tuple[Any, Any]:
     aten: Any = torch.ops.aten
     name = "_scaled_dot_product_flash_attention_for_cpu"
     return getattr(aten, name), getattr(aten, f"{name}_backward")
+
+
+def grouped_mm_operator() -> Any:
+    """Operator behind `torch.nn.functional.grouped_mm` (2.11-2.13)."""
+    aten: Any = torch.ops.aten
+    return aten._grouped_mm

@@ -20,6 +20,7 @@ Monitoring: `Monitor` is all of these as one callback.
 - `GradientMonitor`, `ParameterNorm`, `GradientNoiseScale`: norms, clipping, critical batch size.
 - `PipelineMonitor`: share of the time in which pipeline ranks are idle.
 - `ContextMonitor`: how equally attention is divided over cp ranks.
+- `ExpertMonitor`: how equally tokens go to experts.
 - `CheckpointMonitor`: time, size and failures of saves.
 - `EventLogWriter`: events as JSON lines, of which `report` makes a page; goodput.
 - `LoggerGuard`: an error of a logger becomes a warning.
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.console import ConsoleLine as ConsoleLine
     from lightning_megatron.monitoring.context_monitor import ContextMonitor as ContextMonitor
     from lightning_megatron.monitoring.event_log import EventLogWriter as EventLogWriter
+    from lightning_megatron.monitoring.expert_monitor import ExpertMonitor as ExpertMonitor
     from lightning_megatron.monitoring.gradients import GradientMonitor as GradientMonitor
     from lightning_megatron.monitoring.logger_guard import LoggerGuard as LoggerGuard
     from lightning_megatron.monitoring.loss_monitor import LossMonitor as LossMonitor
@@ -84,6 +86,7 @@ _HOMES = {
     "ConsoleLine": ".monitoring.console",
     "ContextMonitor": ".monitoring.context_monitor",
     "EventLogWriter": ".monitoring.event_log",
+    "ExpertMonitor": ".monitoring.expert_monitor",
     "FaultTolerance": ".fault_tolerance.suite",
     "GradientMonitor": ".monitoring.gradients",
     "GradientNoiseScale": ".monitoring.noise_scale",
@@ -117,6 +120,7 @@ __all__ = [
     "ConsoleLine",
     "ContextMonitor",
     "EventLogWriter",
+    "ExpertMonitor",
     "FaultTolerance",
     "GradientMonitor",
     "GradientNoiseScale",

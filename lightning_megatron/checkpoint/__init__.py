@@ -11,7 +11,8 @@ During training or after it:
 
 Checkpoint directories in one process, without training:
 
-- `load_from_checkpoint`: a LightningModule; `load_full_state_dict`: its weights.
+- `load_from_checkpoint`: a LightningModule; `load_full_state_dict`: its weights; `load_tensor`: one
+  of them, or a part of it, such as one expert.
 - `load_transformer`: a `Transformer`; `stored_config`: its sizes.
 - `convert_to_lightning`, `export_safetensors`, `export_hugging_face`: files for other libraries.
 - `import_lightning`, `import_hugging_face`: checkpoint directories from other libraries' files.
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.export import (
         load_full_state_dict as load_full_state_dict,
     )
+    from lightning_megatron.checkpoint.offline.export import load_tensor as load_tensor
     from lightning_megatron.checkpoint.offline.huggingface.export_model import (
         export_hugging_face as export_hugging_face,
     )
@@ -77,6 +79,7 @@ _HOMES = {
     "is_checkpoint": "directory.manifest",
     "load_from_checkpoint": "offline.export",
     "load_full_state_dict": "offline.export",
+    "load_tensor": "offline.export",
     "load_transformer": "offline.huggingface.transformer",
     "read_manifest": "directory.manifest",
     "stored_config": "offline.huggingface.transformer",
@@ -96,6 +99,7 @@ __all__ = [
     "is_checkpoint",
     "load_from_checkpoint",
     "load_full_state_dict",
+    "load_tensor",
     "load_transformer",
     "read_manifest",
     "stored_config",

@@ -8,14 +8,18 @@ rectangles, and so is their product: with tp offset ``a`` along dimension ``k`` 
 ``b`` along dimension 0, this rank holds the `Chunk` at offset ``a * e_k + b * e_0`` of the full
 parameter. Checkpoints are written and read in chunks, so they do not depend on the layout.
 
+Of a fused projection tp divides every segment by itself (`topology.segments`), so a rank holds
+several rectangles of the full parameter. Its `Chunk` is one tensor all the same: its `rectangles`
+are what is written, read and sent.
+
 Names are those of the unpartitioned module. Pipeline items keep their names on every rank, the
 prefixes of ``torch.compile`` and activation checkpointing are removed, and a shared parameter has
 one canonical name (the first) with the others as aliases.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +31,16 @@ from lightning_megatron._torch import WRAPPER_NAMES
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.topology.segments import Piece, common_pieces, joined
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A rectangle of a tensor of the whole model, held by this process."""
+    """A rectangle of a tensor of the whole model, held by this process.
+
+    Of a tensor whose segments tp divides each by itself it is one of the tensor in rank order
+    (`topology.segments`), and several `rectangles` of the tensor itself.
+    """
 
     tensor: Tensor
     """Values of the rectangle: a plain local tensor, which shares the memory of the original."""
@@ -39,6 +48,10 @@ class Chunk:
     """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     """Index of the first element in the whole tensor, per dimension."""
+    pieces: tuple[Piece, ...] = ()
+    """First index and length of the runs of a divided dimension, if it is divided by segments."""
+    piece_dim: int = 0
+    """That dimension."""
     identical: bool = True
     """Whether all ranks with this rectangle have the same bits, so that any of them may write it.
     Where they may differ (batch norm statistics), the lowest rank writes."""
@@ -54,6 +67,31 @@ class Chunk:
     def is_whole(self) -> bool:
         """Whether the rectangle is the whole tensor."""
         return self.sizes == self.full_shape
+
+    def rectangles(self) -> "tuple[Chunk, ...]":
+        """Return the rectangles of the tensor, whose values are views."""
+        if not self.pieces:
+            return (self,)
+        found, begin, dim = [], 0, self.piece_dim
+        for first, length in self.pieces:
+            part = self.tensor.narrow(dim, begin, length)
+            offsets = (*self.offsets[:dim], first, *self.offsets[dim + 1 :])
+            found.append(replace(self, tensor=part, offsets=offsets, pieces=()))
+            begin += length
+        return tuple(found)
+
+    def rectangle(self, offsets: Sequence[int]) -> "Chunk":
+        """Return the rectangle that begins at ``offsets``."""
+        return next(r for r in self.rectangles() if r.offsets == tuple(offsets))
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return the part of a whole tensor that the chunk describes."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            if self.pieces and dim == self.piece_dim:
+                whole = joined(whole, dim, self.pieces)
+            else:
+                whole = whole.narrow(dim, offset, size)
+        return whole
 
 
 def whole(tensor: Tensor, *, identical: bool = True) -> Chunk:
@@ -108,7 +146,7 @@ def model_chunks(
         of ``state_dict`` (``get_extra_state``, persistent metric states) unchanged.
 
     Raises:
-        ConfigError: the shard of a parameter is not one rectangle.
+        ConfigError: ZeRO's shard of a parameter is not one rectangle.
     """
     state = {clean_name(name): value for name, value in module.state_dict().items()}
     described = own_chunks(module, canonical, rows)
@@ -166,12 +204,12 @@ class StateMapping(dict[str, Any]):
             is passed to ``_load_from_state_dict`` on loading.
     """
 
-    def __init__(self, state: Mapping[str, Any], versions: Mapping[str, int]) -> None:
+    def __init__(self, state: Mapping[str, Any], versions: Mapping[str, int | str]) -> None:
         super().__init__(state)
         self.versions = dict(versions)
 
 
-def versions_of(module: nn.Module) -> dict[str, int]:
+def versions_of(module: nn.Module) -> dict[str, int | str]:
     """Return the versions of a module and its children, by name, where they are not 1."""
     return {
         clean_name(f"{name}.").removesuffix("."): child._version
@@ -193,13 +231,24 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
-ChunkForm = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape of the whole tensor, offsets, sizes, dtype."""
+Form = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rectangle."""
+
+
+class ChunkForm(NamedTuple):
+    """Form of a chunk, for other ranks."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    rectangles: tuple[Form, ...]
+    """Rectangles of the tensor."""
+    dtype: torch.dtype
 
 
 def describe(chunk: Chunk) -> tuple[ChunkForm, tuple[str, ...]]:
     """Return the form of a chunk and its aliases, for other ranks."""
-    return (chunk.full_shape, chunk.offsets, chunk.sizes, chunk.tensor.dtype), chunk.aliases
+    forms = tuple((part.offsets, part.sizes) for part in chunk.rectangles())
+    return ChunkForm(chunk.full_shape, forms, chunk.tensor.dtype), chunk.aliases
 
 
 def assemble(
@@ -219,13 +268,15 @@ def assemble(
         device: device of the result, and of the messages.
         keep: whether this rank returns the whole tensor; otherwise None.
     """
-    sources: dict[ChunkForm, int] = {}
+    sources: dict[tuple[tuple[int, ...], Form, torch.dtype], int] = {}
     for source, known in enumerate(everyone):
         if name in known:
-            sources.setdefault(known[name][0], source)
+            form = known[name][0]
+            for rectangle in form.rectangles:
+                sources.setdefault((form.shape, rectangle, form.dtype), source)
     here = dist.get_rank()
     full: Tensor | None = None
-    for (shape, offsets, sizes, dtype), source in sources.items():
+    for (shape, (offsets, sizes), dtype), source in sources.items():
         if keep and full is None:
             full = torch.empty(shape, dtype=dtype, device=device)
         if not torch.Size(sizes).numel():
@@ -233,7 +284,7 @@ def assemble(
         part = torch.empty(sizes, dtype=dtype, device=device)
         if here == source:
             assert chunk is not None
-            part.copy_(chunk.tensor)
+            part.copy_(chunk.rectangle(offsets).tensor)
         dist.broadcast(part, src=source)
         if full is not None:
             target = full
@@ -264,11 +315,20 @@ def _parameter_chunk(
     shard = shards.get(name, TensorShard(full_shape=slice_shape))
     offsets = list(_fsdp_offsets(name, value))
     if rows is not None:
-        offsets[0] = rows.start
+        offsets = list(rows.offsets)
         value = rows.refresh()
+    held, pieces = local_tensor(value), shard.pieces
     if shard.dim is not None:
+        if pieces:
+            pieces = common_pieces(pieces, offsets[shard.dim], held.shape[shard.dim])
         offsets[shard.dim] += shard.offset
-    return Chunk(tensor=local_tensor(value), full_shape=shard.full_shape, offsets=tuple(offsets))
+    return Chunk(
+        tensor=held,
+        full_shape=shard.full_shape,
+        offsets=tuple(offsets),
+        pieces=pieces,
+        piece_dim=shard.dim or 0,
+    )
 
 
 def _fsdp_offsets(name: str, value: Tensor) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from lightning_megatron.checkpoint.chunks import Chunk, own_chunks, parameter_na
 from lightning_megatron.checkpoint.directory.index import summary
 from lightning_megatron.checkpoint.directory.manifest import Manifest
 from lightning_megatron.checkpoint.load.lazy_tensor import LazyCache, LazyTensor
-from lightning_megatron.checkpoint.load.module_state import ModuleState, cut, redirected
+from lightning_megatron.checkpoint.load.module_state import ModuleState, redirected
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX, CheckpointReader
 from lightning_megatron.checkpoint.optimizer_state import OptimizerRestore, OptimizerSnapshot
 from lightning_megatron.checkpoint.rank_coordination import Peers
@@ -264,7 +264,7 @@ class _Loading:
                     self.stored[f"{MODEL_PREFIX}.{owner}"] = f"{MODEL_PREFIX}.{value.source}"
                     continue
                 value = changed
-            self._values.append((chunk, cut(value, chunk)))
+            self._values.append((chunk, chunk.cut(value)))
 
     def _load_by_override(self, strict: bool) -> None:
         """Run the module's own load_state_dict, which reads values as it goes."""
@@ -278,7 +278,7 @@ class _Loading:
             self._found.finish()
             for owner, value in self._found.taken.items():
                 if owner not in self._found.parts and owner in chunks:
-                    chunks[owner].tensor.copy_(cut(value, chunks[owner]))
+                    chunks[owner].tensor.copy_(chunks[owner].cut(value))
             return keys
 
         with redirected(self._module, take):

@@ -77,6 +77,11 @@ class CheckpointConfig:
     """Number of the newest checkpoints of each ModelCheckpoint that are kept, beside those that a
     ModelCheckpoint holds as best or last; None leaves deleting to the callbacks. It is meant for
     ``save_top_k=-1``. An older one is deleted when a newer one is complete and verified."""
+    weights: Literal["all", "trainable"] = "all"
+    """Weights that are saved. ``"trainable"`` leaves out parameters that do not learn when a
+    checkpoint is saved, as the model below adapters: a checkpoint is then as small as the adapters
+    and their optimizer state. Whoever loads it begins with the same model, which is checked
+    (`checkpoint.frozen_weights`). Buffers are saved."""
     exclude: Sequence[str] = ()
     """Parts of a checkpoint that ``ckpt_path`` does not load: patterns of names of weights, like
     ``head.*``, and ``optimizer``, ``lr_schedulers``, ``loops`` (progress) and ``callbacks``. The
@@ -98,6 +103,7 @@ class CheckpointConfig:
             ("mode", ("async", "sync")),
             ("on_error", ("continue", "raise")),
             ("when_busy", ("wait", "supersede")),
+            ("weights", ("all", "trainable")),
         ):
             if (value := getattr(self, name)) not in choices:
                 problems.append(

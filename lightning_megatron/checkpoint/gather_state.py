@@ -1,6 +1,6 @@
 """`gather`: the whole weights of a module that is sharded over processes."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lightning_megatron.checkpoint.chunks import (
     assemble,
     describe,
     model_chunks,
+    own_chunks,
 )
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.whole_state import WholeState, edits_state
@@ -20,7 +21,10 @@ from lightning_megatron.parallel.apply import layout_of
 
 
 def gather(
-    module: nn.Module, rank: int | None = None, device: torch.device | None = None
+    module: nn.Module,
+    rank: int | None = None,
+    device: torch.device | None = None,
+    prefix: str = "",
 ) -> dict[str, Any]:
     """Return the state_dict of a module with whole, plain tensors, under any layout; collective.
 
@@ -34,6 +38,7 @@ def gather(
         module: the LightningModule.
         rank: rank of the only process that returns the result; all of them if None.
         device: device of the result, to which it moves tensor by tensor; None for the module's.
+        prefix: beginning of the names that are wanted, which may spare gathering the others.
 
     Returns:
         The ``state_dict`` that the module would have in one process, with copies of the tensors;
@@ -62,11 +67,42 @@ def gather(
     dist.all_gather_object(everyone, {n: describe(c) for n, c in _chunks(state)})
     found: dict[str, Any] = {n: v for n, v in state.items() if not isinstance(v, Chunk)}
     for name in sorted(set().union(*everyone)):
+        aliases = {alias for known in everyone if name in known for alias in known[name][1]}
+        if not any(each.startswith(prefix) for each in (name, *aliases)):
+            continue
         whole = assemble(name, state.get(name), everyone, parallel.topology.device, keep=mine)
         whole = whole if whole is None or device is None else whole.to(device)
-        aliases = {alias for known in everyone if name in known for alias in known[name][1]}
         found |= dict.fromkeys((name, *sorted(aliases)), whole)
     return found if mine else {}
+
+
+def gather_named(
+    module: nn.Module, names: Collection[str], rank: int | None = None
+) -> dict[str, Tensor]:
+    """Return whole parameters and buffers of these names; collective over several processes.
+
+    Args:
+        module: the LightningModule, on its layout.
+        names: names in the module, aliases of shared tensors among them.
+        rank: rank of the only process that returns the result; all of them if None.
+
+    Returns:
+        Copies by name; an empty dictionary on the other ranks if ``rank`` is given.
+    """
+    parallel = layout_of(module)
+    assert parallel is not None
+    parallel.data.come_to_rest()
+    chunks = own_chunks(module, parallel.canonical, parallel.data.rows)
+    wanted = {n: c for n, c in chunks.items() if not {n, *c.aliases}.isdisjoint(names)}
+    everyone: list[dict[str, tuple[ChunkForm, tuple[str, ...]]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, {n: describe(c) for n, c in wanted.items()})
+    mine, found = rank is None or dist.get_rank() == rank, dict[str, Tensor]()
+    for name in sorted(set().union(*everyone)):
+        full = assemble(name, wanted.get(name), everyone, parallel.topology.device, keep=mine)
+        aliases = {alias for known in everyone if name in known for alias in known[name][1]}
+        if full is not None:
+            found |= dict.fromkeys((name, *aliases), full)
+    return {name: found[name] for name in names if name in found}
 
 
 def _chunks(state: dict[str, Any]) -> Iterator[tuple[str, Chunk]]:

@@ -275,19 +275,15 @@ def _state_chunk(key: str, value: Tensor, parameter: Chunk, optimizer: Optimizer
     local = local_tensor(value)
     if (reduced := _without(key, parameter, optimizer)) is not None:
         return replace(reduced, tensor=local) if tuple(local.shape) == reduced.sizes else None
-    if tuple(local.shape) == parameter.sizes:
-        return replace(parameter, tensor=local, aliases=())
-    if local.numel() == 1 or parameter.is_whole:
-        return whole(local)
-    if not steps_on_shards(optimizer):  # it is lent whole tensors, on every rank
-        if tuple(local.shape) == parameter.full_shape:
-            for dim, (offset, size) in enumerate(
-                zip(parameter.offsets, parameter.sizes, strict=True)
-            ):
-                local = local.narrow(dim, offset, size)
+    if steps_on_shards(optimizer) or parameter.is_whole:
+        if tuple(local.shape) == parameter.sizes:
             return replace(parameter, tensor=local, aliases=())
-        if set(local.shape) <= {1, *parameter.full_shape}:
-            return whole(local)
+        return whole(local) if local.numel() == 1 or parameter.is_whole else None
+    # It is lent whole tensors, on every rank; a shard of one row may look like a sum over rows.
+    if tuple(local.shape) == parameter.full_shape:
+        return replace(parameter, tensor=parameter.cut(local), aliases=())
+    if local.numel() == 1 or set(local.shape) <= {1, *parameter.full_shape}:
+        return whole(local)
     return None
 
 
@@ -306,6 +302,7 @@ def _without(key: str, parameter: Chunk, optimizer: Optimizer) -> Chunk | None:
         tensor=parameter.tensor.new_empty(put(parameter.sizes, 1), device="meta"),
         full_shape=put(parameter.full_shape, 1),
         offsets=put(parameter.offsets, 0),
+        pieces=() if parameter.piece_dim == dim else parameter.pieces,
         aliases=(),
     )
 

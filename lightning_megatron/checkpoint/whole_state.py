@@ -105,7 +105,7 @@ class WholeState:
     def _lazy_tensors(self) -> dict[str, Tensor]:
         device, found = self._parallel.topology.device, dict[str, Tensor]()
         for known in self._everyone:
-            for name, ((shape, _, _, dtype), aliases) in known.items():
+            for name, ((shape, _, dtype), aliases) in known.items():
                 lazy = found.get(name)
                 if lazy is None:
 

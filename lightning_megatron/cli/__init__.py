@@ -31,6 +31,7 @@ _COMMANDS = {
     "init": "write a recipe into this folder, or list the recipes",
     "generate": "continue a text with the model of a checkpoint",
     "convert": "take weights to and from Hugging Face, Lightning and one file",
+    "adopt": "say how a model of another library would be split",
     "ckpt": "list, show and verify checkpoints",
     "schedule": "draw a pipeline schedule and say what it costs",
     "context": "say what attention sends when sequences are split over GPUs",

@@ -15,9 +15,10 @@ from jsonargparse import ArgumentParser
 from lightning_megatron.parallel.plan import PipelineConfig
 from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.topology.context_layout import ContextConfig
+from lightning_megatron.topology.expert_layout import ExpertConfig
 
 STRATEGY = "--trainer.strategy"
-NUMBERS = {"pp": "degree", "cp": "degree", "zero": "stage"}
+NUMBERS = {"pp": "degree", "cp": "degree", "ep": "degree", "zero": "stage"}
 """Field of the config that holds the number, by axis."""
 
 
@@ -29,7 +30,12 @@ def help_of_axis(args: Sequence[str]) -> str | None:
     >>> "--trainer.strategy.pp.schedule" in help_of_axis(["fit", "--trainer.strategy.pp.help"])
     True
     """
-    configs = {"pp": PipelineConfig, "cp": ContextConfig, "zero": ShardingConfig}
+    configs = {
+        "pp": PipelineConfig,
+        "cp": ContextConfig,
+        "ep": ExpertConfig,
+        "zero": ShardingConfig,
+    }
     for axis, config in configs.items():
         option = f"{STRATEGY}.{axis}"
         if any(arg.partition("=")[0] == f"{option}.help" for arg in args):

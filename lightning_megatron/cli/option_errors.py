@@ -87,7 +87,7 @@ def explain(message: str, parser: Any, defaults: dict[str, str], args: Sequence[
     if unknown:
         name = next(group for group in unknown.groups() if group)
         return _unknown(name, place, parser, defaults)
-    if re.search(r"Parser key \"config\"|^Problems parsing config", message):
+    if re.match(r"Parser key \"config\"|Problems parsing config", message):
         return _config(message, args)
     given = _GIVEN.search(message)
     value = given[1] if given else ""

@@ -2,11 +2,13 @@
 
 * Linear layers: `ColumnParallelLinear`, `RowParallelLinear`, `column_parallel`
 * Vocabulary: `VocabParallelEmbedding`, `VocabParallelCrossEntropy`, `LinearCrossEntropy`
-* Attention: `CausalSelfAttention`, `SelfAttention`, `CrossAttention`, without parameters
-  `ContextAttention`; several documents in a row: `documents_of`
+* Attention: `CausalSelfAttention`, `SelfAttention`, `CrossAttention`, with keys and values from a
+  latent `LatentAttention` (`LatentSizes`), without parameters `ContextAttention`; several documents
+  in a row: `documents_of`
 * Where positions are: `Rotary`, `RopeScaling`, `Alibi`, `alibi_slopes`, `PositionEmbedding`
 * Other parts of a transformer: `MLP`, `RMSNorm`, `LayerNorm`, `Dropout`; blocks: `EncoderBlock`,
-  `DecoderBlock`
+  `DecoderBlock`; in place of an `MLP`: `MixtureOfExperts`, `RouterConfig`,
+  `auxiliary_loss`
 * Over a feature dim that tp splits: `ParallelLayerNorm`, `ParallelRMSNorm`, `ParallelSoftmax`
 * Stack of layers that the pipeline divides into stages: `PipelineSequential`
 * Where a sequence is cut over cp and joined: `SplitContext`, `GatherContext`; what comes out of a
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
     from lightning_megatron.layers.dropout import Dropout
     from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
     from lightning_megatron.layers.encoder import DecoderBlock, EncoderBlock
+    from lightning_megatron.layers.experts.auxiliary_loss import auxiliary_loss
+    from lightning_megatron.layers.experts.config import RouterConfig
+    from lightning_megatron.layers.experts.mixture import MixtureOfExperts
+    from lightning_megatron.layers.latent_attention import LatentAttention
+    from lightning_megatron.layers.latent_sizes import LatentSizes
     from lightning_megatron.layers.linear import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -61,9 +68,12 @@ _HOMES = {
     "Dropout": "dropout",
     "EncoderBlock": "encoder",
     "GatherContext": "context_split",
+    "LatentAttention": "latent_attention",
+    "LatentSizes": "latent_sizes",
     "LayerNorm": "norm",
     "LinearCrossEntropy": "linear_loss",
     "MLP": "mlp",
+    "MixtureOfExperts": "experts.mixture",
     "ParallelLayer": "base",
     "ParallelLayerNorm": "parallel_norm",
     "ParallelRMSNorm": "parallel_norm",
@@ -73,6 +83,7 @@ _HOMES = {
     "RMSNorm": "norm",
     "RopeScaling": "rotary",
     "Rotary": "rotary",
+    "RouterConfig": "experts.config",
     "RowParallelLinear": "linear",
     "SelfAttention": "attention",
     "SplitContext": "context_split",
@@ -81,6 +92,7 @@ _HOMES = {
     "VocabParallelCrossEntropy": "loss",
     "VocabParallelEmbedding": "embedding",
     "alibi_slopes": "alibi",
+    "auxiliary_loss": "experts.auxiliary_loss",
     "column_parallel": "linear",
     "documents_of": "packed_documents",
     "own_part": "splits",
@@ -98,9 +110,12 @@ __all__ = [
     "Dropout",
     "EncoderBlock",
     "GatherContext",
+    "LatentAttention",
+    "LatentSizes",
     "LayerNorm",
     "LinearCrossEntropy",
     "MLP",
+    "MixtureOfExperts",
     "ParallelLayer",
     "ParallelLayerNorm",
     "ParallelRMSNorm",
@@ -110,6 +125,7 @@ __all__ = [
     "RMSNorm",
     "RopeScaling",
     "Rotary",
+    "RouterConfig",
     "RowParallelLinear",
     "SelfAttention",
     "SplitContext",
@@ -118,6 +134,7 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "alibi_slopes",
+    "auxiliary_loss",
     "column_parallel",
     "documents_of",
     "own_part",

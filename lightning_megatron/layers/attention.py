@@ -22,6 +22,7 @@ sequence, `layers.attention_exchange` brings together what the ranks hold.
 Legend: b batch, s sequence, t positions of a memory, h hidden size, n heads, d head dim.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -54,8 +55,87 @@ from lightning_megatron.topology.context_layout import ContextConfig, ContextLay
 from lightning_megatron.topology.degrees import Degrees
 
 
-class AttentionLayer(ParallelLayer):
-    """Base of attention layers: the four projections, apart from each other.
+class AttentionBase(ParallelLayer):
+    """Base of attention layers: their heads, and attention of queries, keys and values.
+
+    Args:
+        num_heads: number of query heads over all ranks.
+        num_kv_heads: number of key-value heads.
+        dropout: probability of an attention weight to be zeroed.
+
+    Attributes:
+        backend: kernel that computes attention (`layers.attention_backends`).
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.dropout = dropout
+        self.backend: AttentionBackend = "sdpa"
+
+    @override
+    def problems(self, degrees: Degrees) -> list[str]:
+        problems = tp_head_problems(self.num_heads, self.num_kv_heads, degrees.tp)
+        not_installed = missing(self.backend)
+        if not_installed:
+            problems.append(
+                f"attention_backend={self.backend}: {not_installed}; nearest valid: sdpa"
+            )
+        return problems
+
+    @override
+    def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
+        problem = backend_problem(self.backend, config.degree)
+        return (
+            [problem]
+            if problem
+            else kind_problems(
+                config.kind,
+                cp=config.degree,
+                tp=tp,
+                num_heads=self.num_heads,
+                dropout=self.dropout,
+                ulysses=config.ulysses,
+            )
+        )
+
+    def _means(
+        self,
+        backend: AttentionBackend,
+        call: AttentionCall,
+        layout: ContextLayout | None = None,
+        key_layout: ContextLayout | None = None,
+        *,
+        whole_keys: bool = False,
+    ) -> Tensor:
+        """Weighted means of the values, ``[b, s, n, d]``.
+
+        Args:
+            backend: kernel.
+            call: tensors and what hides keys.
+            layout: split of the queries' sequence over cp; None if it is whole.
+            key_layout: split of the keys' sequence, if it is another one.
+            whole_keys: whether this rank has the keys of the whole sequence.
+        """
+        context = self.context if layout is not None else None
+        dropped = self.training and self.dropout > 0
+        if dropped:
+            call = replace(call, dropout=self.dropout)
+        with random_stream(self.topology, sharded=True) if dropped else nullcontext():
+            if context is None or layout is None:
+                return attend(backend, call)
+            return attend_over_ranks(
+                context, layout, backend, call, key_layout, whole_keys=whole_keys
+            )
+
+    @override
+    def extra_repr(self) -> str:
+        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {super().extra_repr()}"
+
+
+class AttentionLayer(AttentionBase):
+    """Base of attention layers with four projections, apart from each other.
 
     Their parameters are those of ``wq``, ``wk``, ``wv`` and ``wo``, so that a checkpoint does not
     depend on tp.
@@ -96,14 +176,10 @@ class AttentionLayer(ParallelLayer):
         init_std: float | None = None,
         out_init_std: float | None = None,
     ) -> None:
-        super().__init__()
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         raise_if_any(head_problems(hidden_size, num_heads, kv_heads, head_dim))
-        self.num_heads = num_heads
-        self.num_kv_heads = kv_heads
+        super().__init__(num_heads, kv_heads, dropout)
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        self.dropout = dropout
-        self.backend: AttentionBackend = "sdpa"
         q_size, kv_size = num_heads * self.head_dim, kv_heads * self.head_dim
         kv_in = hidden_size if memory_size is None else memory_size
         self.wq = ColumnParallelLinear(hidden_size, q_size, qkv_bias, init_std=init_std)
@@ -117,32 +193,6 @@ class AttentionLayer(ParallelLayer):
             self.q_norm, self.k_norm = (HeadNorm(self.head_dim, qk_norm_eps) for _ in range(2))
         out_std = init_std if out_init_std is None else out_init_std
         self.wo = RowParallelLinear(q_size, hidden_size, out_bias, init_std=out_std)
-
-    @override
-    def problems(self, degrees: Degrees) -> list[str]:
-        problems = tp_head_problems(self.num_heads, self.num_kv_heads, degrees.tp)
-        not_installed = missing(self.backend)
-        if not_installed:
-            problems.append(
-                f"attention_backend={self.backend}: {not_installed}; nearest valid: sdpa"
-            )
-        return problems
-
-    @override
-    def context_problems(self, config: ContextConfig, tp: int) -> list[str]:
-        problem = backend_problem(self.backend, config.degree)
-        return (
-            [problem]
-            if problem
-            else kind_problems(
-                config.kind,
-                cp=config.degree,
-                tp=tp,
-                num_heads=self.num_heads,
-                dropout=self.dropout,
-                ulysses=config.ulysses,
-            )
-        )
 
     def _projected(self, x: Tensor, memory: Tensor | None = None) -> list[Tensor]:
         """Queries of ``x``, and keys and values of ``memory``, by heads."""
@@ -171,31 +221,9 @@ class AttentionLayer(ParallelLayer):
                 rank has all keys.
             key_layout: split of the keys' sequence, if it is another one.
         """
-        if self.training and self.dropout:
-            call = replace(call, dropout=self.dropout)
-            with random_stream(self.topology, sharded=True):
-                y_bsnd = self._means(backend, call, layout, key_layout)
-        else:
-            y_bsnd = self._means(backend, call, layout, key_layout)
+        y_bsnd = self._means(backend, call, layout, key_layout)
         out: Tensor = self.wo(y_bsnd.flatten(2))
         return out
-
-    def _means(
-        self,
-        backend: AttentionBackend,
-        call: AttentionCall,
-        layout: ContextLayout | None,
-        key_layout: ContextLayout | None,
-    ) -> Tensor:
-        """Weighted means of the values, ``[b, s, n, d]``."""
-        context = self.context if layout is not None else None
-        if context is None or layout is None:
-            return attend(backend, call)
-        return attend_over_ranks(context, layout, backend, call, key_layout)
-
-    @override
-    def extra_repr(self) -> str:
-        return f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, {super().extra_repr()}"
 
 
 class SelfAttention(AttentionLayer):

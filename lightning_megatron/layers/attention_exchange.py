@@ -14,7 +14,7 @@ Legend: b batch, s sequence, n heads, d head dim.
 
 import logging
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -84,6 +84,8 @@ def attend_over_ranks(
     backend: AttentionBackend,
     call: AttentionCall,
     key_layout: ContextLayout | None = None,
+    *,
+    whole_keys: bool = False,
 ) -> Tensor:
     """Attention ``[b, s, n, d]`` of this rank's queries over the keys of all cp ranks.
 
@@ -93,6 +95,8 @@ def attend_over_ranks(
         backend: kernel that the layer names.
         call: this rank's queries, keys and values; masks and documents are whole.
         key_layout: split of the keys' sequence, if it is another one.
+        whole_keys: whether ``call`` has keys and values of the whole sequence, filled up to
+            ``layout.padded``, so that nothing is exchanged.
 
     Raises:
         ConfigError: the kind cannot do this call, or its tensors do not fit.
@@ -103,7 +107,9 @@ def attend_over_ranks(
     if call.documents is not None:
         check_documents(call.documents, call.q_bsnd.shape[0], layout.length)
     mask = _whole_mask(call, layout, key_layout or layout)
-    kind = _kind(context, layout, call, key_layout, mask is not None)
+    kind: Kind | Literal["whole"] = "whole"
+    if not whole_keys:
+        kind = _kind(context, layout, call, key_layout, mask is not None)
     ruled = call.mask is None
     options = ContextCall(
         layout=layout,

@@ -10,8 +10,8 @@ parameter.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,12 @@ from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.segments import Piece, Segments, joined
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShard:
-    """Part of the full parameter that this tensor-parallel rank holds."""
+    """Part of the full parameter that this rank of tp, or of ep, holds."""
 
     full_shape: tuple[int, ...]
     """Shape of the unpartitioned parameter."""
@@ -36,6 +37,28 @@ class TensorShard:
     sum_gradients: bool = False
     """Whether each tp rank computes only a part of the gradient of a parameter that all ranks hold
     whole. The parts are summed over tp after backward."""
+    axis: Literal["tp", "ep"] = "tp"
+    """Axis that divides the parameter; those of experts are divided over ep, also where ep is 1."""
+    stacked: bool = False
+    """Whether it is a stack of independent matrices along dimension 0."""
+    segments: Segments | None = None
+    """Segments of ``dim``, each of which is divided by itself (a fused projection); ``offset`` is
+    then that of the ranks' parts one after the other."""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """First index and length of every run that this rank holds of ``dim``, with segments."""
+        if self.segments is None or self.dim is None:
+            return ()
+        return self.segments.pieces(self.offset * self.segments.ranks // self.full_shape[self.dim])
+
+    def part_of(self, full: Tensor, length: int) -> Tensor:
+        """Return a copy of this rank's part, of ``length`` along ``dim``, of the full parameter."""
+        if self.dim is None:
+            return full.clone()
+        if self.segments is not None:
+            return joined(full, self.dim, self.pieces)
+        return full.narrow(self.dim, self.offset, length).contiguous().clone()
 
 
 class ParallelLayer(nn.Module):
@@ -51,10 +74,14 @@ class ParallelLayer(nn.Module):
             whole run.
         splits_context: whether the layer takes whole sequences and returns this cp rank's part.
         joins_context: whether it takes this cp rank's part and returns whole sequences.
+        shard_axis: axis over which the parameters are divided.
+        stacked: names of parameters that are stacks of independent matrices along dim 0;
+            `init_parameter` fills one matrix at a time.
         tensor_shards: shard of each parameter by its local name; empty until `distribute`.
         wgrad_queue: queue of weight gradients that are computed later (`layers.delayed_wgrad`).
         without_graphs: queue that calls the layer between compiled graphs, if no compiler may trace
             the layer.
+        never_in_graphs: whether none may, however the layer is distributed.
     """
 
     topology: Topology | None = None
@@ -62,8 +89,11 @@ class ParallelLayer(nn.Module):
     trunk_context: Context | None = None
     splits_context: bool = False
     joins_context: bool = False
+    shard_axis: Literal["tp", "ep"] = "tp"
+    stacked: frozenset[str] = frozenset()
     wgrad_queue: Any = None
     without_graphs: Any = None
+    never_in_graphs: bool = False
     tensor_shards: Mapping[str, TensorShard]
 
     def __init__(self) -> None:
@@ -85,6 +115,10 @@ class ParallelLayer(nn.Module):
 
     def shard_dims(self) -> dict[str, int]:
         """Dimension along which each partitioned parameter is split; others are held whole."""
+        return {}
+
+    def segments(self) -> dict[str, tuple[int, ...]]:
+        """Lengths of the segments of a parameter's split dimension, if each is split by itself."""
         return {}
 
     def summed_parameters(self, topology: Topology) -> frozenset[str]:
@@ -119,21 +153,26 @@ class ParallelLayer(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 if not parameter.is_meta:
-                    self.init_parameter(name, parameter)
+                    for part in parameter if name in self.stacked else (parameter,):
+                        self.init_parameter(name, part)
 
     def distribute(self, topology: Topology) -> None:
-        """Keep this tp rank's slice of every partitioned parameter (real or meta)."""
+        """Keep this rank's slice of every partitioned parameter (real or meta)."""
         dims, summed = self.shard_dims(), self.summed_parameters(topology)
+        segments = self.segments()
+        axis = topology.ep if self.shard_axis == "ep" else topology.tp
         shards: dict[str, TensorShard] = {}
         for name, parameter in list(self.named_parameters(recurse=False)):
             shape, dim = tuple(parameter.shape), dims.get(name)
-            if dim is None or topology.tp.size == 1:
-                shards[name] = TensorShard(full_shape=shape, sum_gradients=name in summed)
+            held = TensorShard(full_shape=shape, axis=self.shard_axis, stacked=name in self.stacked)
+            if dim is None or axis.size == 1:
+                shards[name] = replace(held, sum_gradients=name in summed)
                 continue
-            length = shape[dim] // topology.tp.size
-            offset = length * topology.tp.rank
-            shards[name] = TensorShard(full_shape=shape, dim=dim, offset=offset)
-            piece = parameter.detach().narrow(dim, offset, length).contiguous().clone()
+            length = shape[dim] // axis.size
+            offset = length * axis.rank
+            parts = Segments(segments[name], axis.size) if name in segments else None
+            shards[name] = replace(held, dim=dim, offset=offset, segments=parts)
+            piece = shards[name].part_of(parameter.detach(), length)
             setattr(self, name, nn.Parameter(piece, requires_grad=parameter.requires_grad))
         self.tensor_shards = shards
         self.topology = topology

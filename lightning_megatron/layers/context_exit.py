@@ -110,7 +110,15 @@ class ContextExit:
             self._check(x)
             return x
         layout = only_layout(self.context, local, f"who takes the output of a {self._name}")
-        place = Place(layout, self.context.cp, 0, layout.length, residual=residual, said=self._said)
+        place = Place(
+            layout,
+            self.context.cp,
+            0,
+            layout.length,
+            residual=residual,
+            may_gather=False,
+            said=self._said,
+        )
         count = sum(n for _, n in place.own)
         rows = x if residual is not None or count == local else x.narrow(1, 0, count)
         out = context_tensor(rows, place)

@@ -40,6 +40,8 @@ class Place:
     """Order of the dims."""
     residual: Axis | None = None
     """Axis of the tp ranks among which sequence parallelism divides each part once more."""
+    may_gather: bool = True
+    """Whether a part that is divided among tp ranks is gathered where somebody reads it."""
     said: set[str] = field(default_factory=set, compare=False, repr=False)
     """Functions of which the log already says that they gathered."""
 

@@ -144,7 +144,7 @@ def _on_whole(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if part is None:
             return leaf
         _say_once(getattr(func, "__name__", str(func)), part.place)
-        if part.place.residual is not None:
+        if part.place.residual is not None and not part.place.may_gather:
             raise ConfigError(_of_residual(func))
         return part.whole_of(leaf)
 

@@ -141,13 +141,14 @@ def end_graphs(module: nn.Module) -> None:
     """Let layers that no compiler may trace run between compiled graphs.
 
     These are layers split over tp with a `GemmBackend`: the backends share scales over tp and keep
-    histories of them, which no graph can.
+    histories of them, which no graph can. Mixtures of experts are others: numbers of rows follow
+    from the data.
     """
     never = WgradQueue()
     never.enabled = False
     never.load()
     for child in module.modules():
-        if isinstance(child, ParallelLayer) and child.tp_size > 1:
+        if isinstance(child, ParallelLayer) and (child.tp_size > 1 or child.never_in_graphs):
             child.without_graphs = never
 
 

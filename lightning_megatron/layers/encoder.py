@@ -44,6 +44,7 @@ class _Block(nn.Module):
         dropout: dropout on the output of each part of the block.
         attention_dropout: dropout on the attention weights.
         init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
+        mlp: module in place of the MLP, such as `MixtureOfExperts`.
     """
 
     _attention: type[SelfAttention]
@@ -62,6 +63,7 @@ class _Block(nn.Module):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         init_std: float | None = None,
+        mlp: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self._norm, self._bias = norm, bias
@@ -77,8 +79,15 @@ class _Block(nn.Module):
             init_std=init_std,
         )
         self.mlp_norm = self._make_norm(hidden_size)
-        width = 4 * hidden_size if mlp_size is None else mlp_size
-        self.mlp = MLP(hidden_size, width, activation, bias=bias, init_std=init_std)
+        if mlp is None:
+            width = 4 * hidden_size if mlp_size is None else mlp_size
+            mlp = MLP(hidden_size, width, activation, bias=bias, init_std=init_std)
+        elif mlp_size is not None:
+            raise ConfigError(
+                f"mlp_size={mlp_size}, mlp={type(mlp).__name__}: the module has its own size; "
+                "nearest valid: mlp_size=None"
+            )
+        self.mlp = mlp
         self.dropout = Dropout(dropout)
 
     def _make_norm(self, hidden_size: int) -> ParallelLayer:
@@ -110,6 +119,7 @@ class EncoderBlock(_Block):
         dropout: dropout on the output of each half of the block.
         attention_dropout: dropout on the attention weights.
         init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
+        mlp: module in place of the MLP, such as `MixtureOfExperts`.
 
     Raises:
         ConfigError: sizes do not fit each other, or a name is unknown.
@@ -159,6 +169,7 @@ class DecoderBlock(_Block):
         dropout: dropout on the output of each part of the block.
         attention_dropout: dropout on the attention weights.
         init_std: standard deviation of the initial weights; as ``nn.Linear`` when None.
+        mlp: module in place of the MLP, such as `MixtureOfExperts`.
 
     Raises:
         ConfigError: sizes do not fit each other, or a name is unknown.
@@ -185,6 +196,7 @@ class DecoderBlock(_Block):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         init_std: float | None = None,
+        mlp: nn.Module | None = None,
     ) -> None:
         super().__init__(
             hidden_size,
@@ -197,6 +209,7 @@ class DecoderBlock(_Block):
             dropout=dropout,
             attention_dropout=attention_dropout,
             init_std=init_std,
+            mlp=mlp,
         )
         self.cross_norm = self._make_norm(hidden_size)
         self.cross_attention = CrossAttention(

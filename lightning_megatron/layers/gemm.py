@@ -11,6 +11,7 @@ of this tp rank, with all leading dims in ``n``.
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -40,4 +41,47 @@ class GemmBackend(Protocol):
 
     def weight_gradient(self, gradient: Any, x_ni: Tensor) -> Tensor:
         """Compute the gradient ``[out, in]`` of the weight."""
+        ...
+
+
+class GroupedGemm(Protocol):
+    """Implementation of the three products of a stack of matrices with groups of rows.
+
+    Rows are sorted by group, ``counts[g]`` for group ``g``, perhaps none; ``[g, out, in]`` is the
+    stack (`layers.experts.grouped`).
+    """
+
+    def output(self, x_ni: Tensor, weight_goi: Tensor, counts: list[int]) -> tuple[Tensor, Any]:
+        """Compute the output, in the format of ``x_ni``, and what the backward needs of it."""
+        ...
+
+    def prepare_gradient(self, grad_no: Tensor, kept: Any, counts: list[int]) -> Any:
+        """Convert the gradient of an output for the two products of the backward."""
+        ...
+
+    def input_gradient(
+        self,
+        gradient: Any,
+        weight_goi: Tensor,
+        counts: list[int],
+        total_ni: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the gradient ``[n, in]`` of the rows, in the format of the output's.
+
+        Added to ``total_ni``, which is returned, where there is one.
+        """
+        ...
+
+    def weight_gradient(
+        self,
+        gradient: Any,
+        x_ni: Tensor,
+        counts: list[int],
+        factor: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Compute ``factor`` times the gradient ``[g, out, in]`` of the stack, in ``dtype``.
+
+        That of a group without rows is 0.
+        """
         ...

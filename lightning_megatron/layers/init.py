@@ -6,20 +6,22 @@ bit-identical under every layout, they must not depend on how many numbers were 
 how much of a parameter this rank holds. Hence:
 
 * a parameter of a `ParallelLayer` is drawn in full, in float32, from a generator seeded with (seed,
-  name of the parameter), and sliced as its `TensorShard` says;
+  name of the parameter), and sliced as its `TensorShard` says; of a stack of experts a rank draws
+  only those that it holds, each from (seed, name of the parameter, index of the expert);
 * a plain module with direct parameters or buffers on meta is given memory and its
   ``reset_parameters`` (or ``_reset_parameters``) is called, with PyTorch's default generator seeded
   with (seed, name of the module), children before parents (as the constructors do it);
 * tensors that are real already stay as they are, also under their module's ``reset_parameters``;
-* so do values that ``configure_model`` itself has written (`layers.written_values`).
+* so do values that ``configure_model`` itself has written (`layers.written_values`);
+* those that are in files (`layers.stored_tensor`) are read.
 
 Names are those of the unpartitioned model. A tied parameter is drawn under its first ("canonical")
 name. The values depend on the kind of device they are drawn on.
 
-The largest transient cost is one parameter in full, in float32.
+The largest transient cost is one parameter in full, in float32, or one matrix of a stack.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ from lightning_megatron._torch import copy_hooks
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.init_tape import RESETS
-from lightning_megatron.layers.written_values import WrittenValues
+from lightning_megatron.layers.stored_tensor import StoredTensor
+from lightning_megatron.layers.written_values import WrittenValues, draw
 from lightning_megatron.topology.rng import derive_seed
 
 _REGISTERS = frozenset({"_parameters", "_buffers", "_modules"})
@@ -42,6 +45,7 @@ def materialize(
     device: torch.device | str,
     canonical: Mapping[str, str] | None = None,
     written: WrittenValues | None = None,
+    leave: Collection[Tensor] = (),
 ) -> None:
     """Initialise, on ``device``, every parameter and buffer of ``module`` that is on meta.
 
@@ -56,6 +60,7 @@ def materialize(
         canonical: first name by full name, of tied parameters whose first name lies outside of
             ``module``.
         written: values that ``configure_model`` wrote.
+        leave: parameters in files that are divided further before they are read.
 
     Raises:
         ConfigError: a module has no way to initialise itself (see `uninitialisable`), or leaves a
@@ -72,6 +77,7 @@ def materialize(
     made: dict[int, Tensor] = {}
     names = _first_names(module, prefix, canonical or {})
     for name, child in _children_first(module, prefix):
+        _fill_stored(child, made, device, leave)
         if written is not None:
             _fill_written(child, name, made, written, seed, device)
         if not _direct_meta(child):
@@ -146,6 +152,19 @@ def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     return None
 
 
+def _fill_stored(
+    module: nn.Module, made: dict[int, Tensor], device: torch.device, leave: Collection[Tensor]
+) -> None:
+    for own in (module._parameters, module._buffers):
+        for local, old in own.items():
+            left = old in leave
+            if not isinstance(old, StoredTensor) or (left and old.device == device):
+                continue
+            if id(old) not in made:
+                made[id(old)] = _like(old, old.to(device) if left else old.read(device))
+            own[local] = made[id(old)]  # type: ignore[assignment]  # of the same kind
+
+
 def _fill_written(
     module: nn.Module,
     name: str,
@@ -178,13 +197,14 @@ def _fill_parallel(
         old = getattr(layer, name)
         if id(old) not in made:
             shard = layer.tensor_shards.get(name) or TensorShard(full_shape=tuple(old.shape))
-            full = torch.empty(shard.full_shape, dtype=torch.float32, device=device)
-            generator = torch.Generator(device).manual_seed(
-                derive_seed(seed, "init", names.get(id(old), name))
-            )
-            with torch.no_grad():
-                layer.init_parameter(name, full, generator)
-            made[id(old)] = _like(old, _slice(full, shard, old).to(old.dtype))
+            key = names.get(id(old), name)
+            # The matrices of a stack that this rank holds are drawn; of any other parameter, all.
+            stacked = name in layer.stacked
+            shape = tuple(old.shape) if stacked else shard.full_shape
+            first = shard.offset if stacked else 0
+            drawn = draw(layer, name, key, shape, seed, device, first=first, dtype=old.dtype)
+            values = drawn if stacked else _slice(drawn, shard, old).to(old.dtype)
+            made[id(old)] = _like(old, values)
         _set(layer, name, made[id(old)])
 
 
@@ -235,7 +255,7 @@ def _blank(old: Tensor, device: torch.device) -> Tensor:
 def _slice(full: Tensor, shard: TensorShard, local: Tensor) -> Tensor:
     if shard.dim is None:
         return full
-    return full.narrow(shard.dim, shard.offset, local.shape[shard.dim]).clone()
+    return shard.part_of(full, local.shape[shard.dim])
 
 
 def _like(old: Tensor, values: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 A decoder that writes one token at a time attends to all earlier ones. Their keys and values do not
 change, so each is computed once and kept: ``2 * layers * kv_heads * head_dim`` numbers per token,
-of which a tp rank keeps those of its own heads. Without the cache, writing ``n`` tokens costs
+of which a tp rank keeps those of its own heads. `LatentAttention` keeps its latents in their place,
+which are smaller and whole on every tp rank. Without the cache, writing ``n`` tokens costs
 ``n^2 / 2`` passes of a token through the network instead of ``n``.
 
 Legend: b batch, s sequence, n heads, d head dim.
@@ -31,8 +32,9 @@ class KeyValueCache:
             v_bsnd: values of the new positions.
         """
         if layer not in self._kept:
-            b, _, n, d = k_bsnd.shape
-            keys, values = (x.new_empty(b, self._length, n, d) for x in (k_bsnd, v_bsnd))
+            keys, values = (
+                x.new_empty(x.shape[0], self._length, *x.shape[2:]) for x in (k_bsnd, v_bsnd)
+            )
             self._kept[layer] = keys, values, 0
         keys, values, used = self._kept[layer]
         end = used + k_bsnd.shape[1]

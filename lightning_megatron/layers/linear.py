@@ -42,6 +42,22 @@ from lightning_megatron.topology.degrees import Degrees, divisibility_problem, n
 from lightning_megatron.topology.mesh import Topology
 
 
+def init_matrix(full: Tensor, std: float | None, generator: torch.Generator | None = None) -> None:
+    """Fill a weight ``[out, in]`` in place.
+
+    Args:
+        full: weight.
+        std: standard deviation of a normal distribution; None: as ``nn.Linear`` does.
+        generator: source of random numbers; None: PyTorch's default one.
+    """
+    if std is not None:
+        nn.init.normal_(full, std=std, generator=generator)
+    else:
+        # nn.Linear's kaiming_uniform(a=sqrt(5)) has this same bound for the weight.
+        bound = 1 / math.sqrt(full.shape[-1]) if full.shape[-1] else 0.0
+        nn.init.uniform_(full, -bound, bound, generator=generator)
+
+
 class _Linear(ParallelLayer):
     """Base of both linear layers: parameters and their initialisation."""
 
@@ -71,17 +87,21 @@ class _Linear(ParallelLayer):
             self.register_parameter("bias", None)
         self.reset_parameters()
 
+    @property
+    def matrix(self) -> Tensor:
+        """Weight as this rank holds it, ``[out, in]``."""
+        return self.weight
+
     @override
     def init_parameter(
         self, name: str, full: Tensor, generator: torch.Generator | None = None
     ) -> None:
         """Fill ``full`` as ``nn.Linear`` does, or with ``init_std`` normal; the bias is then 0."""
-        if self.init_std is None:
-            # nn.Linear's kaiming_uniform(a=sqrt(5)) has this same bound for the weight.
+        if name == "weight":
+            init_matrix(full, self.init_std, generator)
+        elif self.init_std is None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
             nn.init.uniform_(full, -bound, bound, generator=generator)
-        elif name == "weight":
-            nn.init.normal_(full, std=self.init_std, generator=generator)
         else:
             nn.init.zeros_(full)
 
@@ -91,6 +111,37 @@ class _Linear(ParallelLayer):
             f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, "
             f"{super().extra_repr()}"
         )
+
+
+class ReplicatedLinear(_Linear):
+    """Linear layer that every tp rank holds whole, without a bias.
+
+    Input ``[..., in_features]``, equal on all tp ranks, and the output like it; under sequence
+    parallelism both are this rank's positions, and its gradient is a part of a sum.
+
+    Args:
+        in_features: size of each input sample.
+        out_features: size of each output sample.
+        init_std: standard deviation of a normal initialisation; that of ``nn.Linear`` when None.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, init_std: float | None = None
+    ) -> None:
+        super().__init__(in_features, out_features, False, init_std, None, None)
+
+    @override
+    def summed_parameters(self, topology: Topology) -> frozenset[str]:
+        return frozenset({"weight"} if topology.sequence_parallel else ())
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        topology, split = self.topology, split_of(x)
+        if split is not None:
+            x = whole(x)
+            if topology is not None and topology.sequence_parallel:
+                x = split_to(x, topology.tp, SEQUENCE_DIM)
+        return linear(x, self.weight, None, self.wgrad_queue, self.gemm)
 
 
 class ColumnParallelLinear(_Linear):
@@ -165,11 +216,16 @@ class ColumnParallelLinear(_Linear):
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight ``[out, in]`` and bias ``[out]`` of the features that this rank computes."""
         if self._shared_unit is None or self.units is None:
-            return self.weight, self.bias
+            return self.matrix, self.bias
         length = self.out_features // self.units
         start = self._shared_unit * length
         bias = None if self.bias is None else self.bias.narrow(0, start, length)
-        return self.weight.narrow(0, start, length), bias
+        return self.matrix.narrow(0, start, length), bias
+
+    def own_features(self, x: Tensor) -> Tensor:
+        """Compute this rank's features of an input whose gradient the caller sums over tp."""
+        weight, bias = self.local_parameters()
+        return linear(x, weight, bias, self.wgrad_queue, self.gemm)
 
     @override
     def forward(self, x: Tensor) -> Tensor:
@@ -269,22 +325,33 @@ class RowParallelLinear(_Linear):
             return linear(x, self.weight, self.bias, self.wgrad_queue, self.gemm)
         split = split_of(x)
         if split is not None and split.dim == x.dim() - 1:
-            return _row_parallel(own_part(x), topology, self)
+            return row_parallel(own_part(x), topology, self)
         x = whole(x)
         if split is None and not self.input_is_parallel and topology.sequence_parallel:
             x = gather_from(x, topology.tp, SEQUENCE_DIM)
         if x.shape[-1] == self.in_features:
             x = split_to(x, topology.tp, -1)
-        return _row_parallel(x, topology, self)
+        return row_parallel(x, topology, self)
 
 
 @breaks_graphs
-def _row_parallel(x: Tensor, topology: Topology, layer: RowParallelLinear) -> Tensor:
+def row_parallel(
+    x: Tensor, topology: Topology, layer: RowParallelLinear, sequence: bool | None = None
+) -> Tensor:
+    """Apply a row-parallel layer to this rank's features.
+
+    Args:
+        x: ``[..., in_features / tp]`` of the whole sequence.
+        topology: layout.
+        layer: the layer.
+        sequence: whether each rank keeps its part of the sequence only; as the layout says if None.
+    """
     if torch.compiler.is_compiling() and (caller := without_graphs([layer])) is not None:
-        y: Tensor = caller.outside_graphs(_row_parallel, x, topology, layer)
+        y: Tensor = caller.outside_graphs(row_parallel, x, topology, layer, sequence)
         return y
     wgrad_queue = layer.wgrad_queue
-    weight, bias, sequence = layer.weight, layer.bias, topology.sequence_parallel
+    weight, bias = layer.matrix, layer.bias
+    sequence = topology.sequence_parallel if sequence is None else sequence
     if wgrad_queue is not None and not can_defer((weight,)):
         wgrad_queue = None
     return apply_row(x, weight, bias, topology.tp, sequence, wgrad_queue, layer.gemm)
@@ -313,12 +380,15 @@ def column_parts(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 def _sharing(layers: Sequence[nn.Module]) -> list[ColumnParallelLinear]:
     """Return the layers if they can share collectives, else an empty list."""
-    found: list[ColumnParallelLinear] = []
-    for layer in layers:
-        if type(layer) is not ColumnParallelLinear or layer.gather_output or _has_hooks(layer):
-            return []
-        found.append(layer)
-    return [] if found[0].tp_size == 1 else found
+    found = [layer for layer in map(unwrapped, layers) if layer is not None]
+    return found if len(found) == len(layers) and found[0].tp_size > 1 else []
+
+
+def unwrapped(layer: nn.Module) -> ColumnParallelLinear | None:
+    """Return the layer if its parameters are all there is to it; None for an adapter around one."""
+    if type(layer) is not ColumnParallelLinear or layer.gather_output or _has_hooks(layer):
+        return None
+    return layer
 
 
 def _has_hooks(module: nn.Module) -> bool:

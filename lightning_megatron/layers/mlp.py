@@ -30,6 +30,18 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activation_function(activation: Activation) -> Callable[[Tensor], Tensor]:
+    """Return the elementwise function of an activation.
+
+    Raises:
+        ConfigError: the activation is unknown.
+    """
+    if activation not in _FUNCTIONS:
+        valid = ", ".join(_FUNCTIONS)
+        raise ConfigError(f"activation={activation}: no such activation; valid: {valid}")
+    return _FUNCTIONS[activation]
+
+
 class MLP(nn.Module):
     """``down(f(up(x)))``, or with a gate ``down(f(gate(x)) * up(x))``.
 
@@ -60,11 +72,8 @@ class MLP(nn.Module):
         out_init_std: float | None = None,
     ) -> None:
         super().__init__()
-        if activation not in _FUNCTIONS:
-            valid = ", ".join(_FUNCTIONS)
-            raise ConfigError(f"activation={activation}: no such activation; valid: {valid}")
         self.activation = activation
-        self._function = _FUNCTIONS[activation]
+        self._function = activation_function(activation)
         self.gate: ColumnParallelLinear | None = None
         if activation in GATED:
             self.gate = ColumnParallelLinear(hidden_size, mlp_size, bias, init_std=init_std)

@@ -13,7 +13,9 @@ the rotation by the negative angle.
 A model that was trained on sequences of length ``L`` reads longer ones when its frequencies are
 slowed down (`RopeScaling`). "linear" divides all of them (arXiv 2306.15595). "llama3" (section 3.4
 of arXiv 2407.21783, and the reference code of Llama 3.1) keeps frequencies that turn often within
-``L``, which tell near neighbours apart, and divides those that turn hardly once.
+``L``, which tell near neighbours apart, and divides those that turn hardly once. "yarn" (arXiv
+2309.00071) does the same with a ramp over the index of the frequency, and enlarges queries and keys
+by a factor that grows with the logarithm of the slowdown.
 
 Legend: b batch, s sequence, n heads, d head dim.
 """
@@ -36,8 +38,8 @@ from lightning_megatron.topology.context_layout import ContextLayout
 class RopeScaling:
     """Scaling of rotary frequencies for sequences longer than those of the training."""
 
-    kind: Literal["linear", "llama3"]
-    """Rule that selects the frequencies: all (linear), or the slow ones (llama3)."""
+    kind: Literal["linear", "llama3", "yarn"]
+    """Rule that selects the frequencies: all (linear), or the slow ones (llama3, yarn)."""
     factor: float
     """Divisor of the frequencies."""
     low_freq_factor: float = 1.0
@@ -45,16 +47,66 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     """llama3: frequencies with more turns than this are kept; between the two, a mixture."""
     original_length: int = 8192
-    """llama3: length of the longest sequence of the training."""
+    """llama3, yarn: length of the longest sequence of the training."""
+    beta_fast: float = 32.0
+    """yarn: frequencies with more turns in ``original_length`` than this are kept."""
+    beta_slow: float = 1.0
+    """yarn: frequencies with fewer turns than this are divided in full."""
+    truncate: bool = True
+    """yarn: whether the ramp between the two begins and ends at a whole index."""
+    attention_factor: float | None = None
+    """yarn: factor of rotated queries and keys; ``yarn_mscale(factor)`` when None."""
 
-    def apply(self, frequencies: Tensor) -> Tensor:
-        """Return the slower frequencies, in radians per position."""
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.kind != "yarn":
+            return 1.0
+        given = self.attention_factor
+        return yarn_mscale(self.factor) if given is None else given
+
+    def apply(self, wavelengths: Tensor, base: float) -> Tensor:
+        """Return the slower frequencies, in radians per position.
+
+        Args:
+            wavelengths: positions of a radian, ``[d/2]``.
+            base: base of which they are powers.
+        """
+        frequencies = 1.0 / wavelengths
         if self.kind == "linear":
             return frequencies / self.factor
+        if self.kind == "yarn":
+            kept = 1 - self._ramp(len(wavelengths), base).to(wavelengths)
+            return 1.0 / (self.factor * wavelengths) * (1 - kept) + frequencies * kept
         turns = self.original_length / (2 * math.pi / frequencies)
         kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         kept = kept.clamp(0, 1)
         return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+    def _ramp(self, count: int, base: float) -> Tensor:
+        """Share in which each frequency is divided, by its index: from 0 to 1."""
+
+        def index(turns: float) -> float:
+            return count * math.log(self.original_length / (turns * 2 * math.pi)) / math.log(base)
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * count - 1)
+        if low == high:
+            high += 0.001
+        return ((torch.arange(count, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """Factor of queries and keys whose frequencies are divided by ``factor`` (arXiv 2309.00071).
+
+    DeepSeek-V3 multiplies scores by the square of ``yarn_mscale(factor, mscale_all_dim)``.
+
+    >>> yarn_mscale(40.0)
+    1.3688879454113936
+    """
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 _Key = tuple[int | tuple[ContextLayout, int], torch.device, torch.dtype]
@@ -132,11 +184,16 @@ class Rotary:
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines ``[(b,) s, 1, d]`` and, of half the channels, sines ``[(b,) s, 1, d/2]``."""
         steps = torch.arange(0, self.head_dim, 2, dtype=torch.int64, device=positions.device)
-        frequencies = 1.0 / (self.base ** (steps.to(torch.float32) / self.head_dim))
-        if self.scaling is not None:
-            frequencies = self.scaling.apply(frequencies)
+        wavelengths = self.base ** (steps.to(torch.float32) / self.head_dim)
+        scaling = self.scaling
+        frequencies = (
+            1.0 / wavelengths if scaling is None else scaling.apply(wavelengths, self.base)
+        )
         angles = (positions.to(torch.float32).unsqueeze(-1) * frequencies).unsqueeze(-2)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos(), angles.sin()
+        if scaling is not None and scaling.amplitude != 1.0:
+            cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
+        cos, sin = cos.to(dtype), sin.to(dtype)
         return torch.cat((cos, cos), dim=-1), sin
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.topology.mesh import Topology
 
 
 class StagePort(Protocol):
@@ -43,6 +44,29 @@ class StagePort(Protocol):
 
     def leave(self, output: Any) -> Any:
         """Take the stage's output; returns it on the last stage and raises on the others."""
+        ...
+
+    def interrupt(self) -> None:
+        """Raise an error: the trunk is about to be called beside the passage of the microbatch."""
+        ...
+
+
+class Relay(Protocol):
+    """Way of what a stage returns to all stages, outside of a step."""
+
+    topology: Topology
+
+    @property
+    def stages(self) -> Sequence[int | None]:
+        """Position of each stage among those of this rank; None: another rank has it."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a call of the trunk."""
+        ...
+
+    def share(self, stage: int, value: Any) -> Any:
+        """Return, on all ranks of the pipeline, the ``value`` that the rank of ``stage`` has."""
         ...
 
 
@@ -232,6 +256,9 @@ class PipelineSequential(nn.Module):
         draws: makes the context in which the items draw random numbers without a pipeline.
         check: called with the arguments of each call before it; may raise. None: nothing is.
         boundary: what makes the output whole again under context parallelism; else None.
+        relay: by which a call outside of a step goes along the stages; None without a pipeline.
+        relays: part of the output that such a call is asked for, made on the last stage; None: all.
+        splits_sequences: whether it splits the sequences of its items, which else do so themselves.
 
     Raises:
         ConfigError: no item was given, or one is not a module.
@@ -245,6 +272,9 @@ class PipelineSequential(nn.Module):
     draws: Callable[[], AbstractContextManager[None]] = nullcontext
     check: Callable[[tuple[Any, ...], Mapping[str, Any]], None] | None = None
     boundary: Boundary | None = None
+    relay: Relay | None = None
+    relays: Callable[[Any], Any] | None = None
+    splits_sequences: bool = False
 
     def __init__(
         self, *items: nn.Module, **named: nn.Module | Sequence[nn.Module] | nn.ModuleList
@@ -256,6 +286,10 @@ class PipelineSequential(nn.Module):
             names += self._add(name, part)
         if not names:
             raise ConfigError("PipelineSequential() has no items: give it at least one module")
+        self._name_items(names)
+
+    def _name_items(self, names: Sequence[str]) -> None:
+        """Take the submodules of these names, in order, as the items."""
         self.item_names: tuple[str, ...] = tuple(names)
         self._paths = tuple(tuple(name.split(".")) for name in names)
         self._accepts = [accepted_keywords(item) for item in self.items()]
@@ -335,8 +369,25 @@ class PipelineSequential(nn.Module):
         for index, part in enumerate(stages):
             if index not in mine:
                 for i in part:
-                    self._replace(self.item_names[i], RemoteItem(self.item_names[i], index))
+                    self._replace(self.item_names[i], self._remote(i, index))
         self._set_runs([stages[stage] for stage in mine])
+
+    def _remote(self, index: int, stage: int) -> RemoteItem:
+        """Return what stands in for an item that another stage holds."""
+        return RemoteItem(self.item_names[index], stage)
+
+    def _run_of(self, held: range) -> StageItems:
+        """Return the items of a stage as one module."""
+        items = list(self.items())
+        return StageItems([items[i] for i in held], [self._accepts[i] for i in held])
+
+    def split_sequences(self, topology: Topology | None) -> None:
+        """Begin to split sequences as the layout says, or with None end it."""
+
+    def context_problems(self, cp: int) -> list[str]:
+        """Reasons why what runs the items cannot split their sequences over ``cp`` ranks."""
+        del cp
+        return []
 
     def refill(self, items: Sequence[nn.Module]) -> None:
         """Replace all items by others of the same kinds, as if none had been dropped.
@@ -352,13 +403,20 @@ class PipelineSequential(nn.Module):
         """Install (or with None remove) the port through which the next call runs."""
         self.__dict__["_port"] = port  # nn.Module's own way takes several microseconds
 
+    def stand_aside(self) -> None:
+        """Raise an error if the next call would be the passage of a microbatch through a stage.
+
+        For what calls the trunk on all stages at once, as a generation does.
+        """
+        if self._port is not None:
+            self._port.interrupt()
+
     def _replace(self, name: str, item: nn.Module) -> None:
         parent, _, leaf = name.rpartition(".")
         self.get_submodule(parent).add_module(leaf, item)
 
     def _set_runs(self, held: Sequence[range]) -> None:
-        items = list(self.items())
-        runs = [StageItems([items[i] for i in r], [self._accepts[i] for i in r]) for r in held]
+        runs = [self._run_of(r) for r in held]
         # Not registered as submodules: every item already has its one name in the trunk.
         object.__setattr__(self, "_runs", runs)
         self._held = list(held)
@@ -390,21 +448,46 @@ class PipelineSequential(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         port = self._port
         if port is None:
-            self._check_whole()
             with self.draws():
-                return self._runs[0](*args, **kwargs)
+                if self.is_whole:
+                    return self._runs[0](*args, **kwargs)
+                return self._relayed(self.open_relay(), args, kwargs)
         with port.random():
             output = self._runs[port.position](*port.enter(args), **kwargs)
         return port.leave(output)
 
-    def _check_whole(self) -> None:
-        if sum(len(held) for held in self._held) < len(self):
+    def _relayed(self, relay: Relay, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run all stages one after the other; every rank returns the output of the last."""
+        output: Any = None
+        relay.begin()
+        for stage, position in enumerate(relay.stages):
+            if position is not None:
+                output = self._runs[position](*args, **kwargs)
+                if stage == len(relay.stages) - 1 and self.relays is not None:
+                    output = self.relays(output)
+            output = relay.share(stage, output)
+            args = (output,)
+        return output
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all items."""
+        return sum(len(held) for held in self._held) == len(self)
+
+    def open_relay(self) -> Relay:
+        """Return what a call outside of a step goes by.
+
+        Raises:
+            RuntimeError: it would need gradients.
+        """
+        if self.relay is None or torch.is_grad_enabled():
             raise RuntimeError(
                 "The PipelineSequential was called outside of a step. With pp>1 its items live on "
                 "several ranks, which only training_step, validation_step, test_step and "
-                "predict_step reach; call it there, for example in a validation_step that logs "
-                "samples, or train with pp=1"
+                "predict_step reach with gradients; call it there, or on all ranks under "
+                "torch.no_grad(), or train with pp=1"
             )
+        return self.relay
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         for name in kwargs:

@@ -20,6 +20,7 @@ The last line makes functions without a rule right, at the cost of an all-gather
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -137,7 +138,10 @@ def dropout(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     split = split_of(args[0] if args else None)
     if split is None:
         return on_whole(func, args, kwargs)
-    with split.topology.rng.sharded():
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    drops = bool(training) and p != 0  # else nothing is drawn, in one process either
+    with split.topology.rng.sharded() if drops else nullcontext():
         return marked_as(func(*args, **kwargs), args[0], split.dim)
 
 
@@ -327,7 +331,8 @@ def attention(func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         return leaf if split_of(leaf) is not None else beside(leaf, size, place, split.axis)
 
     args, kwargs = tree_map(fit, (args, kwargs))
-    with split.topology.rng.sharded():
+    drops = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) != 0
+    with split.topology.rng.sharded() if drops else nullcontext():
         return marked_as(func(*args, **kwargs), q, split.dim)
 
 

@@ -26,6 +26,48 @@ _Filler = tuple[ParallelLayer, str, str]
 """Layer, local name and full name of a parameter that a constructor leaves empty."""
 
 
+def draw(
+    layer: ParallelLayer,
+    local: str,
+    name: str,
+    shape: Sequence[int],
+    seed: int,
+    device: torch.device,
+    *,
+    first: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Draw a parameter of a parallel layer, from numbers that seed and name alone determine.
+
+    Each matrix of a stack is drawn by itself, in float32, with its index in the stack for a third
+    seed.
+
+    Args:
+        layer: has the rule.
+        local: name of the parameter in the layer.
+        name: canonical name in the model.
+        shape: of the whole parameter, or of some matrices of a stack.
+        seed: seed of the run.
+        device: device of the values.
+        first: index of the first of these matrices.
+        dtype: number format of a stack of them; any other parameter is float32.
+    """
+
+    def drawn(size: Sequence[int], *seeds: Any) -> Tensor:
+        values = torch.empty(tuple(size), dtype=torch.float32, device=device)
+        generator = torch.Generator(device).manual_seed(derive_seed(seed, "init", name, *seeds))
+        with torch.no_grad():
+            layer.init_parameter(local, values, generator)
+        return values
+
+    if local not in layer.stacked:
+        return drawn(shape)
+    stack = torch.empty(tuple(shape), dtype=dtype, device=device)
+    for place, matrix in enumerate(stack):
+        matrix.copy_(drawn(shape[1:], first + place))
+    return stack
+
+
 def written_values(tape: InitTape, module: nn.Module) -> "WrittenValues":
     """Find the written tensors inside ``module``; sets ``tape.reason`` if that is impossible.
 
@@ -174,10 +216,8 @@ class WrittenValues:
         if filler is None or view is None:
             return
         layer, local, name = filler
-        full = torch.empty(view.shape, dtype=torch.float32, device=device)
-        generator = torch.Generator(device).manual_seed(derive_seed(seed, "init", name))
-        layer.init_parameter(local, full, generator)
-        _at(dict(memory), view, {}, device).copy_(full)
+        drawn = draw(layer, local, name, view.shape, seed, device)
+        _at(dict(memory), view, {}, device).copy_(drawn)
 
     def signature(self) -> str:
         """Return a text that is equal on ranks with equal values."""

@@ -1,7 +1,7 @@
 """Decoder-only transformers made of the parallel layers.
 
-* The network: `TransformerConfig`, `Transformer`, `TransformerBlock`; names of the presets:
-  `preset_names`
+* The network: `TransformerConfig`, with `MixtureConfig` in it, `Transformer`, `TransformerBlock`;
+  names of the presets: `preset_names`
 * Text from a network: `generate`
 * Size and cost: `count_parameters`, `training_flops_per_token`
 
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from lightning_megatron.models.config import TransformerConfig, preset_names
     from lightning_megatron.models.flops import count_parameters, training_flops_per_token
     from lightning_megatron.models.generation import generate
+    from lightning_megatron.models.mixture_config import MixtureConfig
     from lightning_megatron.models.transformer import Transformer, TransformerBlock
 
 _HOMES = {
+    "MixtureConfig": "mixture_config",
     "Transformer": "transformer",
     "TransformerBlock": "transformer",
     "TransformerConfig": "config",
@@ -29,6 +31,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "MixtureConfig",
     "Transformer",
     "TransformerBlock",
     "TransformerConfig",

@@ -1,14 +1,15 @@
-"""Sizes of a decoder-only transformer, and those of some known models.
+"""Sizes of a decoder-only transformer.
 
 The file imports no torch, so that planning and ``--help`` are quick.
 """
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.errors import ConfigError, instances, raise_if_any
+from lightning_megatron.layers.latent_sizes import LatentSizes
 from lightning_megatron.layers.size_checks import (
     ATTENTION_BACKENDS,
     GATED,
@@ -17,13 +18,17 @@ from lightning_megatron.layers.size_checks import (
     head_problems,
     tp_head_problems,
 )
+from lightning_megatron.models.mixture_config import MixtureConfig
+from lightning_megatron.models.nested_fields import from_fields
+from lightning_megatron.models.presets import PRESETS
+from lightning_megatron.models.yarn_config import YarnConfig
 from lightning_megatron.topology.degrees import Degrees, divisibility_problem
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "activation": ("swiglu", "geglu", "gelu", "gelu_tanh", "relu"),
     "norm": ("rmsnorm", "layernorm"),
     "positions": ("rotary", "learned", "alibi"),
-    "rope_scaling": ("none", "linear", "llama3"),
+    "rope_scaling": ("none", "linear", "llama3", "yarn"),
     "attention_backend": ATTENTION_BACKENDS,
 }
 
@@ -66,7 +71,7 @@ class TransformerConfig:
     """Kind of position embedding; ``alibi`` is scores that fall with the distance."""
     rope_base: float = 10_000.0
     """Base of the rotary frequencies."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Scaling of rotary frequencies for long sequences (`layers.rotary.RopeScaling`)."""
     rope_factor: float = 1.0
     """Divisor of rotary frequencies."""
@@ -75,7 +80,9 @@ class TransformerConfig:
     rope_high_freq_factor: float = 4.0
     """llama3: frequencies with more turns in ``rope_original_length`` are kept."""
     rope_original_length: int = 8192
-    """llama3: length of the longest sequence before the frequencies were scaled."""
+    """llama3, yarn: length of the longest sequence before the frequencies were scaled."""
+    yarn: YarnConfig | None = None
+    """yarn: its further options; their defaults when None."""
     sliding_window: int | None = None
     """Number of positions that each one sees, itself included; all before it when None."""
     qk_norm: bool = False
@@ -94,6 +101,11 @@ class TransformerConfig:
     """Dropout on the embeddings and on the output of each half of a block."""
     attention_dropout: float = 0.0
     """Dropout on the attention weights."""
+    latent: LatentSizes | None = None
+    """Sizes of multi-head latent attention (`LatentAttention`), which has its own sizes of heads;
+    None: ordinary attention."""
+    experts: MixtureConfig | None = None
+    """Mixtures of experts in place of MLPs; None: MLPs everywhere."""
     attention_backend: AttentionBackend = "sdpa"
     """Kernel of attention (`layers.attention_backends`); results differ by rounding only."""
     init_std: float = 0.02
@@ -125,7 +137,9 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
-        """Size of each head."""
+        """Size of the queries and keys of each head."""
+        if self.latent is not None:
+            return self.latent.key_dim
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
@@ -137,12 +151,35 @@ class TransformerConfig:
             return -(-8 * self.hidden_size // (3 * 64)) * 64
         return 4 * self.hidden_size
 
+    @property
+    def expert_width(self) -> int:
+        """Hidden size of each expert; 0 without experts."""
+        if self.experts is None:
+            return 0
+        return self.mlp_width if self.experts.mlp_size is None else self.experts.mlp_size
+
+    @property
+    def num_mixtures(self) -> int:
+        """Number of blocks with a mixture of experts in place of the MLP."""
+        return sum(self.is_mixture(block) for block in range(self.num_layers))
+
+    def is_mixture(self, block: int) -> bool:
+        """Whether the block with this index has a mixture of experts in place of the MLP."""
+        return self.experts is not None and self.experts.is_at(block)
+
     def problems(self, degrees: Degrees) -> list[str]:
         """Reasons why the model cannot be split over ``degrees``."""
+        divided = [("vocab_size", self.vocab_size, "tp")]
+        if self.num_mixtures < self.num_layers:
+            divided.insert(0, ("mlp_size", self.mlp_width, "tp"))
+        if self.experts is not None:
+            divided.append(("experts.num_experts", self.experts.num_experts, "ep"))
+            if self.experts.shared_size:
+                divided.append(("experts.shared_size", self.experts.shared_size, "tp"))
         return tp_head_problems(self.num_heads, self.kv_heads, degrees.tp) + [
             problem
-            for name, value in (("mlp_size", self.mlp_width), ("vocab_size", self.vocab_size))
-            if (problem := divisibility_problem(name, value, "tp", degrees.tp))
+            for name, value, axis in divided
+            if (problem := divisibility_problem(name, value, axis, getattr(degrees, axis)))
         ]
 
     @classmethod
@@ -160,32 +197,31 @@ class TransformerConfig:
             >>> TransformerConfig.preset("llama3-8b", num_layers=2).hidden_size
             4096
         """
-        if name not in _PRESETS:
-            near = difflib.get_close_matches(str(name).lower(), _PRESETS, n=1, cutoff=0.0)
+        if name not in PRESETS:
+            near = difflib.get_close_matches(str(name).lower(), PRESETS, n=1, cutoff=0.0)
             raise ConfigError(
-                f"preset={name}: there is no such model; valid: {', '.join(_PRESETS)}; nearest "
+                f"preset={name}: there is no such model; valid: {', '.join(PRESETS)}; nearest "
                 f"valid: {near[0]!r}"
             )
-        raise_if_any(cls.field_problems(overrides))
-        return cls(**{**_PRESETS[name], **overrides})
+        return cls.from_fields({**PRESETS[name], **overrides})
 
     @classmethod
-    def field_problems(cls, names: Iterable[str], prefix: str = "") -> list[str]:
-        """Problems of ``names`` that are no fields; ``prefix`` is the option that holds them."""
-        fields = list(cls.__dataclass_fields__)
-        problems = []
-        for name in (name for name in names if name not in fields):
-            near = difflib.get_close_matches(str(name), fields, n=1, cutoff=0.0)
-            problems.append(
-                f"{prefix}{name}: TransformerConfig has no such field; nearest valid: "
-                f"{prefix}{near[0]}"
-            )
-        return problems
+    def from_fields(cls, fields: Mapping[str, Any], prefix: str = "") -> "TransformerConfig":
+        """Return the sizes in a mapping, as ``dataclasses.asdict`` and YAML have them.
+
+        Args:
+            fields: values by name; those of `experts` and `latent` may be mappings as well.
+            prefix: option that holds the mapping, for messages.
+
+        Raises:
+            ConfigError: a field is unknown, or sizes do not fit each other.
+        """
+        return from_fields(cls, fields, prefix)
 
 
 def preset_names() -> tuple[str, ...]:
     """Return the names that `TransformerConfig.preset` knows."""
-    return tuple(_PRESETS)
+    return tuple(PRESETS)
 
 
 def _own_problems(config: TransformerConfig) -> list[str]:
@@ -214,6 +250,9 @@ def _own_problems(config: TransformerConfig) -> list[str]:
             f"rope_low_freq_factor={config.rope_low_freq_factor}, rope_high_freq_factor="
             f"{config.rope_high_freq_factor}: the first must be smaller; nearest valid: 1.0 and 4.0"
         )
+    parts = {"experts": MixtureConfig, "latent": LatentSizes, "yarn": YarnConfig}
+    given = {name: (getattr(config, name), kind) for name, kind in parts.items()}
+    problems += instances(**{name: pair for name, pair in given.items() if pair[0] is not None})
     if problems:
         return problems
     if not 0 <= config.vocab_padding < config.vocab_size:
@@ -221,6 +260,21 @@ def _own_problems(config: TransformerConfig) -> list[str]:
             f"vocab_padding={config.vocab_padding}, vocab_size={config.vocab_size}: the padding "
             "is a part of the vocabulary; nearest valid: vocab_padding=0"
         )
+    if config.yarn is not None:
+        problems += config.yarn.problems()
+        if config.rope_scaling != "yarn":
+            problems.append(
+                f"yarn given with rope_scaling={config.rope_scaling}: it would have no effect; "
+                "nearest valid: rope_scaling=yarn"
+            )
+    if config.experts is not None:
+        problems += config.experts.problems(config.num_layers)
+        if config.has_mlp_bias:
+            problems.append(
+                "mlp_bias=True with experts: experts have no bias; nearest valid: mlp_bias=False"
+            )
+    if config.latent is not None:
+        return problems + _latent_problems(config)
     problems += head_problems(
         config.hidden_size, config.num_heads, config.kv_heads, config.head_dim
     )
@@ -232,97 +286,22 @@ def _own_problems(config: TransformerConfig) -> list[str]:
     return problems
 
 
+def _latent_problems(config: TransformerConfig) -> list[str]:
+    """Faults of the options of a model with latent attention, which has a choice of its own."""
+    fixed = {"positions": "rotary", "qk_norm": False, "qkv_bias": False, "has_out_bias": False}
+    problems = [
+        f"{name.removeprefix('has_')}={getattr(config, name)} with latent: must be {value}; "
+        f"nearest valid: {name.removeprefix('has_')}={value}"
+        for name, value in fixed.items()
+        if getattr(config, name) != value
+    ]
+    problems += [
+        f"{name}={value} with latent: heads have the sizes of latent; nearest valid: {name}=None"
+        for name in ("num_kv_heads", "head_dim")
+        if (value := getattr(config, name)) is not None
+    ]
+    return problems
+
+
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-_QWEN3: Mapping[str, Any] = {
-    "vocab_size": 151_936,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "max_seq_len": 40_960,
-    "norm_eps": 1e-6,
-    "rope_base": 1_000_000.0,
-    "qk_norm": True,
-}
-
-_LLAMA3: Mapping[str, Any] = {
-    "vocab_size": 128_256,
-    "num_kv_heads": 8,
-    "max_seq_len": 8192,
-    "rope_base": 500_000.0,
-}
-
-_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # Bytes in, bytes out; trains to readable text within minutes on two cores.
-    "tiny": {"num_kv_heads": 4, "mlp_size": 512, "max_seq_len": 512},
-    # Radford et al. 2019. tp > 1 needs a padded vocabulary: vocab_size=50304.
-    "gpt2-124m": {
-        "vocab_size": 50_257,
-        "hidden_size": 768,
-        "num_layers": 12,
-        "num_heads": 12,
-        "max_seq_len": 1024,
-        "activation": "gelu_tanh",
-        "norm": "layernorm",
-        "positions": "learned",
-        "qkv_bias": True,
-        "bias": True,
-        "tied_embeddings": True,
-    },
-    # arXiv 2407.21783, table 3.
-    "llama3-8b": {
-        **_LLAMA3,
-        "hidden_size": 4096,
-        "num_layers": 32,
-        "num_heads": 32,
-        "mlp_size": 14_336,
-    },
-    "llama3-70b": {
-        **_LLAMA3,
-        "hidden_size": 8192,
-        "num_layers": 80,
-        "num_heads": 64,
-        "mlp_size": 28_672,
-    },
-    # arXiv 2412.15115.
-    "qwen2.5-7b": {
-        "vocab_size": 152_064,
-        "hidden_size": 3584,
-        "num_layers": 28,
-        "num_heads": 28,
-        "num_kv_heads": 4,
-        "mlp_size": 18_944,
-        "max_seq_len": 32_768,
-        "norm_eps": 1e-6,
-        "rope_base": 1_000_000.0,
-        "qkv_bias": True,
-    },
-    # arXiv 2505.09388.
-    "qwen3-0.6b": {
-        **_QWEN3,
-        "hidden_size": 1024,
-        "num_layers": 28,
-        "num_heads": 16,
-        "mlp_size": 3072,
-        "tied_embeddings": True,
-    },
-    "qwen3-8b": {
-        **_QWEN3,
-        "hidden_size": 4096,
-        "num_layers": 36,
-        "num_heads": 32,
-        "mlp_size": 12_288,
-    },
-    # arXiv 2310.06825; since v0.2 without the sliding window of 4096.
-    "mistral-7b": {
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "num_layers": 32,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "mlp_size": 14_336,
-        "max_seq_len": 32_768,
-        "rope_base": 1_000_000.0,
-    },
-}

@@ -5,8 +5,11 @@ all tokens before it from a cache (`layers.kv_cache`). Prompts of different leng
 the left, so that all of them end at the same position; no position attends to padding.
 
 Under tp every rank runs its part of the network on the same tokens, the logits of the last position
-are gathered, and all ranks use the first rank's choice. Under cp every rank works on whole
-sequences, all of them on the same: a single new token cannot be split. Generation is for looking at
+are gathered, and all ranks use the first rank's choice. Under pp each token goes along the stages,
+and the logits of its last position to all of them (`pipeline.relay`). Under cp, and with sequence
+parallelism, every rank works on whole sequences, all of them on the same: a single new token cannot
+be split. Under ep the ranks of all
+experts write together, each its own prompts, as many tokens each. Generation is for looking at
 a model while it trains and for checking an export; to serve a model, export it
 (`checkpoint.offline.huggingface.export_model`).
 
@@ -14,7 +17,7 @@ Legend: b batch, s length of the prompt, v vocabulary.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +30,7 @@ from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.layers.attention_call import window_mask
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.kv_cache import KeyValueCache
-from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
+from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.topology.mesh import Topology
@@ -47,9 +50,9 @@ def generate(
 ) -> Tensor:
     """Continue prompts.
 
-    Under a strategy all ranks call it together; those of one tp or cp group with the same
+    Under a strategy all ranks call it together; those of one tp, pp or cp group with the same
     arguments. With ZeRO 1 to 3 the call belongs in a step (``validation_step``), where the
-    parameters are there.
+    parameters are there. With pp it may stand in a step of an evaluation or in a hook.
 
     Args:
         model: `Transformer` or `LanguageModel`, or a module with their ``trunk`` and ``config``.
@@ -83,7 +86,7 @@ def generate(
     finished = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
     cache = KeyValueCache(tokens.shape[1] + max_new_tokens)
     fresh = tokens
-    with torch.no_grad(), _evaluating(model, network.trunk), network.on_whole_sequences():
+    with torch.no_grad(), _evaluating(model, network.trunk), network.writing():
         for _ in range(max_new_tokens):
             logits_bv = network.next_logits(fresh, seen, cache)
             chosen = network.agree(choice.of(logits_bv))
@@ -112,11 +115,20 @@ class _Network:
         self.config = config
         layers = (m for m in trunk.modules() if isinstance(m, ParallelLayer))
         self._topology: Topology | None = next((m.topology for m in layers), None)
+        if trunk.relay is not None:  # a stage may be without layers
+            self._topology = trunk.relay.topology
 
-    def on_whole_sequences(self) -> AbstractContextManager[None]:
-        """Context in which no layer splits sequences over cp."""
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Context in which no layer splits sequences, and stages send their last position alone."""
         topology = self._topology
-        return nullcontext() if topology is None else topology.context.suspended()
+        self.trunk.stand_aside()
+        self.trunk.__dict__["relays"] = _last_position
+        try:
+            with nullcontext() if topology is None else topology.whole_sequences():
+                yield
+        finally:
+            del self.trunk.__dict__["relays"]
 
     def problems(self, tokens: Tensor, max_new_tokens: int, is_token: Tensor | None) -> list[str]:
         """Reasons why the model cannot continue these prompts."""
@@ -142,21 +154,10 @@ class _Network:
                 f"{longest} positions; nearest valid: max_new_tokens="
                 f"{max(longest - tokens.shape[-1], 0)}"
             )
-        if any(isinstance(item, RemoteItem) for item in self.trunk.items()):
-            problems.append(
-                "pp > 1: every token would go through all stages in turn; nearest valid: pp=1, or "
-                "load_from_checkpoint in one process"
-            )
         if self._is_sharded():
             problems.append(
                 "zero=3: outside of a step the parameters are sharded; nearest valid: a call "
                 "in validation_step or predict_step, or load_transformer in one process"
-            )
-        topology = self._topology
-        if topology is not None and topology.tp.size > 1 and topology.sequence_parallel:
-            problems.append(
-                "sequence_parallel=True: a single token cannot be split; nearest valid: "
-                "sequence_parallel=False"
             )
         return problems
 
@@ -186,14 +187,17 @@ class _Network:
         if new == length:  # what is padding sees itself, as a softmax over nothing is no number
             mask = mask | torch.eye(length, dtype=torch.bool, device=fresh.device)
         positions = (seen.cumsum(1) - 1).clamp(min=0)[:, length - new :]
-        logits = self.trunk(fresh, positions=positions, mask=mask, cache=cache)[:, -1]
+        experts = {}
+        if self.config.experts is not None and new > 1:  # padding goes to no expert
+            experts["token_mask"] = seen
+        logits = self.trunk(fresh, positions=positions, mask=mask, cache=cache, **experts)[:, -1]
         found: Tensor = whole(logits)[:, : self.config.num_tokens]
         return found
 
     def agree(self, chosen: Tensor) -> Tensor:
-        """Return the choice of the first tp and cp rank."""
+        """Return the choice of the first pp, tp and cp rank."""
         topology = self._topology
-        for axis in () if topology is None else (topology.tp, topology.cp):
+        for axis in () if topology is None else (topology.pp, topology.tp, topology.cp):
             if axis.group is not None:
                 chosen = chosen.contiguous()
                 dist.broadcast(chosen, axis.ranks[0], group=axis.group)
@@ -207,6 +211,10 @@ class _Network:
         flag = torch.tensor(int(value), device=topology.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=topology.loss.group)
         return bool(flag)
+
+
+def _last_position(logits: Tensor) -> Tensor:
+    return logits[:, -1:]
 
 
 @dataclass(frozen=True, kw_only=True)

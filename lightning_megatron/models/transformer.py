@@ -20,15 +20,19 @@ from lightning_megatron.layers.attention import CausalSelfAttention
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.dropout import Dropout
 from lightning_megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.kv_cache import KeyValueCache
+from lightning_megatron.layers.latent_attention import LatentAttention
+from lightning_megatron.layers.latent_sizes import LatentSizes
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.packed_documents import restarted_positions
-from lightning_megatron.layers.rotary import RopeScaling, Rotary
+from lightning_megatron.layers.rotary import RopeScaling, Rotary, yarn_mscale
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.size_checks import vocabulary_problems
 from lightning_megatron.models.config import TransformerConfig
+from lightning_megatron.models.yarn_config import YarnConfig
 from lightning_megatron.topology.degrees import Degrees
 
 
@@ -72,42 +76,37 @@ class InputEmbedding(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and MLP, each added to the residual stream from a norm of it.
+    """Attention and MLP, or mixture of experts, each added to the residual stream from its norm.
 
     Args:
         config: sizes of the model.
         rotary: rotary embedding shared by the blocks, or ALiBi; None for learned positions.
+        index: index of the block, by which ``config.experts`` tells whether it is a mixture.
     """
 
-    def __init__(self, config: TransformerConfig, rotary: Rotary | Alibi | None) -> None:
+    mlp: MLP | MixtureOfExperts
+
+    def __init__(
+        self, config: TransformerConfig, rotary: Rotary | Alibi | None, index: int = 0
+    ) -> None:
         super().__init__()
         std = config.init_std
         out_std = std / math.sqrt(2 * config.num_layers)
         self.attention_norm = _norm(config)
-        self.attention = CausalSelfAttention(
-            config.hidden_size,
-            config.num_heads,
-            config.kv_heads,
-            head_dim=config.head_size,
-            qkv_bias=config.qkv_bias,
-            out_bias=config.has_out_bias,
-            rotary=rotary,
-            qk_norm_eps=config.norm_eps if config.qk_norm else None,
-            window=config.sliding_window,
-            dropout=config.attention_dropout,
-            init_std=std,
-            out_init_std=out_std,
-        )
+        self.attention = _attention(config, rotary, std, out_std)
         self.attention.backend = config.attention_backend
         self.mlp_norm = _norm(config)
-        self.mlp = MLP(
-            config.hidden_size,
-            config.mlp_width,
-            config.activation,
-            bias=config.has_mlp_bias,
-            init_std=std,
-            out_init_std=out_std,
-        )
+        if config.is_mixture(index):
+            self.mlp = _mixture(config, std, out_std)
+        else:
+            self.mlp = MLP(
+                config.hidden_size,
+                config.mlp_width,
+                config.activation,
+                bias=config.has_mlp_bias,
+                init_std=std,
+                out_init_std=out_std,
+            )
         self.dropout = Dropout(config.dropout)
 
     @override
@@ -118,12 +117,67 @@ class TransformerBlock(nn.Module):
         mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
         documents: Tensor | None = None,
+        token_mask: Tensor | None = None,
     ) -> Tensor:
-        """``[b, s, h]`` to the same; see `CausalSelfAttention` for the arguments."""
+        """``[b, s, h]`` to the same.
+
+        See `CausalSelfAttention` for the arguments, and `MixtureOfExperts` for ``token_mask``,
+        which says nothing to an MLP.
+        """
         y = self.attention(self.attention_norm(x), positions, mask, cache, documents)
         x = x + self.dropout(y)
-        out: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        h = self.mlp_norm(x)
+        y = self.mlp(h) if isinstance(self.mlp, MLP) else self.mlp(h, token_mask)
+        out: Tensor = x + self.dropout(y)
         return out
+
+
+def _attention(
+    config: TransformerConfig, rotary: Rotary | Alibi | None, std: float, out_std: float
+) -> CausalSelfAttention | LatentAttention:
+    if config.latent is not None:
+        assert isinstance(rotary, Rotary)
+        return LatentAttention(
+            config.hidden_size,
+            config.num_heads,
+            config.latent,
+            rotary=rotary,
+            window=config.sliding_window,
+            score_scale=_score_scale(config, config.latent),
+            dropout=config.attention_dropout,
+            init_std=std,
+            out_init_std=out_std,
+        )
+    return CausalSelfAttention(
+        config.hidden_size,
+        config.num_heads,
+        config.kv_heads,
+        head_dim=config.head_size,
+        qkv_bias=config.qkv_bias,
+        out_bias=config.has_out_bias,
+        rotary=rotary,
+        qk_norm_eps=config.norm_eps if config.qk_norm else None,
+        window=config.sliding_window,
+        dropout=config.attention_dropout,
+        init_std=std,
+        out_init_std=out_std,
+    )
+
+
+def _mixture(config: TransformerConfig, std: float, out_std: float) -> MixtureOfExperts:
+    assert config.experts is not None
+    return MixtureOfExperts(
+        config.hidden_size,
+        config.expert_width,
+        config.experts.num_experts,
+        config.experts.top_k,
+        config.activation,
+        shared_size=config.experts.shared_size,
+        shared_gate=config.experts.shared_gate,
+        router=config.experts.router,
+        init_std=std,
+        out_init_std=out_std,
+    )
 
 
 class Head(ColumnParallelLinear):
@@ -182,6 +236,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         documents: Tensor | None = None,
+        token_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute the logits of the next token at every position.
 
@@ -192,8 +247,15 @@ class Transformer(nn.Module):
             mask: mask in place of the causal one; see `CausalSelfAttention`.
             documents: number of the document of each position, ``[b, s]``; none sees another
                 (`layers.packed_documents`).
+            token_mask: which tokens count, ``[b, s]`` booleans; others go to no expert and into no
+                count of one. All if None.
         """
-        given = {"positions": positions, "mask": mask, "documents": documents}
+        given = {
+            "positions": positions,
+            "mask": mask,
+            "documents": documents,
+            "token_mask": token_mask,
+        }
         kwargs = {name: value for name, value in given.items() if value is not None}
         logits: Tensor = self.trunk(tokens, **kwargs)
         return logits
@@ -215,7 +277,7 @@ def build_trunk(
         head.weight = embedding.tokens.weight
     return PipelineSequential(
         embedding=embedding,
-        layers=[TransformerBlock(config, rotary) for _ in range(config.num_layers)],
+        layers=[TransformerBlock(config, rotary, i) for i in range(config.num_layers)],
         norm=_norm(config),
         head=head,
     )
@@ -224,16 +286,37 @@ def build_trunk(
 def _rotary(config: TransformerConfig) -> Rotary | Alibi | None:
     if config.positions != "rotary":
         return Alibi() if config.positions == "alibi" else None
+    turned = config.head_size if config.latent is None else config.latent.rope_dim
     if config.rope_scaling == "none":
-        return Rotary(config.head_size, config.rope_base)
+        return Rotary(turned, config.rope_base)
+    yarn = config.yarn or YarnConfig()
     scaling = RopeScaling(
         kind=config.rope_scaling,
         factor=config.rope_factor,
         low_freq_factor=config.rope_low_freq_factor,
         high_freq_factor=config.rope_high_freq_factor,
         original_length=config.rope_original_length,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+        truncate=yarn.truncate,
+        attention_factor=_yarn_amplitude(config.rope_factor, yarn),
     )
-    return Rotary(config.head_size, config.rope_base, scaling)
+    return Rotary(turned, config.rope_base, scaling)
+
+
+def _yarn_amplitude(factor: float, yarn: YarnConfig) -> float | None:
+    """Factor of rotated queries and keys; None for that of the paper."""
+    if yarn.attention_factor is not None or not (yarn.mscale and yarn.mscale_all_dim):
+        return yarn.attention_factor
+    return yarn_mscale(factor, yarn.mscale) / yarn_mscale(factor, yarn.mscale_all_dim)
+
+
+def _score_scale(config: TransformerConfig, sizes: LatentSizes) -> float:
+    """Factor of the scores of latent attention."""
+    scale = 1 / math.sqrt(sizes.key_dim)
+    if config.yarn is None or not config.yarn.mscale_all_dim:
+        return scale
+    return scale * yarn_mscale(config.rope_factor, config.yarn.mscale_all_dim) ** 2
 
 
 def _norm(config: TransformerConfig) -> ParallelLayer:

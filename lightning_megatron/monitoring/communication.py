@@ -1,7 +1,7 @@
 """Bytes that ranks send in a step, and the time that they wait for them, by axis.
 
-Every `every` batches, for each of ``tp``, ``pp``, ``cp`` and ``dp`` over which anything is sent,
-per batch and as the mean of the ranks:
+Every `every` batches, for each of ``tp``, ``pp``, ``cp``, ``ep`` and ``dp`` over which anything is
+sent, per batch and as the mean of the ranks:
 
 ============================  ======================================================================
 ``comm/calls/tp``             transfers a rank starts

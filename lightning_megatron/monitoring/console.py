@@ -62,7 +62,7 @@ def training_loss(metrics: dict[str, Any]) -> str | None:
 
 
 def _is_other(name: str) -> bool:
-    return name.startswith(("val", "test", "optim/", "loss/max")) or "loss_scale" in name
+    return name.startswith(("val", "test", "optim/", "loss/max", "moe")) or "loss_scale" in name
 
 
 def _short(value: float) -> str:

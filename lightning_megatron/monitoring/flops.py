@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_megatron._torch import CallersMode, host_attention_operators, tree_flatten
+from lightning_megatron._torch import (
+    CallersMode,
+    DisableTorchFunctionSubclass,
+    grouped_mm_operator,
+    host_attention_operators,
+    tree_flatten,
+)
 from lightning_megatron.layers.context_attention.operator import Options
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.flops import training_flops_per_token
@@ -53,6 +59,7 @@ class OperationCounter(CallersMode):
             backward: _fused_backward,
             torch.ops.lightning_megatron.context_attention: _context_forward,
             torch.ops.lightning_megatron.context_attention_backward: _context_backward,
+            grouped_mm_operator(): _grouped,
         }
 
     def start(self) -> None:
@@ -68,7 +75,9 @@ class OperationCounter(CallersMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        # The operator of a tensor class is under way: its function is not asked for a second time.
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
         formula = self._formulas.get(getattr(func, "overloadpacket", None))
         if formula is not None:
             self.flops += int(formula(*args, **kwargs, out_val=result))
@@ -100,6 +109,11 @@ def _context_forward(q: Tensor, *args: Any, out_val: Any) -> int:
 def _context_backward(gradient: Tensor, *args: Any, out_val: Any) -> int:
     """Operations of its backward."""
     return _context_forward(gradient, *args, out_val=out_val) * 5 // 2
+
+
+def _grouped(left: Tensor, right: Tensor, *args: Any, out_val: Any, **kwargs: Any) -> int:
+    """Operations of a product of groups of rows with a stack, or of the gradient of the stack."""
+    return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
 
 
 def model_flops(module: Any, batch: Any, tokens: int) -> ModelFlops | None:

@@ -15,6 +15,7 @@ from lightning_megatron.monitoring.communication import CommunicationMonitor
 from lightning_megatron.monitoring.console import ConsoleLine
 from lightning_megatron.monitoring.context_monitor import ContextMonitor
 from lightning_megatron.monitoring.event_log import EventLogWriter
+from lightning_megatron.monitoring.expert_monitor import ExpertMonitor
 from lightning_megatron.monitoring.gradients import GradientMonitor
 from lightning_megatron.monitoring.logger_guard import LoggerGuard
 from lightning_megatron.monitoring.loss_monitor import LossMonitor
@@ -27,13 +28,13 @@ from lightning_megatron.monitoring.throughput import ThroughputMonitor
 
 
 class Monitor(CallbackGroup):
-    """Throughput, loss, memory, communication, norms, pipeline, checkpoints, goodput, event log.
+    """Throughput, loss, memory, communication, norms, pipeline, experts, saves, goodput, event log.
 
     Works under `MegatronStrategy`. The names of the metrics begin with ``perf/``, ``time/``,
-    ``mem/``, ``comm/``, ``pp/``, ``cp/``, ``optim/``, ``loss/``, ``ckpt/`` and ``ft/``; they go to
-    the Trainer's loggers, to one line of the console each time that these are written, and to the
-    event log, of which ``lightning-megatron report`` makes a page. A logger that fails costs a
-    warning.
+    ``mem/``, ``comm/``, ``pp/``, ``cp/``, ``moe/``, ``optim/``, ``loss/``, ``ckpt/`` and ``ft/``;
+    they go to the Trainer's loggers, to one line of the console each time that these are written,
+    and to the event log, of which ``lightning-megatron report`` makes a page. A logger that fails
+    costs a warning.
 
     Args:
         run_dir: where events go; None: the Trainer's ``default_root_dir``. All attempts of a run
@@ -74,6 +75,7 @@ class Monitor(CallbackGroup):
             ParameterNorm(every),
             PipelineMonitor(every),
             ContextMonitor(every),
+            ExpertMonitor(every),
             CheckpointMonitor(),
         ]
         if noise_scale:

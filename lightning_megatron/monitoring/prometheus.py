@@ -55,7 +55,7 @@ _RETRY_S = 5.0
 
 PREFIX = "lightning_megatron"
 NAMESPACES = frozenset({
-    *("perf", "mem", "time", "comm", "pp", "cp", "optim", "loss"),
+    *("perf", "mem", "time", "comm", "pp", "cp", "moe", "optim", "loss"),
     *("straggler", "ckpt", "ft", "dist", "data", "precision"),
 })  # fmt: skip
 """First parts of the names of this package's metrics."""
@@ -74,7 +74,7 @@ _UNITS = (
     ("_fraction", "_ratio", 1.0),
 )
 """Ending of a metric, ending for Prometheus, factor of the value."""
-_AXES = ("tp", "pp", "cp", "dp")
+_AXES = ("tp", "pp", "cp", "ep", "dp")
 
 
 class Exposed(NamedTuple):

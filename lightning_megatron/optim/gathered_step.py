@@ -79,7 +79,8 @@ class GatheredStep:
             with torch.no_grad():
                 for parameter, tensor in whole.items():
                     if tensor is not parameter:
-                        self._own(parameter).copy_(self._specs[parameter].part_of(tensor))
+                        spec = self._specs[parameter]
+                        self._own(parameter).copy_(spec.part_of(spec.in_rank_order(tensor)))
         finally:
             stepped, optimizer.state = optimizer.state, state
             state.clear()
@@ -114,14 +115,19 @@ class GatheredStep:
                 sharded.setdefault(self._own(p).dtype, []).append(p)
         for members in sharded.values():
             specs = [self._specs[p] for p in members]
-            values = gather_whole([self._own(p) for p in members], specs)
+            values = _gathered([self._own(p) for p in members], specs)
             found = [self._own_gradient(p) for p in members]
             there = [(p, g) for p, g in zip(members, found, strict=True) if g is not None]
-            gradients = gather_whole([g for _, g in there], [self._specs[p] for p, _ in there])
+            gradients = _gathered([g for _, g in there], [self._specs[p] for p, _ in there])
             whole |= {p: v.clone() for p, v in zip(members, values, strict=True)}
             for (p, _), gradient in zip(there, gradients, strict=True):
                 whole[p].grad = gradient
         return whole
+
+
+def _gathered(parts: list[Tensor], specs: list[ShardSpec]) -> list[Tensor]:
+    found = gather_whole(parts, specs)
+    return [spec.in_canonical_order(value) for spec, value in zip(specs, found, strict=True)]
 
 
 def check_optimizer(

@@ -14,17 +14,21 @@ matrices.
 Muon is meant for the matrices inside a network. AdamW updates vectors, embeddings and heads, in the
 same optimizer: their groups have ``"muon": False`` (`muon_groups` makes the groups). With
 ``state_dtype`` the moving averages of both are quantized between steps (`optim.quantized_state`).
-For matrices, ``torch.optim.Muon`` has the same options and computes the same numbers.
+For matrices, ``torch.optim.Muon`` has the same options and computes the same numbers. A parameter
+of three dimensions, such as the experts of a mixture, is a stack of matrices along the first, each
+of which is orthogonalised by itself.
 
 Under tp and ZeRO, momentum is sharded and averaged like the parameter. Then every matrix is
 gathered on one of the ranks that share it, is orthogonalised there, and its shards are scattered
 back (`optim.owner_all_to_all`, with the bytes): in the number format of the iteration, 2 bytes an
-element each way. The numbers are those of one process.
+element each way. The numbers are those of one process. Matrices of a stack that is divided along
+its first dimension are whole where they are, and stay there.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -39,11 +43,13 @@ from lightning_megatron.optim.quantized_state import (
     StateFormat,
     state_dtype_problems,
 )
-from lightning_megatron.optim.shard_spec import ShardSpec, unsharded
+from lightning_megatron.optim.shard_spec import ShardAxis, ShardSpec, unsharded
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration; singular values end between 0.7 and 1.2."""
 Scale = Literal["rms", "spectral"]
+_Alike: TypeAlias = tuple[int, torch.dtype, tuple[str, ...]]
+"""Index of a group, number format, and names of the axes that share a matrix."""
 
 
 def orthogonalize(
@@ -85,7 +91,9 @@ class Muon(QuantizedStateOptimizer):
 
     Args:
         params: parameters or groups of them. AdamW updates groups with ``"muon": False``. In groups
-            without the key, Muon updates parameters of two dimensions and AdamW all others.
+            without the key, Muon updates parameters of two dimensions and AdamW all others; with
+            ``"muon": True`` parameters of three dimensions are stacks of matrices where
+            ``"stacks": True``.
         lr: learning rate of both.
         weight_decay: weights shrink by ``lr * weight_decay`` of themselves in a step.
         momentum: weight of the old momentum.
@@ -100,7 +108,8 @@ class Muon(QuantizedStateOptimizer):
             parameters.
 
     Raises:
-        ConfigError: an option is out of range, or a group for Muon holds no matrix.
+        ConfigError: an option is out of range, or a group for Muon holds a parameter that is
+            neither a matrix nor a stack of them.
     """
 
     averages = {"momentum_buffer": True, **MOMENTS}
@@ -152,7 +161,7 @@ class Muon(QuantizedStateOptimizer):
         self.set_state_dtype(state_dtype, "state_dtype=None")
         self._ns_dtype = ns_dtype
         self._specs: Mapping[Tensor, ShardSpec] = {}
-        self._exchanges: dict[tuple[int, torch.dtype], tuple[list[Tensor], OwnerAllToAll]] = {}
+        self._exchanges: dict[_Alike, tuple[list[Tensor], OwnerAllToAll]] = {}
         raise_if_any(
             [
                 f"Muon group {index}: muon=True, but a parameter has shape {tuple(p.shape)}; "
@@ -160,7 +169,7 @@ class Muon(QuantizedStateOptimizer):
                 "muon_groups(...) does"
                 for index, group in enumerate(self.param_groups)
                 for p in group["params"]
-                if group["muon"] and p.ndim != 2
+                if group["muon"] and p.ndim != 2 and not (group.get("stacks") and p.ndim == 3)
             ]
         )
 
@@ -179,35 +188,39 @@ class Muon(QuantizedStateOptimizer):
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            matrices: dict[torch.dtype, list[Tensor]] = {}
+            matrices: dict[_Alike, list[Tensor]] = {}
             others = []
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 if group["muon"] or (group["muon"] is None and p.ndim == 2):
-                    matrices.setdefault(p.dtype, []).append(p)
+                    shared = _shared_axes(p, self._shard_spec(p))
+                    axes = tuple(axis.name for axis in shared)
+                    matrices.setdefault((index, p.dtype, axes), []).append(p)
                 else:
                     others.append(p)
-            for dtype, members in matrices.items():
-                self._step_matrices(index, dtype, members, group)
+            for alike, members in matrices.items():
+                self._step_matrices(alike, members, group)
             self._step_others(others, group)
         return loss
 
     def _step_matrices(
-        self, index: int, dtype: torch.dtype, members: list[Tensor], group: Mapping[str, Any]
+        self, alike: _Alike, members: list[Tensor], group: Mapping[str, Any]
     ) -> None:
-        """Update all matrices of a group, with one exchange."""
+        """Update matrices of a group that the same ranks share, with one exchange."""
         lr = float(group["lr"])
-        wide = torch.float64 if dtype == torch.float64 else torch.bfloat16
+        wide = torch.float64 if alike[1] == torch.float64 else torch.bfloat16
         ns_dtype = self._ns_dtype or wide
-        updates = [self._averaged(p, group).to(ns_dtype) for p in members]
-        exchange = self._exchange(index, dtype, members, group["ns_steps"])
+        updates = [u.to(ns_dtype) for p in members for u in _unstacked(self._averaged(p, group))]
+        exchange = self._exchange(alike, members, group["ns_steps"])
         whole = exchange.gather_on_owners(updates)
         results = {i: orthogonalize(m, group["ns_steps"]) for i, m in whole.items()}
-        for p, update in zip(members, exchange.scatter_from_owners(results), strict=True):
+        scattered = iter(exchange.scatter_from_owners(results))
+        for p in members:
             p.mul_(1 - lr * group["weight_decay"])
-            shape = self._shard_spec(p).full_shape
-            p.add_(update.to(p.dtype), alpha=-lr * update_scale(shape, group["scale"]))
+            factor = -lr * update_scale(self._shard_spec(p).full_shape[-2:], group["scale"])
+            for matrix in _unstacked(p):
+                matrix.add_(next(scattered).to(p.dtype), alpha=factor)
 
     def _averaged(self, p: Tensor, group: Mapping[str, Any]) -> Tensor:
         """Update the momentum with the gradient, and return the matrix to orthogonalise."""
@@ -224,15 +237,13 @@ class Muon(QuantizedStateOptimizer):
             self.end_update(p, averages)
         return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
-    def _exchange(
-        self, index: int, dtype: torch.dtype, members: list[Tensor], steps: int
-    ) -> OwnerAllToAll:
+    def _exchange(self, alike: _Alike, members: list[Tensor], steps: int) -> OwnerAllToAll:
         """Return the exchange of the last step if it had the same matrices, else a new one."""
-        known = self._exchanges.get((index, dtype))
+        known = self._exchanges.get(alike)
         if known is None or [id(p) for p in known[0]] != [id(p) for p in members]:
-            specs = [self._shard_spec(p) for p in members]
+            specs = [spec for p in members for spec in _matrix_specs(p, self._shard_spec(p))]
             costs = [float(orthogonalize_flops(spec.full_shape, steps)) for spec in specs]
-            known = self._exchanges[index, dtype] = (members, OwnerAllToAll(specs, costs))
+            known = self._exchanges[alike] = (members, OwnerAllToAll(specs, costs))
         return known[1]
 
     def _shard_spec(self, p: Tensor) -> ShardSpec:
@@ -281,3 +292,27 @@ def update_scale(shape: Sequence[int], scale: Scale) -> float:
     if scale == "rms":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1.0, shape[0] / shape[1]))
+
+
+def _unstacked(tensor: Tensor) -> Sequence[Tensor]:
+    """Matrices of a stack, or the only one, as views."""
+    return tensor.unbind() if tensor.ndim == 3 else (tensor,)
+
+
+def _shared_axes(p: Tensor, spec: ShardSpec) -> tuple[ShardAxis, ...]:
+    """Axes that share a matrix: of a stack not those whose ranks hold other matrices of it."""
+    if p.ndim == 2:
+        return spec.axes
+    return tuple(
+        axis if axis.dim is None else replace(axis, dim=axis.dim - 1)
+        for axis in spec.axes
+        if axis.dim != 0
+    )
+
+
+def _matrix_specs(p: Tensor, spec: ShardSpec) -> list[ShardSpec]:
+    """Spec of each matrix of which this rank holds a part, in the order of `_unstacked`."""
+    if p.ndim == 2:
+        return [spec]
+    axes = _shared_axes(p, spec)
+    return [ShardSpec(name=spec.name, full_shape=spec.full_shape[1:], axes=axes)] * p.shape[0]

@@ -87,6 +87,8 @@ class OwnerAllToAll:
     def gather_on_owners(self, shards: Sequence[Tensor]) -> dict[int, Tensor]:
         """Gather the matrices that this rank owns, keyed by position; collective."""
         held = dict(enumerate(shards))
+        if not held:  # a stack of which this rank has no matrix, like the ranks that it shares with
+            return {}
         self._empty = shards[0].new_empty(0)
         for level, hop in enumerate(self._hops):
             held = self._gather(held, hop, level)
@@ -163,7 +165,7 @@ class OwnerAllToAll:
         return spec.shapes[position + 1]
 
 
-_ORDER = {"fsdp": 0, "tp": 1, "dp_replicate": 2}
+_ORDER = {"fsdp": 0, "efsdp": 0, "tp": 1, "ep": 1, "dp_replicate": 2, "expert_copies": 2}
 
 
 def gather_whole(tensors: Sequence[Tensor], specs: Sequence[ShardSpec]) -> list[Tensor]:

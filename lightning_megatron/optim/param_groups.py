@@ -67,8 +67,8 @@ def muon_groups(
         no_decay: patterns of names of parameters that never decay.
 
     Returns:
-        Three groups: matrices for Muon; for AdamW those that decay, and the rest. Each may be
-        empty.
+        Three groups: matrices for Muon, among them the stacks of experts; for AdamW those that
+        decay, and the rest. Each may be empty.
 
     Raises:
         ConfigError: the decay is negative, or a string stands for a list.
@@ -79,22 +79,30 @@ def muon_groups(
     """
     problems = at_least(0.0, weight_decay=weight_decay)
     raise_if_any(problems + lists_of_names(adamw=adamw, no_decay=no_decay))
+    stacks = {
+        id(parameter)
+        for child in module.modules()
+        if isinstance(names := getattr(child, "stacked", None), frozenset)
+        for name, parameter in child.named_parameters(recurse=False)
+        if name in names
+    }
     embeddings = {
         id(parameter)
         for child in module.modules()
         if type(child).__name__.endswith("Embedding")
         for parameter in child.parameters(recurse=False)
     }
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     decayed, others = decay_groups(module, weight_decay, no_decay=no_decay)
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for parameter in decayed["params"]:
-        apart = any(fnmatchcase(names[id(parameter)], pattern) for pattern in adamw)
-        is_muon = parameter.dim() == 2 and not apart and id(parameter) not in embeddings
+        apart = any(fnmatchcase(name_of[id(parameter)], pattern) for pattern in adamw)
+        is_matrix = parameter.dim() == 2 or id(parameter) in stacks
+        is_muon = is_matrix and not apart and id(parameter) not in embeddings
         (matrices if is_muon else rest).append(parameter)
     return [
-        {"params": matrices, "weight_decay": weight_decay, "muon": True},
+        {"params": matrices, "weight_decay": weight_decay, "muon": True, "stacks": bool(stacks)},
         {"params": rest, "weight_decay": weight_decay, "muon": False},
         {**others, "muon": False},
     ]

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_megatron.topology.segments import Segments
+
 
 def rows_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
     """Offset and length of a rank's part of ``length`` elements, divided as ``torch.chunk`` does.
@@ -78,6 +80,9 @@ class ShardSpec:
     """Shape in the whole model."""
     axes: tuple[ShardAxis, ...] = ()
     """Axes that share the parameter, from the innermost to the outermost."""
+    segments: tuple[int, Segments] | None = None
+    """Dimension of which tp divides every segment by itself, and the segments. What is gathered is
+    then in rank order (`topology.segments`)."""
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -97,8 +102,22 @@ class ShardSpec:
         """Number of elements of the whole parameter."""
         return torch.Size(self.full_shape).numel()
 
+    def in_canonical_order(self, gathered: Tensor) -> Tensor:
+        """Whole parameter, from what was gathered along the axes."""
+        if self.segments is None:
+            return gathered
+        dim, segments = self.segments
+        return segments.in_canonical_order(gathered, dim)
+
+    def in_rank_order(self, whole: Tensor) -> Tensor:
+        """Inverse of `in_canonical_order`."""
+        if self.segments is None:
+            return whole
+        dim, segments = self.segments
+        return segments.in_rank_order(whole, dim)
+
     def part_of(self, whole: Tensor) -> Tensor:
-        """View of this rank's part of the whole parameter, or of a tensor of its shape."""
+        """View of this rank's part of a tensor of the whole parameter's shape, in rank order."""
         for axis in reversed(self.axes):
             whole = axis.part_of(whole, axis.rank)
         return whole

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,10 @@ from typing_extensions import override
 from lightning_megatron._torch import has_hooks, move_outside_units
 from lightning_megatron.layers.base import ParallelLayer, TensorShard
 from lightning_megatron.layers.context_exit import ContextExit
+from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.init import materialize
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
+from lightning_megatron.layers.stored_tensor import StoredTensor
 from lightning_megatron.layers.written_values import WrittenValues
 from lightning_megatron.parallel.activations.config import (
     ActivationConfig,
@@ -41,7 +43,7 @@ from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.context_check.check import check_parts_of_sequences
 from lightning_megatron.parallel.fully_sharded import FullySharded, refuse_hooks
 from lightning_megatron.parallel.gradients import GradientSet, ParameterRole
-from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, units
+from lightning_megatron.parallel.plan import ModulePlan, PipelineConfig, is_expert_layer, units
 from lightning_megatron.parallel.tied_half_params import TiedHalfParams
 from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.parallel.zero import (
@@ -77,6 +79,14 @@ class Transforms:
     its own."""
 
 
+class _Ready(Protocol):
+    """Gives what is on meta or in files its values, on the device."""
+
+    def __call__(self, module: nn.Module, /, leave: Collection[Tensor] = ()) -> None:
+        """Leave alone the parameters ``leave``, of which FSDP2 will read this rank's rows."""
+        ...
+
+
 class Step(nn.Module):
     """The steps of a LightningModule as one callable, so that ZeRO's hooks surround them.
 
@@ -89,8 +99,9 @@ class Step(nn.Module):
         self.module = module
 
     @override
-    def forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.module, name)(*args, **kwargs)
+    def forward(self, name: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call = getattr(self.module, name) if isinstance(name, str) else name
+        return call(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +168,13 @@ def parallelize(
     """
     plan = ModulePlan(module, topology.degrees, transforms.pipeline, transforms.stage_ranks)
     if topology.cp.size > 1:
-        check_parts_of_sequences(module, plan.trunks, topology)
+        checked = {k: trunk for k, trunk in plan.trunks.items() if not trunk.splits_sequences}
+        check_parts_of_sequences(module, checked, topology)
     if topology.world_size > 1:
         _broadcast_weights(module, topology)
     names = {id(child): name for name, child in module.named_modules()}
 
-    def initialise(part: nn.Module) -> None:
+    def initialise(part: nn.Module, leave: Collection[Tensor] = ()) -> None:
         materialize(
             part,
             names[id(part)],
@@ -170,6 +182,7 @@ def parallelize(
             device=topology.device,
             canonical=plan.canonical,
             written=written,
+            leave=leave,
         )
         move_outside_units(part, topology.device)
 
@@ -192,7 +205,11 @@ def parallelize_again(
     """
     plan = ModulePlan(module, topology.degrees, transforms.pipeline, transforms.stage_ranks)
     assert plan.trunk is not None
-    allocate = partial(_allocate, device=topology.device)
+
+    def allocate(part: nn.Module, leave: Collection[Tensor] = ()) -> None:
+        del leave  # nothing is in files
+        _allocate(part, topology.device)
+
     return _spread(module, plan, topology, transforms, allocate, new=plan.trunk)
 
 
@@ -219,7 +236,7 @@ def _spread(
     plan: ModulePlan,
     topology: Topology,
     transforms: Transforms,
-    ready: Callable[[nn.Module], None],
+    ready: _Ready,
     *,
     new: nn.Module | None = None,
 ) -> ParallelModule:
@@ -242,7 +259,9 @@ def _spread(
     if topology.rank == 0:
         _warn_of_idle_options(transforms, topology.device)
     sharding = transforms.sharding
-    if sharding.stage == 3 and (topology.loss.size > 1 or sharding.offload_parameters):
+    axes = topology.all_axes if plan.has_experts else (topology.dense,)
+    divides = any(each.mean.size > 1 for each in axes)
+    if sharding.stage == 3 and (divides or sharding.offload_parameters):
         data, step, roles = _shard(module, plan, topology, transforms, tied_groups, ready)
     else:
         data, step, roles = _keep_whole(module, plan, topology, transforms, tied_groups, ready)
@@ -283,7 +302,7 @@ def _broadcast_weights(module: nn.Module, topology: Topology) -> None:
     """Make every rank start from rank 0's values, where there are any."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     for tensor in tensors:
-        if not tensor.is_meta:
+        if not (tensor.is_meta or isinstance(tensor, StoredTensor)):
             staged = tensor.detach().to(topology.device)
             dist.broadcast(staged, src=0)
             tensor.detach().copy_(staged)
@@ -337,10 +356,12 @@ def _distribute(module: nn.Module, topology: Topology) -> None:
             owner = first.setdefault(id(parameter), (child, name))
             if owner != (child, name):
                 ties.append((child, name, *owner))
-    for child in list(module.modules()):
+    for number, child in enumerate(list(module.modules())):
         if isinstance(child, ParallelLayer):
             child.distribute(topology)
             found = True
+        if isinstance(child, Experts):
+            child.number = number
     for child, name, owner_module, owner_name in ties:
         setattr(child, name, getattr(owner_module, owner_name))
     if topology.tp.size > 1 and not found and topology.rank == 0:
@@ -361,7 +382,8 @@ def _enter_trunks(module: nn.Module, topology: Topology) -> None:
         for layer in trunk.modules():
             if isinstance(layer, ParallelLayer):
                 layer.in_trunk = True
-        if topology.cp.size > 1:
+        trunk.split_sequences(topology)
+        if topology.cp.size > 1 and not trunk.splits_sequences:
             trunk.draws = partial(_draws_of_part, topology)
             if trunk not in inside:
                 trunk.boundary = ContextExit(trunk, topology)
@@ -383,7 +405,7 @@ def _keep_whole(
     topology: Topology,
     transforms: Transforms,
     tied_groups: _TiedGroups,
-    ready: Callable[[nn.Module], None],
+    ready: _Ready,
 ) -> _Spread:
     """ZeRO 0 to 2; also ZeRO 3 where there is nothing to divide."""
     sharding = transforms.sharding
@@ -395,14 +417,13 @@ def _keep_whole(
     scope = plan.trunk if pipelined and plan.trunk is not None else module
     for unit in units(scope, None, 1):
         ready(unit)
-        data.own(list(unit.parameters()), narrow=True)
+        data.own(unit, narrow=True)
     ready(module)
     between = _shared_between_stages(plan.trunk) if pipelined else set()
-    data.own(list(scope.parameters()), narrow=True)
-    data.own(list(module.parameters()), narrow=False)
+    data.own(scope, narrow=True)
+    data.own(module, narrow=False)
     roles = _roles(module, plan, topology, tied_groups, between, data)
-    names = {role.parameter: role.name for role in roles}
-    data.reduce(_by_stage(roles, plan, topology), names)
+    data.reduce(_by_stage(roles, plan, topology), roles, experts=plan.has_experts)
     return data, Step(module), roles
 
 
@@ -412,12 +433,13 @@ def _shard(
     topology: Topology,
     transforms: Transforms,
     tied_groups: _TiedGroups,
-    ready: Callable[[nn.Module], None],
+    ready: _Ready,
 ) -> _Spread:
     """ZeRO 3."""
     data = FullySharded(
         topology,
         transforms.types,
+        experts=plan.has_experts,
         offload=transforms.sharding.offload_parameters,
         offload_optimizer=transforms.sharding.offload_optimizer,
         follow_freezing=transforms.manual_optimization,
@@ -428,17 +450,29 @@ def _shard(
     by_hand = transforms.manual_optimization
     roots = list(_with_forward(module)) if by_hand else [scope]
     _refuse_early_hooks(module, roots, plan.trunk if pipelined else None)
+    shared = _shared_between_stages(plan.trunk) if pipelined else set()
+    divided = {p for root in roots for p in root.parameters() if not has_no_rows(p)} - shared
     names = {child: name for name, child in module.named_modules()}
     sharding = transforms.sharding
-    found = [u for u in units(scope, sharding.wrap, sharding.min_numel) if _has_forward(u)]
+    apart = topology.experts is not topology.dense
+    inner = [layer for layer in scope.modules() if apart and is_expert_layer(layer)]
+    outer = [u for u in units(scope, sharding.wrap, sharding.min_numel) if _has_forward(u)]
+    found = [unit for unit in outer if unit not in inner]
+    if isinstance(scope, PipelineSequential):  # an adopted one has more than its items
+        of_items = {child for items in scope.stage_items for child in items.modules()}
+        inner, found = ([u for u in part if u in of_items] for part in (inner, found))
+    for layer in inner:
+        ready(layer, divided)
+        data.wrap(layer, names[layer])
     for unit in found:
-        ready(unit)
+        ready(unit, divided)
         data.wrap(unit, names[unit], stage=0 if by_hand else None)
     if pipelined and plan.trunk is not None:
         for stage, items in enumerate(plan.trunk.stage_items):
             inside = set(items.modules())
             data.gather_ahead(stage, [unit for unit in found if unit in inside])
-    ready(module)
+    ready(module, divided)
+    # Once more: what was on meta is another parameter now.
     between = _shared_between_stages(plan.trunk) if pipelined else set()
     _wrap_roots(step, plan, topology, transforms, data, between)
     data.lend_from_host(module.parameters())

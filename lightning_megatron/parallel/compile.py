@@ -40,7 +40,9 @@ without, with sequence parallelism too, forward and backward. What breaks it are
   can wait, as the backward of one graph is one piece (`layers.delayed_wgrad`);
 * dropout on what tp shards, attention weights and under sequence parallelism the residual stream:
   it draws from another place than the generator that a compiler knows of (`topology.rng`);
-* under tp, products in FP8: ranks agree on scales, and layers keep them (`precision.fp8_gemm`).
+* under tp, products in FP8: ranks agree on scales, and layers keep them (`precision.fp8_gemm`);
+* mixtures of experts: how many rows an expert gets follows from the data, and ranks tell each other
+  (`layers.experts.dispatch`). What lies before and behind is compiled.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,11 +53,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.layers.delayed_wgrad import end_graphs
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.sequential import PipelineSequential, StageItems
 from lightning_megatron.parallel.activations.config import ActivationConfig, Mode, find_blocks
 from lightning_megatron.parallel.forward_wrapper import BlockForward
+from lightning_megatron.parallel.plan import class_name
 from lightning_megatron.parallel.whole_reductions import unseen
 
 Scope = Literal["none", "block", "model"]
@@ -98,6 +102,13 @@ class CompileConfig:
             problems.append(
                 "compile.scope='block': the module has no lists of composite modules, so there is "
                 "nothing to compile; nearest valid: scope='none'"
+            )
+        adopted = [m for m in module.modules() if isinstance(m, AdoptedTrunk)] if module else []
+        if self.scope == "model" and adopted:
+            problems.append(
+                f"compile.scope='model': the forward of the adopted {class_name(adopted[0])} runs "
+                "on every stage up to the items of the next one, which is no graph; nearest "
+                "valid: scope='block'"
             )
         if activations.recompute not in get_args(Mode):
             return problems  # which `ActivationConfig.problems` tells

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 
@@ -62,6 +63,21 @@ def context_problems(trunks: Mapping[str, PipelineSequential], cp: int) -> list[
             "lightning_megatron.PipelineSequential(embedding=..., layers=[...], head=...) and call "
             "it in every step, or cp=1"
         ]
+    told = [problem for trunk in trunks.values() for problem in trunk.context_problems(cp)]
+    told += [
+        f"cp={cp}: {name} ({type(module).__name__}) {fault}"
+        for trunk_name, trunk in trunks.items()
+        if isinstance(trunk, AdoptedTrunk)
+        for block in trunk.block_names
+        for name, module, fault in _faults(
+            f"{trunk_name}.{block}" if trunk_name else block,
+            trunk.get_submodule(block),
+            by_registry=True,
+        )
+    ]
+    trunks = {name: trunk for name, trunk in trunks.items() if not trunk.splits_sequences}
+    if told or not trunks:
+        return told
     inside = [module for trunk in trunks.values() for module in trunk.modules()]
     if any(isinstance(m, RemoteItem) for m in inside):
         return []  # an earlier run, whose problems were told, has left some stages here
@@ -122,16 +138,25 @@ def items_on_parts(prefix: str, trunk: PipelineSequential) -> Iterator[tuple[str
         on_parts = cuts or (on_parts and not ends)
 
 
-def _faults(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Modules that mix positions, each with what is wrong with it; outermost only."""
+def _faults(
+    name: str, module: nn.Module, *, by_registry: bool = False
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules that mix positions, each with what is wrong with it; outermost only.
+
+    Args:
+        name: name of ``module``.
+        module: what may hold some.
+        by_registry: whether attention of transformers takes its function from the registry.
+    """
     if knows_context(module):
         return
-    fault = _fault(module)
+    asks = by_registry and _is_attention_of_transformers(module)
+    fault = None if asks else _fault(module)
     if fault is not None:
         yield name, module, fault
         return
     for child_name, child in module.named_children():
-        yield from _faults(f"{name}.{child_name}", child)
+        yield from _faults(f"{name}.{child_name}", child, by_registry=by_registry)
 
 
 def _fault(module: nn.Module) -> str | None:

@@ -5,15 +5,21 @@ them afterwards, and reduces its gradients to shards after every backward. This 
 and steers when they communicate in a pipeline: gathers ahead of a stage's input, reductions after
 the weight part of a split backward. What goes over the wires is counted in
 `parallel.fsdp_comm`.
+
+A unit has one mesh. So experts, which other ranks hold than hold the rest of a block
+(`Topology.experts`), are units of their own inside it, and are reduced by FSDP2 to the mean over
+those ranks.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -21,7 +27,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -46,9 +52,15 @@ from lightning_megatron.parallel.fsdp_comm import (
     count_sums,
 )
 from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.parallel.plan import expert_parameters, is_expert_layer
 from lightning_megatron.parallel.tied_half_params import TiedHalfParams
-from lightning_megatron.parallel.zero import ComputeTypes, ZeroDataParallel, has_no_rows
-from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.parallel.zero import (
+    ComputeTypes,
+    ZeroDataParallel,
+    dim_to_divide,
+    has_no_rows,
+)
+from lightning_megatron.topology.mesh import Levels, ParameterAxes, Topology
 
 
 class FullySharded(ZeroDataParallel):
@@ -57,6 +69,7 @@ class FullySharded(ZeroDataParallel):
     Args:
         topology: the layout.
         types: number formats.
+        experts: whether any rank has experts.
         offload: whether shards are kept in host memory.
         offload_optimizer: whether the optimizer steps on copies of the shards in host memory.
         follow_freezing: whether ``requires_grad`` may change between the forwards of one step, as
@@ -71,6 +84,7 @@ class FullySharded(ZeroDataParallel):
         topology: Topology,
         types: ComputeTypes,
         *,
+        experts: bool = False,
         offload: bool = False,
         offload_optimizer: bool = False,
         follow_freezing: bool = False,
@@ -92,9 +106,12 @@ class FullySharded(ZeroDataParallel):
         self._names: Mapping[nn.Parameter, str] = {}
         self._storages: dict[nn.Parameter, torch.UntypedStorage] = {}
         on_host = topology.device.type == "cpu"
-        self._mesh = topology.zero_mesh()
         self._roll = RollCall(topology.loss.group, on_host=on_host)
-        self._levels = topology.levels("fsdp") if on_host else None
+        levels = topology.levels("fsdp") if on_host else None
+        self._dense = self._experts = _Mesh(topology.dense, topology.zero_mesh(), levels)
+        if experts and topology.experts is not topology.dense:
+            levels = topology.levels("efsdp") if on_host else None
+            self._experts = _Mesh(topology.experts, topology.expert_mesh(), levels)
         self._whole = self._roll.enter("")
         self._lacked: set[Any] = set()
         self._filled: list[Any] = []
@@ -117,16 +134,18 @@ class FullySharded(ZeroDataParallel):
             leave: parameters to leave alone, besides those that cannot be sharded.
         """
         unmanaged = {p for p in module.parameters() if has_no_rows(p)} | set(leave)
+        over = self._experts if is_expert_layer(module) else self._dense
         fully_shard(
             module,
-            mesh=self._mesh,
+            mesh=over.mesh,
+            shard_placement_fn=partial(_placement, expert_parameters(module), over.axes.shard.size),
             reshard_after_forward=True,
             mp_policy=self._policy_for(module, unmanaged),
             offload_policy=self._offload,
             ignored_params=unmanaged,
         )
         assert isinstance(module, FSDPModule)
-        number = self._count(module, name)
+        number = self._count(module, name, over)
         keep_reduced_gradients_wide(module)  # as `GradientSet.begin` expects them
         self._filled += fill_missing_gradients(module, self._lacked)
         if works_in_place(module):
@@ -151,16 +170,16 @@ class FullySharded(ZeroDataParallel):
             return replace(self._policy, reduce_dtype=torch.float32)
         return self._policy
 
-    def _count(self, unit: FSDPModule, name: str) -> int:
+    def _count(self, unit: FSDPModule, name: str, over: "_Mesh") -> int:
         """Have what the unit sends counted; returns its number on the roll."""
-        topology, meter = self._topology, self._topology.loss.meter
+        meter = self._topology.loss.meter
         number = self._roll.enter(name)
         gather: Any = UnitGather(meter, self._roll, number)  # torch keeps the interfaces' names
-        scatter: Any = UnitReduceScatter(meter, self._roll, number, self._levels)
+        scatter: Any = UnitReduceScatter(meter, self._roll, number, over.levels)
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
-        if topology.dp_replicate.size > 1:
-            unit.set_all_reduce_hook(count_sums(topology.dp_replicate))
+        if over.axes.copies.size > 1:
+            unit.set_all_reduce_hook(count_sums(over.axes.copies))
         return number
 
     @property
@@ -176,7 +195,7 @@ class FullySharded(ZeroDataParallel):
     @property
     @override
     def communicates_every_microbatch(self) -> bool:
-        return self._topology.loss.size > 1
+        return any(over.axes.mean.size > 1 for over in (self._dense, self._experts))
 
     @override
     def begin(self, *, blocked: bool = False) -> None:
@@ -315,14 +334,17 @@ class FullySharded(ZeroDataParallel):
         """Fix the order of gathering for ``units`` of a stage that run one after another.
 
         FSDP2 derives it from the order of the forwards, which in a pipeline are interleaved with
-        the backwards of other microbatches.
+        the backwards of other microbatches. Backward reaches a unit before the units inside it.
         """
-        managed: list[FSDPModule] = [u for u in units if isinstance(u, FSDPModule)]
-        self._stage(stage).units = managed
-        for index, unit in enumerate(managed):
-            # The first unit has none before it; its own is there already, and keeps FSDP2 from
+        self._stage(stage).units = [u for u in units if isinstance(u, FSDPModule)]
+        backwards: list[FSDPModule] = []
+        for unit in reversed(units):
+            inside = [m for m in unit.modules() if isinstance(m, FSDPModule) and m is not unit]
+            backwards += [m for m in (unit, *reversed(inside)) if isinstance(m, FSDPModule)]
+        for index, each in enumerate(backwards):
+            # The last unit has none after it; its own is there already, and keeps FSDP2 from
             # choosing another.
-            unit.set_modules_to_backward_prefetch([managed[max(index - 1, 0)]])
+            each.set_modules_to_backward_prefetch([backwards[min(index + 1, len(backwards) - 1)]])
 
     @override
     def come_to_rest(self) -> None:
@@ -384,6 +406,24 @@ class HostShard:
         """Bring the copy's values to the shard."""
         if self._values is not None:
             shard_of(self._parameter).detach().copy_(self._values)
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """Ranks over which one kind of parameters lies."""
+
+    axes: ParameterAxes
+    mesh: DeviceMesh
+    levels: Levels | None
+    """The ranks that divide them, inside and across nodes; None where nobody exchanges so."""
+
+
+def _placement(
+    experts: Collection[nn.Parameter], ranks: int, parameter: nn.Parameter
+) -> Shard | None:
+    """Dimension along which ranks divide a parameter; 0 if None."""
+    dim = dim_to_divide(parameter, ranks) if parameter in experts else 0
+    return Shard(dim) if dim else None
 
 
 class _Stage:

@@ -31,12 +31,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_megatron._torch import start_reduce_scatter
 from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.comm.two_levels import TwoLevelSum, Wires
-from lightning_megatron.optim.shard_spec import rows_of
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.mesh import Levels
 from lightning_megatron.topology.meter import Meter
@@ -48,7 +46,7 @@ work for the host as a large one."""
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionGroups:
-    """Groups of ranks that average gradients."""
+    """Groups of ranks that average the gradients of a parameter."""
 
     everyone: dist.ProcessGroup
     """All ranks over which gradients are averaged."""
@@ -63,6 +61,8 @@ class ReductionGroups:
 @dataclass
 class _Bucket:
     parameters: list[nn.Parameter]
+    groups: ReductionGroups
+    wires: Wires | None = None
     waiting: set[int] = field(default_factory=set)
     """Positions of the parameters whose gradient is still to come."""
     watched: set[int] = field(default_factory=set)
@@ -95,7 +95,7 @@ class GradientBuckets:
 
     Args:
         parameters: plain tensors, the same on every rank, in the order of the network.
-        groups: whose ranks average.
+        groups: whose ranks average each of them. Ranks of one group have the same parameters.
         rows: what this rank owns of the parameters; None where all ranks own everything.
         names: of the parameters, for messages.
         bucket_bytes: size at which a bucket is full.
@@ -104,13 +104,14 @@ class GradientBuckets:
         scratch: memory for what is sent.
 
     Attributes:
-        whole: whether ``.grad`` is to hold the mean; else the owners get their rows.
+        whole: whether ``.grad`` is to hold the mean, also where rows have owners; these get them if
+            not.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        groups: ReductionGroups,
+        groups: Mapping[nn.Parameter, ReductionGroups],
         *,
         rows: Mapping[nn.Parameter, OwnedRows] | None = None,
         names: Mapping[nn.Parameter, str] | None = None,
@@ -121,21 +122,28 @@ class GradientBuckets:
     ) -> None:
         self._meter = Meter() if meter is None else meter
         self._scratch = Scratch() if scratch is None else scratch
-        self._groups = groups
         self._rows = rows or {}
         self._names = names or {}
         self._reduction = reduction
-        levels = groups.levels
-        self._wires = None if levels is None else Wires(levels, self._meter, self._scratch)
-        self._buckets = _in_buckets(parameters, bucket_bytes)
+        self._buckets = _in_buckets(parameters, groups, bucket_bytes)
+        for bucket in self._buckets:
+            if (levels := bucket.groups.levels) is not None:
+                bucket.wires = Wires(levels, self._meter, self._scratch)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._started = 0
         self._armed = False
-        self.whole = groups.shard is None
+        self._last = True
+        self.whole = False
 
-    def arm(self) -> None:
-        """Reduce with the coming backward: what ``.grad`` holds after it."""
+    def arm(self, *, last: bool = True) -> None:
+        """Reduce with the coming backward: what ``.grad`` holds after it.
+
+        Args:
+            last: whether it is the last of a batch. Gradients that stay whole wait for it in
+                ``.grad``.
+        """
         self._armed = True
+        self._last = last
         for number, bucket in enumerate(self._buckets):
             bucket.waiting = {i for i, p in enumerate(bucket.parameters) if p.requires_grad}
             for position in bucket.waiting - bucket.watched:  # may have been frozen until now
@@ -144,8 +152,9 @@ class GradientBuckets:
                 parameter = bucket.parameters[position]
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def start(self) -> None:
-        """Reduce what ``.grad`` holds now, beginning with what has not begun yet."""
+    def start(self, *, last: bool = True) -> None:
+        """Reduce what ``.grad`` holds now, beginning with what has not begun yet; see `arm`."""
+        self._last = last
         while self._started < len(self._buckets):
             self._start_next()
 
@@ -155,7 +164,7 @@ class GradientBuckets:
         A rank without a gradient counts as zeros and receives the mean; one that no rank has stays
         None. Rows are added up until `settle`.
         """
-        self.start()
+        self.start(last=self._last)
         self._armed = False
         self._started = 0
         self._advance(waits=True)
@@ -166,7 +175,7 @@ class GradientBuckets:
                 bucket.work.wait()  # counts its levels itself
             else:
                 self._meter.wait(bucket.work)
-            if self.whole:
+            if self._sums(bucket):
                 self._write(bucket)
             else:
                 self._add_part(bucket)
@@ -177,10 +186,9 @@ class GradientBuckets:
     def settle(self) -> None:
         """The microbatches of a batch have ended: give the rows their mean; collective."""
         buckets = [bucket for bucket in self._buckets if bucket.total is not None]
-        if self._groups.replicate is not None:
-            works = [self._sum_over_copies(bucket) for bucket in buckets]
-            for work in works:
-                self._meter.wait(work)
+        copied = [bucket for bucket in buckets if bucket.groups.replicate is not None]
+        for work in [self._sum_over_copies(bucket) for bucket in copied]:
+            self._meter.wait(work)
         for bucket in buckets:
             self._give_rows(bucket)
             bucket.last_total, bucket.total, bucket.had = bucket.total, None, set()
@@ -188,6 +196,7 @@ class GradientBuckets:
     def forget(self) -> None:
         """Drop what was reduced of a batch that did not end."""
         self._armed = False
+        self._last = True
         self._started = 0
         for bucket in self._buckets:
             bucket.total, bucket.had = None, set()
@@ -224,8 +233,6 @@ class GradientBuckets:
 
     def _advance(self, *, waits: bool = False) -> None:
         """Begin the second levels of sums whose first is over, in the order of the buckets."""
-        if self._wires is None:
-            return
         for bucket in self._buckets:
             if isinstance(bucket.work, TwoLevelSum) and not bucket.work.advance(waits=waits):
                 return
@@ -234,6 +241,8 @@ class GradientBuckets:
         self._advance()
         bucket = self._buckets[self._started]
         self._started += 1
+        if self._sums(bucket) and not self._last:
+            return
         members = [p for p in bucket.parameters if p.requires_grad]
         if bucket.total is not None and not _same(members, bucket.members):
             raise RuntimeError("parameters began or ceased to be trained between microbatches")
@@ -244,7 +253,7 @@ class GradientBuckets:
         wide = self._reduction or torch.promote_types(first.dtype, torch.float32)
         held = [p.grad is not None for p in members]
         flags = torch.tensor(held, device=members[0].device).to(wide)
-        if self.whole:
+        if self._sums(bucket):
             self._start_sum(bucket, wide, flags)
         else:
             self._start_scatter(bucket, wide, flags)
@@ -252,6 +261,13 @@ class GradientBuckets:
         assert bucket.work is not None
         if not isinstance(bucket.work, TwoLevelSum):
             self._meter.started(bucket.work)
+
+    def _rows_of(self, bucket: _Bucket) -> list[OwnedRows]:
+        return [self._rows[parameter] for parameter in bucket.members]
+
+    def _sums(self, bucket: _Bucket) -> bool:
+        """Whether a bucket's gradients stay whole."""
+        return self.whole or bucket.groups.shard is None
 
     # Whole gradients -----------------------------------------------------------------------------
 
@@ -264,10 +280,11 @@ class GradientBuckets:
         flat = self._scratch.take(numel, wide, flags.device)
         torch.cat([*(piece.to(wide) for piece in pieces), flags], out=flat)
         bucket.sent = flat
-        bucket.work = dist.all_reduce(flat, group=self._groups.everyone, async_op=True)
-        ranks = self._groups.everyone.size()
+        everyone = bucket.groups.everyone
+        bucket.work = dist.all_reduce(flat, group=everyone, async_op=True)
+        ranks = everyone.size()
         sent = 2 * flat.numel() * flat.element_size() * (ranks - 1) / ranks
-        self._meter.ring(sent, self._groups.everyone)
+        self._meter.ring(sent, everyone)
 
     def _write(self, bucket: _Bucket) -> None:
         assert bucket.sent is not None
@@ -275,7 +292,7 @@ class GradientBuckets:
         flags, flat = bucket.sent[-count:], bucket.sent[:-count]
         held = _holders(flags, all(p.grad is not None for p in members))
         pieces = torch.split(flat, [p.numel() for p in members])
-        factor = 1.0 / self._groups.everyone.size()
+        factor = 1.0 / bucket.groups.everyone.size()
         for parameter, piece, holders in zip(members, pieces, held, strict=True):
             if not holders:
                 continue
@@ -291,8 +308,8 @@ class GradientBuckets:
     # Rows ----------------------------------------------------------------------------------------
 
     def _start_scatter(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
-        if flags.device.type == "cpu" and self._wires is not None:
-            self._start_two_levels(bucket, wide, flags, self._wires)
+        if flags.device.type == "cpu" and bucket.wires is not None:
+            self._start_two_levels(bucket, wide, flags, bucket.wires)
         elif flags.device.type == "cpu":
             self._start_exchange(bucket, wide, flags)
         else:
@@ -302,23 +319,24 @@ class GradientBuckets:
 
     def _start_exchange(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
         """Send every other rank its part, and begin with the sum of this one's."""
-        group = self._groups.shard
+        group = bucket.groups.shard
         assert group is not None
         ranks, mine = group.size(), group.rank()
-        sizes = _part_sizes(bucket.members, ranks)
+        members = self._rows_of(bucket)
+        sizes = _part_sizes(members, ranks)
         to_send = [0 if rank == mine else size for rank, size in enumerate(sizes)]
         to_receive = [0 if rank == mine else sizes[mine] for rank in range(ranks)]
         sent = self._scratch.take(sum(to_send), wide, flags.device)
         for rank, part in enumerate(torch.split(sent, to_send)):
             if rank != mine:
-                _fill(part, bucket.members, ranks, rank)
+                _fill(part, members, rank)
                 part[-len(flags) :] = flags
         if bucket.total is not None:
-            _add(bucket.total, bucket.members, ranks, mine)
+            _add(bucket.total, members, mine)
             bucket.total[-len(flags) :] += flags
         else:
             total = bucket.new_total(sizes[mine], wide)
-            _fill(total, bucket.members, ranks, mine)
+            _fill(total, members, mine)
             total[-len(flags) :] = flags
             bucket.total = total
         bucket.sent = sent
@@ -332,31 +350,31 @@ class GradientBuckets:
         self, bucket: _Bucket, wide: torch.dtype, flags: Tensor, wires: Wires
     ) -> None:
         """Start the exchange on two levels, so that the sum of a node leaves it once."""
-        group = self._groups.shard
+        group = bucket.groups.shard
         assert group is not None
-        ranks, count = group.size(), len(flags)
-        sizes = _part_sizes(bucket.members, ranks)
+        members, count = self._rows_of(bucket), len(flags)
+        sizes = _part_sizes(members, group.size())
 
         def fill(part: Tensor, rank: int) -> None:
-            _fill(part, bucket.members, ranks, rank)
+            _fill(part, members, rank)
             part[-count:] = flags
 
         bucket.work = TwoLevelSum(wires, sizes, fill, wide)
 
     def _start_padded(self, bucket: _Bucket, wide: torch.dtype, flags: Tensor) -> None:
-        group = self._groups.shard
+        group = bucket.groups.shard
         assert group is not None
-        ranks, members = group.size(), bucket.members
-        sizes = [part_size(p, ranks) for p in members]
+        ranks, members = group.size(), self._rows_of(bucket)
+        sizes = [rows.numel_of(0) for rows in members]
         length = sum(sizes) + len(members)
         sent = torch.empty(ranks, length, dtype=wide, device=flags.device)
         offset = 0
-        for parameter, size in zip(members, sizes, strict=True):
-            target = sent[:, offset : offset + size]
-            if parameter.grad is None:
+        for rows, size in zip(members, sizes, strict=True):
+            target, gradient = sent[:, offset : offset + size], rows.parameter.grad
+            if gradient is None:
                 target.zero_()
             else:
-                target.copy_(in_parts(parameter.grad.detach(), ranks, size))
+                target.copy_(rows.parts_of(gradient.detach()))
             offset += size
         sent[:, offset:] = flags
         bucket.sent, bucket.received = sent, sent.new_empty(length)
@@ -384,7 +402,7 @@ class GradientBuckets:
             bucket.total.add_(received)
 
     def _sum_over_copies(self, bucket: _Bucket) -> dist.Work:
-        group, total = self._groups.replicate, bucket.total
+        group, total = bucket.groups.replicate, bucket.total
         assert group is not None
         assert total is not None
         work: dist.Work | None = dist.all_reduce(total, group=group, async_op=True)
@@ -395,26 +413,25 @@ class GradientBuckets:
         return work
 
     def _give_rows(self, bucket: _Bucket) -> None:
-        total, members, group = bucket.total, bucket.members, self._groups.shard
+        total, members = bucket.total, self._rows_of(bucket)
         assert total is not None
-        assert group is not None
         bucket.lent = []
         padded = total.device.type != "cpu"
         total, flags = total[: -len(members)], total[-len(members) :]
-        total.mul_(1.0 / self._groups.everyone.size())
+        total.mul_(1.0 / bucket.groups.everyone.size())
         held = _holders(flags, len(bucket.had) == len(members))
         offset = 0
-        for parameter, holders in zip(members, held, strict=True):
-            rows = self._rows[parameter]
-            size = rows.length * row_size(parameter)
+        for rows, holders in zip(members, held, strict=True):
+            shape = rows.part_of(rows.parameter.detach()).shape
+            size = shape.numel()
             if holders:
-                part = total[offset : offset + size].view(rows.length, *parameter.shape[1:])
+                part = total[offset : offset + size].view(shape)
                 if rows.gradient is None:
                     rows.gradient = part
                     bucket.lent.append(weakref.ref(part))
                 else:
                     rows.gradient.add_(part)
-            offset += part_size(parameter, group.size()) if padded else size
+            offset += rows.numel_of(0) if padded else size
 
 
 def _same(one: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> bool:
@@ -429,57 +446,32 @@ def _holders(flags: Tensor, complete: bool) -> list[float]:
     return [1.0] * len(flags) if complete else flags.tolist()
 
 
-def row_size(parameter: Tensor) -> int:
-    """Elements of one row."""
-    return parameter.numel() // parameter.shape[0]
-
-
-def part_size(parameter: Tensor, ranks: int) -> int:
-    """Elements of the largest part when the rows of ``parameter`` are divided."""
-    return -(-parameter.shape[0] // ranks) * row_size(parameter)
-
-
-def _parts(
-    members: Sequence[nn.Parameter], ranks: int, rank: int
-) -> Iterator[tuple[int, int, Tensor | None]]:
-    """Place in a part, size and gradient of the rows that ``rank`` owns of every member."""
+def _parts(members: Sequence[OwnedRows], rank: int) -> Iterator[tuple[Tensor | None, int, int]]:
+    """Gradient of the rows that ``rank`` owns of every member, and place and size in its part."""
     offset = 0
-    for parameter in members:
-        start, length = rows_of(parameter.shape[0], ranks, rank)
-        size = length * row_size(parameter)
-        gradient = parameter.grad
+    for rows in members:
+        size, gradient = rows.numel_of(rank), rows.parameter.grad
         if size:
-            rows = None if gradient is None else gradient.detach().narrow(0, start, length)
-            yield offset, size, None if rows is None else rows.reshape(-1)
+            own = None if gradient is None else rows.part_of(gradient.detach(), rank).reshape(-1)
+            yield own, offset, size
         offset += size
 
 
-def _part_sizes(members: Sequence[nn.Parameter], ranks: int) -> list[int]:
+def _part_sizes(members: Sequence[OwnedRows], ranks: int) -> list[int]:
     """Elements of each rank's part of a bucket, with the flags."""
-    return [
-        sum(rows_of(p.shape[0], ranks, rank)[1] * row_size(p) for p in members) + len(members)
-        for rank in range(ranks)
-    ]
+    return [sum(rows.numel_of(rank) for rows in members) + len(members) for rank in range(ranks)]
 
 
-def _fill(part: Tensor, members: Sequence[nn.Parameter], ranks: int, rank: int) -> None:
-    for offset, size, gradient in _parts(members, ranks, rank):
+def _fill(part: Tensor, members: Sequence[OwnedRows], rank: int) -> None:
+    for gradient, offset, size in _parts(members, rank):
         target = part[offset : offset + size]
         target.zero_() if gradient is None else target.copy_(gradient)
 
 
-def _add(part: Tensor, members: Sequence[nn.Parameter], ranks: int, rank: int) -> None:
-    for offset, size, gradient in _parts(members, ranks, rank):
+def _add(part: Tensor, members: Sequence[OwnedRows], rank: int) -> None:
+    for gradient, offset, size in _parts(members, rank):
         if gradient is not None:
             part[offset : offset + size].add_(gradient)
-
-
-def in_parts(tensor: Tensor, ranks: int, size: int) -> Tensor:
-    """``[ranks, size]``: what each rank owns of ``tensor``, padded at the end."""
-    flat = tensor.reshape(-1)
-    if flat.numel() < ranks * size:
-        flat = F.pad(flat, (0, ranks * size - flat.numel()))
-    return flat.view(ranks, size)
 
 
 @dataclass(frozen=True)
@@ -501,15 +493,19 @@ class _Arrival:
             buckets.arrived(self.number, self.position)
 
 
-def _in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """Buckets of one format and device each, the last parameters first."""
+def _in_buckets(
+    parameters: Sequence[nn.Parameter],
+    groups: Mapping[nn.Parameter, ReductionGroups],
+    bucket_bytes: int,
+) -> list[_Bucket]:
+    """Buckets of one format, device and group each, the last parameters first."""
     buckets: list[_Bucket] = []
-    open_: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
+    open_: dict[tuple[torch.dtype, torch.device, int], tuple[_Bucket, int]] = {}
     for parameter in reversed(parameters):
-        key = parameter.dtype, parameter.device
+        key = parameter.dtype, parameter.device, id(groups[parameter])
         bucket, size = open_.get(key, (None, bucket_bytes))
         if bucket is None or size >= bucket_bytes:
-            bucket, size = _Bucket([]), 0
+            bucket, size = _Bucket([], groups[parameter]), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         open_[key] = bucket, size + parameter.numel() * parameter.element_size()

@@ -14,7 +14,7 @@ that it cannot know about:
   does not matter which stages used them.
 * *unmanaged*: further parameters that data parallelism leaves whole (scalars; those that several
   stages of one rank share; under ZeRO 3 with manual optimization those directly in the module).
-  Averaged over the data-parallel ranks.
+  Averaged over the data-parallel ranks, those of experts over the ranks with the same experts.
 
 Each kind costs one coalesced all-reduce per group, and one for each gradient of more than a million
 elements, in float32 for narrower gradients.
@@ -49,7 +49,7 @@ from lightning_megatron.optim.shard_spec import PartialSum, ShardAxis, ShardSpec
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.axis import Axis
-from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.mesh import ParameterAxes, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,10 @@ class ParameterRole:
     """Pipeline ranks that hold it, when several do."""
     tied_group: dist.ProcessGroup | None = None
     """Group of those ranks."""
+
+    def axes(self, topology: Topology) -> ParameterAxes:
+        """Axes over which the parameter lies."""
+        return topology.axes_of("tp" if self.shard is None else self.shard.axis)
 
     @property
     def values(self) -> Tensor:
@@ -155,7 +159,12 @@ class GradientSet:
             if r.parameter.dtype in NARROW and (r.rows is None or not r.rows.is_wider)
         ]
         self._outside = [r for r in self.roles if r.outside]
-        self._unmanaged = [r for r in self.roles if r.unmanaged]
+        unmanaged = [r for r in self.roles if r.unmanaged]
+        self._unmanaged = [
+            (axes, found)
+            for axes in topology.all_axes
+            if (found := [r for r in unmanaged if r.axes(topology) is axes])
+        ]
         self._tied: dict[tuple[int, ...], tuple[dist.ProcessGroup, list[ParameterRole]]] = {}
         # By name: ranks may hold the items that share parameters in another order.
         for role in sorted(self.roles, key=lambda role: role.name):
@@ -204,12 +213,12 @@ class GradientSet:
 
     def place(self, role: ParameterRole) -> tuple[str, int, int]:
         """Key that ranks share that own the same values: the name, and the ranks that divide it."""
-        topology = self._topology
-        on_tp = role.shard is not None and role.shard.dim is not None
+        axes = role.axes(self._topology)
+        sliced = role.shard is not None and role.shard.dim is not None
         return (
             role.name,
-            topology.tp.rank if on_tp else 0,
-            topology.fsdp.rank if role.is_divided else 0,
+            axes.layer.rank if sliced else 0,
+            axes.shard.rank if role.is_divided else 0,
         )
 
     def begin(self, *, fresh: bool = False) -> None:
@@ -238,8 +247,8 @@ class GradientSet:
                 role.rows.gradient = role.rows.gradient.to(role.parameter.dtype)
 
     def _complete(self) -> None:
-        if self._unmanaged:
-            _sum_gradients(self._unmanaged, self._topology.loss.group, mean=True)
+        for axes, roles in self._unmanaged:
+            _sum_gradients(roles, axes.mean.group, mean=True)
         if self._outside:
             _sum_gradients(self._outside, self._topology.pp.group)
         for group, roles in self._tied.values():
@@ -386,22 +395,25 @@ class GradientSet:
     def clip_units(self, rule: UnitClip, optimizer: Optimizer | None = None) -> None:
         """Scale down the gradient of every output unit that is large beside its weights.
 
-        A unit is what one index of dimension 0 belongs to; of a vector all of it. Norms run over
-        whole units: two all-reduces for each axis along which any unit is sharded.
+        A unit is what one index of dimension 0 belongs to, in a stack of matrices one row of one of
+        them; of a vector all of it. Norms run over whole units: two all-reduces for each axis along
+        which any unit is sharded.
 
         Args:
             rule: how much is large.
             optimizer: whose parameters are meant; None for all.
         """
-        members = [
-            self._as_held(role, gradient)
+        chosen = [
+            (role, gradient)
             for role in self._roles_of(optimizer)
             if (gradient := role.held_gradient) is not None
             and not any(fnmatchcase(role.name, pattern) for pattern in rule.exclude)
         ]
+        members = [self._as_held(role, gradient) for role, gradient in chosen]
         sums = []
-        for values, gradient, spec in members:
-            dims = tuple(range(min(1, max(gradient.ndim - 1, 0)), gradient.ndim))
+        for (role, _), (values, gradient, spec) in zip(chosen, members, strict=True):
+            first = 2 if role.shard is not None and role.shard.stacked else 1
+            dims = tuple(range(min(first, max(gradient.ndim - 1, 0)), gradient.ndim))
             for tensor in (values, gradient):
                 squares = tensor.square().sum(dims, keepdim=True) if dims else tensor.square()
                 sums.append(PartialSum(value=squares.contiguous(), spec=spec, dims=dims))
@@ -446,13 +458,13 @@ def counts(role: ParameterRole, topology: Topology, *, whole_rows: bool = False)
         topology: the layout.
         whole_rows: whether ``.grad`` is meant, and not the rows of it that are owned.
     """
-    whole_on_tp = role.shard is None or role.shard.dim is None
+    axes, whole = role.axes(topology), role.shard is None or role.shard.dim is None
     first = 0 if role.outside else min(role.tied_ranks, default=topology.pp.rank)
     divided = role.is_divided and not (whole_rows and role.rows is not None)
     return (
-        (topology.tp.rank == 0 or not whole_on_tp)
-        and (topology.fsdp.rank == 0 or divided)
-        and topology.dp_replicate.rank == 0
+        (axes.layer.rank == 0 or not whole)
+        and (axes.shard.rank == 0 or divided)
+        and axes.copies.rank == 0
         and topology.pp.rank == first
     )
 
@@ -481,18 +493,21 @@ def _members(groups: ParameterGroups | None) -> set[int]:
 
 
 def _shard_spec(role: ParameterRole, topology: Topology, *, divided: bool = True) -> ShardSpec:
-    """ZeRO shards what tensor parallelism leaves, so its axis is the innermost."""
+    """ZeRO shards what tp or ep leaves, so its axis is the innermost."""
     shape = tuple(role.parameter.shape) if role.shard is None else role.shard.full_shape
-    axes = [*_mesh_axes(role.parameter)]
+    axes = role.axes(topology)
+    found = [*_mesh_axes(role.parameter)]
     if role.rows is not None and not role.rows.is_whole and divided:
-        axes.append(_shard_axis(topology.fsdp, 0))
-    known = {axis.name for axis in axes}
-    tp_dim = None if role.shard is None else role.shard.dim
-    others = ((topology.fsdp, None), (topology.tp, tp_dim), (topology.dp_replicate, None))
-    axes += [
+        found.append(_shard_axis(axes.shard, role.rows.dim))
+    known = {axis.name for axis in found}
+    dim = None if role.shard is None else role.shard.dim
+    others = ((axes.shard, None), (axes.layer, dim), (axes.copies, None))
+    found += [
         _shard_axis(axis, dim) for axis, dim in others if axis.size > 1 and axis.name not in known
     ]
-    return ShardSpec(name=role.name, full_shape=shape, axes=tuple(axes))
+    parts = None if role.shard is None else role.shard.segments
+    segments = None if parts is None or dim is None else (dim, parts)
+    return ShardSpec(name=role.name, full_shape=shape, axes=tuple(found), segments=segments)
 
 
 def _mesh_axes(parameter: Tensor) -> Iterator[ShardAxis]:

@@ -3,7 +3,8 @@
 A meta tensor has a shape and no values, so a forward pass on it computes nothing and costs
 milliseconds whatever the size. Each item is run on the output of the one before while
 ``torch.utils.flop_counter`` counts matrix products, convolutions and attention: those of parallel
-layers, not yet split, and those of the user's own modules. What else an item does counts one
+layers, not yet split, and those of the user's own modules. A mixture of experts counts those of the
+experts that a token uses, whichever these are. What else an item does counts one
 operation for each element of its output, so that an embedding or a norm is not free. Behind the
 last item comes the loss: a cross entropy over the vocabulary takes `LOSS_OPERATIONS` per element of
 the trunk's output.
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.layers.sequential import PipelineSequential
 
 log = logging.getLogger(__name__)
@@ -126,6 +128,8 @@ def _guess(item: nn.Module, length: int) -> tuple[Tensor] | None:
         features = getattr(layer, "in_features", None)
         if features is None and isinstance(weight, Tensor) and weight.ndim == 1:
             features = weight.numel()  # a norm
+        if isinstance(layer, Router):
+            features = layer.weight.shape[1]
         if isinstance(features, int):
             return (torch.zeros(1, length, features, dtype=dtype, device="meta"),)
     return None

@@ -11,7 +11,9 @@ The rows are a view of the parameter, and so always true, unless they must diffe
 * *wider*: under ``bf16-mixed`` and its like the parameter is narrow, as the layers compute with it,
   and the rows are float32 (the "master weights"). A parameter of which this rank owns everything,
   because nothing is divided, then has a float32 twin;
-* *elsewhere*: with ``zero.offload_optimizer`` the rows lie in host memory.
+* *elsewhere*: with ``zero.offload_optimizer`` the rows lie in host memory;
+* *along dimension 1*: a stack of fewer experts than ranks is cut through its matrices, whose parts
+  are contiguous in a copy only.
 
 Such rows are a copy. Somebody may write to the parameter itself (an average of another network, a
 clamp, ``load_state_dict``), by whatever way, of which only some move torch's version counters.
@@ -23,6 +25,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_megatron.optim.shard_spec import rows_of
 
@@ -38,11 +41,14 @@ class OwnedRows:
             values at this moment are taken over before they are narrowed.
         narrow: format to which the parameter is narrowed then.
         summed_in: format in which gradients of a narrowed parameter are added up; ``wide`` if None.
-        device: of the rows, where it is not the parameter's.
+        device: of the rows, where they are to be a copy: the parameter's, or another.
+        dim: dimension whose indices are the rows: 0, or 1 where all ranks own equally many and
+            ``device`` is given.
 
     Attributes:
         parameter: see above.
         ranks: see above.
+        dim: see above.
         start: first row.
         length: number of rows; may be 0.
         gradient: mean gradient of the rows in the format in which it was summed, once it has been
@@ -62,11 +68,13 @@ class OwnedRows:
         narrow: torch.dtype | None = None,
         summed_in: torch.dtype | None = None,
         device: torch.device | None = None,
+        dim: int = 0,
     ) -> None:
         self.parameter = parameter
         self.ranks = ranks
-        extent = rows_of(parameter.shape[0], ranks, rank) if parameter.ndim else (0, 1)
-        self.start, self.length = extent
+        self.dim = dim
+        self._rank = rank
+        self.start, self.length = self._extent(rank)
         self.gradient: Tensor | None = None
         self.shows_gradient = True
         self.round_trip: Callable[[Tensor], Tensor] | None = None
@@ -110,9 +118,57 @@ class OwnedRows:
         """The rows as they were refreshed last."""
         return self.refresh() if self._values is None else self._values
 
-    def part_of(self, tensor: Tensor) -> Tensor:
-        """A view of the rows in a tensor of the parameter's shape."""
-        return tensor if self.ranks == 1 else tensor.narrow(0, self.start, self.length)
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the rows begin in the parameter, along each dimension."""
+        return tuple(self.start if dim == self.dim else 0 for dim in range(self.parameter.ndim))
+
+    def _extent(self, rank: int) -> tuple[int, int]:
+        shape = self.parameter.shape
+        return rows_of(shape[self.dim], self.ranks, rank) if shape else (0, 1)
+
+    def numel_of(self, rank: int) -> int:
+        """Elements of the rows that a rank owns; no rank has more than rank 0."""
+        parameter = self.parameter
+        length = self._extent(rank)[1]
+        return parameter.numel() // parameter.shape[self.dim] * length
+
+    def part_of(self, tensor: Tensor, rank: int | None = None) -> Tensor:
+        """A view of the rows in a tensor of the parameter's shape; those of another rank if given.
+
+        Args:
+            tensor: see above.
+            rank: this one if None.
+        """
+        if self.ranks == 1:
+            return tensor
+        return tensor.narrow(self.dim, *self._extent(self._rank if rank is None else rank))
+
+    def parts_of(self, tensor: Tensor) -> Tensor:
+        """Return what each rank owns of a tensor, ``[ranks, elements]``, padded with zeros."""
+        flat = self._ranks_first(tensor).reshape(-1)
+        missing = self.ranks * self.numel_of(0) - flat.numel()
+        return (F.pad(flat, (0, missing)) if missing else flat).view(self.ranks, -1)
+
+    def _ranks_first(self, tensor: Tensor) -> Tensor:
+        if self.dim == 0:
+            return tensor
+        rows = tensor.shape[1] // self.ranks
+        return tensor.view(-1, self.ranks, rows, *tensor.shape[2:]).movedim(1, 0)
+
+    def write_parts(self, parts: Tensor, unpack: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Write parts as `parts_of` makes them into the parameter.
+
+        Args:
+            parts: ``[ranks, elements]``.
+            unpack: makes values of them, from any number of whole rows.
+        """
+        target = self._ranks_first(self.parameter.detach())
+        if unpack is None and target.is_contiguous() and target.numel() == parts.numel():
+            target.view(parts.shape).copy_(parts)
+            return
+        values = parts.reshape(-1)[: target.numel()].view(target.shape)
+        target.copy_(values if unpack is None else unpack(values))
 
     def refresh(self) -> Tensor:
         """The rows with all that was written to the parameter since.

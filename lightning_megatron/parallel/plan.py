@@ -6,7 +6,7 @@ parameter, what lies outside the trunk, and everything that is wrong with it.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -131,6 +131,9 @@ class ModulePlan:
         degrees: the layout.
         pipeline: how the trunk is cut.
         stage_ranks: pipeline rank of every stage; one stage per rank by default.
+
+    Attributes:
+        has_experts: whether any layer has parameters that are divided over ep.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class ModulePlan:
             for name, child in module.named_modules()
             if isinstance(child, PipelineSequential)
         }
+        self.has_experts = any(map(is_expert_layer, module.modules()))
         names: dict[int, str] = {}
         self.canonical: dict[str, str] = {
             name: names.setdefault(id(parameter), name)
@@ -238,6 +242,8 @@ class ModulePlan:
                 "between which a sequence could be split; nearest valid: "
                 "sequence_parallel=False, or layers of lightning_megatron.layers"
             ]
+        split = [trunk for trunk in self.trunks.values() if trunk.splits_sequences]
+        known = {module for trunk in split for module in trunk.modules()}
         return [
             f"sequence_parallel=True: {prefix}.{name} ({type(child).__name__}) is no parallel "
             "layer, so the gradients of its parameters would miss the other ranks' part of the "
@@ -246,7 +252,9 @@ class ModulePlan:
             for prefix, part in self._module.named_children()
             if any(isinstance(m, ParallelLayer) for m in part.modules())
             for name, child in part.named_modules()
-            if not isinstance(child, ParallelLayer) and any(True for _ in _own_parameters(child))
+            if not isinstance(child, ParallelLayer)
+            and child not in known
+            and any(True for _ in _own_parameters(child))
         ]
 
     def _pipeline_problems(self) -> list[str]:
@@ -333,7 +341,20 @@ def units(module: nn.Module, wrap: Sequence[str] | None, min_numel: int) -> Iter
     for child in module.modules():
         for parameter in child.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    yield from _units(module, wrap, min_numel, owners)
+    trunks = [child for child in module.modules() if isinstance(child, PipelineSequential)]
+    items = {item for trunk in trunks for item in trunk.items()}
+    yield from _units(module, wrap, min_numel, owners, items)
+
+
+def is_expert_layer(module: nn.Module) -> bool:
+    """Whether the parameters of a layer lie over the axes of experts (`Topology.experts`)."""
+    return isinstance(module, ParallelLayer) and module.shard_axis == "ep"
+
+
+def expert_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """Parameters of the layers of experts in a module."""
+    layers = filter(is_expert_layer, module.modules())
+    return {parameter for layer in layers for parameter in layer.parameters(recurse=False)}
 
 
 def class_name(module: nn.Module) -> str:
@@ -344,16 +365,20 @@ def class_name(module: nn.Module) -> str:
 
 
 def _units(
-    module: nn.Module, wrap: Sequence[str] | None, min_numel: int, owners: Mapping[int, int]
+    module: nn.Module,
+    wrap: Sequence[str] | None,
+    min_numel: int,
+    owners: Mapping[int, int],
+    items: Collection[nn.Module],
 ) -> Iterator[nn.Module]:
-    is_sequence = isinstance(module, nn.ModuleList | nn.Sequential | PipelineSequential)
+    is_sequence = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         container = isinstance(child, nn.ModuleList | nn.ModuleDict | PipelineSequential)
-        chosen = class_name(child) in wrap if wrap is not None else is_sequence
+        chosen = class_name(child) in wrap if wrap is not None else is_sequence or child in items
         if chosen and not container and _fits(child, min_numel, owners):
             yield child
         else:
-            yield from _units(child, wrap, min_numel, owners)
+            yield from _units(child, wrap, min_numel, owners, items)
 
 
 def _fits(module: nn.Module, min_numel: int, owners: Mapping[int, int]) -> bool:

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from lightning_megatron._torch import start_all_gather
 from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.comm.two_levels import TwoLevelGather, Wires
-from lightning_megatron.optim.shard_spec import rows_of
-from lightning_megatron.parallel.grad_buckets import BUCKET_BYTES, part_size, row_size
+from lightning_megatron.parallel.grad_buckets import BUCKET_BYTES
 from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.topology.mesh import Levels
 from lightning_megatron.topology.meter import Meter
@@ -167,7 +166,7 @@ class RowGather:
         self._meter.broadcasts(bucket.parts[mine].nbytes * (self._group.size() - 1), self._group)
 
     def _start_padded(self, bucket: _Bucket, device: torch.device) -> None:
-        sizes = [part_size(rows.parameter, rows.ranks) for rows in bucket.members]
+        sizes = [rows.numel_of(0) for rows in bucket.members]
         sent = torch.empty(sum(sizes), dtype=bucket.wire, device=device)
         offset = 0
         for rows, size in zip(bucket.members, sizes, strict=True):
@@ -206,8 +205,8 @@ class RowGather:
                 # What this rank owns is there already, unless it is a copy.
                 if not piece.numel() or (rank == self._group.rank() and not rows.is_copy):
                     continue
-                parameter, codec = rows.parameter.detach(), self.codecs.get(rows.parameter)
-                target = parameter.narrow(0, *rows_of(parameter.shape[0], rows.ranks, rank))
+                codec = self.codecs.get(rows.parameter)
+                target = rows.part_of(rows.parameter.detach(), rank)
                 values = piece.view(target.shape)
                 target.copy_(values if codec is None else codec.unpack(values))
 
@@ -216,21 +215,12 @@ class RowGather:
         received = bucket.parts[1].view(ranks, -1)
         offset = 0
         for rows in bucket.members:
-            parameter, codec = rows.parameter.detach(), self.codecs.get(rows.parameter)
-            size = part_size(parameter, ranks)
+            codec, size = self.codecs.get(rows.parameter), rows.numel_of(0)
             parts = received[:, offset : offset + size]
             offset += size
-            if codec is None and parameter.numel() == ranks * size and parameter.is_contiguous():
-                parameter.view(ranks, size).copy_(parts)
-                continue
-            # Padding is at the end of the last part.
-            packed = parts.reshape(-1)[: parameter.numel()].view(parameter.shape)
-            parameter.copy_(packed if codec is None else codec.unpack(packed))
+            rows.write_parts(parts, None if codec is None else codec.unpack)
 
 
 def _sizes(members: Sequence[OwnedRows], rank: int) -> list[int]:
     """Elements that ``rank`` owns of every member."""
-    return [
-        rows_of(rows.parameter.shape[0], rows.ranks, rank)[1] * row_size(rows.parameter)
-        for rows in members
-    ]
+    return [rows.numel_of(rank) for rows in members]

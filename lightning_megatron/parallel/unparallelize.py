@@ -25,7 +25,7 @@ from lightning_megatron.parallel.whole_parameters import WholeParameters
 def is_whole(parallel: ParallelModule) -> bool:
     """Whether every rank holds the whole network, in plain tensors."""
     topology = parallel.topology
-    alone = topology.tp.size == topology.pp.size == 1
+    alone = topology.tp.size == topology.ep.size == topology.pp.size == 1
     return alone and isinstance(parallel.data, WholeParameters)
 
 
@@ -42,8 +42,10 @@ def restore(parallel: ParallelModule) -> None:
             set_gemm_backend(child, None)
         if isinstance(child, ParallelLayer):
             child.withdraw()
+        child.__dict__.pop("meet", None)  # of models that generate
         if isinstance(child, PipelineSequential):
             child.connect(None)
+            child.split_sequences(None)
             child.__dict__.pop("draws", None)
             child.__dict__.pop("check", None)
             child.__dict__.pop("boundary", None)
@@ -85,6 +87,8 @@ class _Guard:
             hook.remove()
 
     def _refuse(self, module: nn.Module, args: Any) -> None:
+        if getattr(module, "writes_alike", None) is not None:  # `generate`, on all ranks
+            return
         raise ConfigError(
             f"{type(module).__name__} is called outside of a run, but this rank holds a part of it "
             f"only ({self._layout}); nearest valid: "

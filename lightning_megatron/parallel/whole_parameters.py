@@ -13,13 +13,16 @@ somebody may look at them, the strategy calls `show_gradients`: the mean is then
 (all-reduce) and ``.grad`` holds it, as under ``DistributedDataParallel``; owners step on their rows
 of it.
 
+Experts have other owners than the rest (`Topology.experts`). Their buckets stand in the same order
+as the others, so that ranks that meet in several groups begin reductions alike.
+
 Under ``bf16-mixed`` and its like the parameters that are trained are narrow while a run lasts, and
 the rows float32. What is frozen when the run begins stays as it is (autocast narrows what it
 multiplies with), so that a network which is updated by hand, such as a moving average, keeps its
 precision.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -31,10 +34,17 @@ from typing_extensions import override
 from lightning_megatron.comm.scratch import Scratch
 from lightning_megatron.optim.sharded_step import RowShard
 from lightning_megatron.parallel.grad_buckets import GradientBuckets, ReductionGroups
+from lightning_megatron.parallel.gradients import ParameterRole
 from lightning_megatron.parallel.owned_rows import OwnedRows
+from lightning_megatron.parallel.plan import expert_parameters
 from lightning_megatron.parallel.row_gather import RowCodec, RowGather
-from lightning_megatron.parallel.zero import ComputeTypes, ZeroDataParallel, has_no_rows
-from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.parallel.zero import (
+    ComputeTypes,
+    ZeroDataParallel,
+    dim_to_divide,
+    has_no_rows,
+)
+from lightning_megatron.topology.mesh import ParameterAxes, Topology
 
 
 class WholeParameters(ZeroDataParallel):
@@ -53,12 +63,13 @@ class WholeParameters(ZeroDataParallel):
         self._topology = topology
         self._zero = zero
         self._types = types
-        self._divides = zero > 0 and topology.fsdp.size > 1
+        self._divides = any(self._divided(axes) for axes in topology.all_axes)
         self._offload = offload
         self._buckets: list[GradientBuckets] = []
         self._pending: set[int] = set()
         """Stages with a reduction under way."""
-        self._gather: RowGather | None = None
+        self._gathers: list[tuple[RowGather, set[nn.Parameter]]] = []
+        """Ways back from the owners, and the parameters that each is for."""
         self._blocked = False
         self._whole = not self._divides
         self._members: WeakKeyDictionary[Optimizer, tuple[list[int], list[OwnedRows]]] = (
@@ -68,84 +79,125 @@ class WholeParameters(ZeroDataParallel):
         self.rows: dict[nn.Parameter, OwnedRows] = {}
         self.lends: Mapping[nn.Parameter, RowShard] = self.rows
 
-    def own(self, parameters: Collection[nn.Parameter], *, narrow: bool) -> None:
+    def _divided(self, axes: ParameterAxes) -> bool:
+        """Whether ranks own rows of the parameters with these axes."""
+        return self._zero > 0 and axes.shard.size > 1
+
+    def own(self, module: nn.Module, *, narrow: bool) -> None:
         """Give this rank's optimizer its rows, and the layers narrow parameters.
 
         Args:
-            parameters: with their values; those that have rows already are left alone.
+            module: with its values; parameters that have rows already are left alone.
             narrow: whether they are computed with in the format of the computation.
         """
-        shard = self._topology.fsdp
-        for parameter in parameters:
+        experts = expert_parameters(module)
+        for parameter in module.parameters():
             if parameter in self.rows or has_no_rows(parameter):
                 continue
             low = self._types.parameters
             narrows = narrow and low is not None and parameter.requires_grad
             narrows = narrows and parameter.is_floating_point() and parameter.dtype != low
-            if not (narrows or self._divides or self._offload):
+            axes = self._topology.axes_of("ep" if parameter in experts else "tp")
+            divides = self._divided(axes)
+            if not (narrows or divides or self._offload):
                 continue
-            at_rest = parameter.dtype
+            at_rest, device = parameter.dtype, torch.device("cpu") if self._offload else None
+            apart = divides and parameter in experts
+            dim = dim_to_divide(parameter, axes.shard.size) if apart else 0
             self.rows[parameter] = OwnedRows(
                 parameter,
-                shard.size if self._divides else 1,
-                shard.rank if self._divides else 0,
+                axes.shard.size if divides else 1,
+                axes.shard.rank if divides else 0,
                 wide=at_rest if narrows else None,
                 narrow=low if narrows else None,
                 summed_in=self._types.reduction,
-                device=torch.device("cpu") if self._offload else None,
+                device=device or (parameter.device if dim else None),
+                dim=dim,
             )
 
     def reduce(
-        self, stages: Sequence[Sequence[nn.Parameter]], names: Mapping[nn.Parameter, str]
+        self,
+        stages: Sequence[Sequence[nn.Parameter]],
+        roles: Sequence[ParameterRole],
+        *,
+        experts: bool,
     ) -> None:
-        """Average the gradients of these parameters; collective.
+        """Average the gradients of the parameters of stages, and gather all rows; collective.
 
         Args:
             stages: the parameters of each stage of this rank, in the order of the network.
-            names: of the parameters.
+            roles: roles of all parameters.
+            experts: whether any rank has experts.
         """
-        topology = self._topology
-        everyone = topology.new_group("loss")
-        if everyone is None:
+        meter, scratch = self._topology.loss.meter, Scratch()
+        groups: dict[nn.Parameter, ReductionGroups] = {}
+        for axes in self._topology.all_axes if experts else (self._topology.dense,):
+            own = self._groups(axes)
+            if own is None:
+                continue
+            members = {r.parameter for r in roles if r.axes(self._topology) is axes}
+            groups |= dict.fromkeys(members, own)
+            if own.shard is not None:
+                gather = RowGather(own.shard, meter, scratch=scratch, levels=own.levels)
+                self._gathers.append((gather, members))
+        if not groups:
             return
-        groups, scratch = ReductionGroups(everyone=everyone), Scratch()
-        if self._divides:
-            hybrid = topology.dp_replicate.size > 1
-            shard = topology.new_group("fsdp") if hybrid else everyone
-            copies = topology.new_group("dp_replicate") if hybrid else None
-            levels = topology.levels("fsdp") if topology.device.type == "cpu" else None
-            groups = replace(groups, shard=shard, replicate=copies, levels=levels)
-            assert shard is not None
-            self._gather = RowGather(shard, topology.loss.meter, scratch=scratch, levels=levels)
         self._buckets = [
             GradientBuckets(
-                parameters,
+                [parameter for parameter in stage if parameter in groups],
                 groups,
                 rows=self.rows,
-                names=names,
+                names={role.parameter: role.name for role in roles},
                 reduction=self._types.reduction,
-                meter=topology.loss.meter,
+                meter=meter,
                 scratch=scratch,
             )
-            for parameters in stages
+            for stage in stages
         ]
-        self._reduced = {parameter for parameters in stages for parameter in parameters}
+        averaged = (p for stage in stages for p in stage if p in groups)
+        self._reduced = {p for p in averaged if groups[p].shard is not None}
         self.show_gradients(self._whole)
+
+    def _groups(self, axes: ParameterAxes) -> ReductionGroups | None:
+        """New groups for the reduction of parameters with these axes; collective."""
+        topology = self._topology
+        everyone = topology.new_group(axes.mean.name)
+        if everyone is None:
+            return None
+        groups = ReductionGroups(everyone=everyone)
+        if not self._divided(axes):
+            return groups
+        hybrid = axes.copies.size > 1
+        shard = topology.new_group(axes.shard.name) if hybrid else everyone
+        copies = topology.new_group(axes.copies.name) if hybrid else None
+        levels = topology.levels(axes.shard.name) if topology.device.type == "cpu" else None
+        return replace(groups, shard=shard, replicate=copies, levels=levels)
+
+    def _gather_of(self, parameter: nn.Parameter) -> RowGather | None:
+        return next((gather for gather, members in self._gathers if parameter in members), None)
 
     def pack_with(self, parameter: nn.Parameter, codec: RowCodec) -> None:
         """Gather the rows of a parameter by a codec from now on; it is to look so already."""
-        if self._gather is not None and not self.rows[parameter].is_whole:
-            self._gather.codecs[parameter] = codec
-            self._gather.forget_plans()
+        gather = self._gather_of(parameter)
+        if gather is not None and not self.rows[parameter].is_whole:
+            gather.codecs[parameter] = codec
+            gather.forget_plans()
             self.rows[parameter].round_trip = codec.round_trip
 
     def pack_plainly(self) -> None:
         """Gather all rows by a cast again."""
-        if self._gather is not None:
-            for parameter in self._gather.codecs:
+        for gather, _ in self._gathers:
+            for parameter in gather.codecs:
                 self.rows[parameter].round_trip = None
-            self._gather.codecs.clear()
-            self._gather.forget_plans()
+            gather.codecs.clear()
+            gather.forget_plans()
+
+    def _gather_rows(self, members: Iterable[OwnedRows]) -> None:
+        """Make divided parameters whole and new; collective."""
+        divided = [rows for rows in members if not rows.is_whole]
+        for gather, parameters in self._gathers:
+            if own := [rows for rows in divided if rows.parameter in parameters]:
+                gather.gather(own)
 
     @override
     def show_gradients(self, whole: bool) -> None:
@@ -184,14 +236,14 @@ class WholeParameters(ZeroDataParallel):
     def before_backward(self, stage: int = 0, *, last: bool = True, split: bool = False) -> None:
         if stage < len(self._buckets) and not split and self._reduces(last):
             self._finish_pending(stage)
-            self._buckets[stage].arm()
+            self._buckets[stage].arm(last=last)
             self._pending.add(stage)
 
     @override
     def after_weights(self, stage: int, *, last: bool) -> None:
         if stage < len(self._buckets) and self._reduces(last):
             self._finish_pending(stage)
-            self._buckets[stage].start()
+            self._buckets[stage].start(last=last)
             self._pending.add(stage)
 
     @override
@@ -217,18 +269,14 @@ class WholeParameters(ZeroDataParallel):
         for rows in members:
             if rows.is_whole:
                 rows.write_back()
-        divided = [rows for rows in members if not rows.is_whole]
-        if self._gather is not None and divided:
-            self._gather.gather(divided)
+        self._gather_rows(members)
 
     @override
     def gather_all(self) -> None:
         for rows in self.rows.values():
             if rows.is_whole:
                 rows.write_back()
-        divided = [rows for rows in self.rows.values() if not rows.is_whole]
-        if self._gather is not None and divided:
-            self._gather.gather(divided)
+        self._gather_rows(self.rows.values())
 
     @override
     def come_to_rest(self) -> None:
@@ -244,11 +292,11 @@ class WholeParameters(ZeroDataParallel):
         narrowed = [rows for rows in self.rows.values() if rows.is_copy]
         for rows in narrowed:
             rows.become_whole()
-        divided = [rows for rows in narrowed if not rows.is_whole]
-        if collective and self._gather is not None and divided:
+        if collective and not all(rows.is_whole for rows in narrowed):
             self.pack_plainly()
-            self._gather.forget_plans()
-            self._gather.gather(divided)
+            for gather, _ in self._gathers:
+                gather.forget_plans()
+            self._gather_rows(narrowed)
         for buckets in self._buckets:
             buckets.close()
 

@@ -1,7 +1,8 @@
 """Reductions in user's code over weights and gradients that this rank has in part.
 
-Under tensor parallelism a parameter of a parallel layer, and its gradient, is this rank's slice: a
-plain tensor whose ``norm()`` is a part of the norm, without anybody noticing. Under ZeRO 3 it is a
+Under tensor parallelism a parameter of a parallel layer, and its gradient, is this rank's slice, as
+are experts under ep: a plain tensor whose ``norm()`` is a part of the norm, without anybody
+noticing. Under ZeRO 3 it is a
 DTensor, of which ``float(p.sum())`` is this rank's part too; under a pipeline ``self.parameters()``
 are those of the rank's stages. `WholeReductions` is a mode of torch that sees the operations which
 user's code applies to parameters and gradients, and to what was computed from them element by
@@ -34,7 +35,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -99,13 +100,16 @@ class _Part:
     """Whole tensor that a tensor is a part of."""
 
     name: str
-    cut_by_tp: bool = False
+    cut: str = ""
+    """Axis that slices the layer, with its degree."""
     groups: tuple[dist.ProcessGroup, ...] = ()
     """Groups whose ranks have the other parts."""
     numel: int = 0
     """Elements of the whole."""
     copies: int = 1
     """Ranks over which gradients of this whole parameter are summed."""
+    learners: dist.ProcessGroup | None = None
+    """Ranks whose losses a part learns from, and that do not average gradients of the part."""
 
 
 class WholeReductions(TorchFunctionMode):
@@ -214,18 +218,25 @@ class WholeReductions(TorchFunctionMode):
         return {id(r.parameter): self._describe(r) for r in self._gradients.roles if not r.outside}
 
     def _describe(self, role: ParameterRole) -> _Part:
-        shard, tp = role.shard, self._topology.tp
-        cut = shard is not None and shard.dim is not None and tp.group is not None
-        groups = [tp.group] if cut and tp.group is not None else []
+        shard, topology = role.shard, self._topology
+        layer = role.axes(topology).layer
+        groups, learners = [], None
+        cut = shard is not None and shard.dim is not None and layer.group is not None
+        if cut and layer.group is not None:
+            groups.append(layer.group)
+            learners = layer.group if layer is topology.ep else None
         if isinstance(role.parameter, DTensor):
             groups += _groups_of(role.parameter)
+            learners = topology.loss.group
         full = role.parameter.shape if shard is None else torch.Size(shard.full_shape)
+        summed = shard is not None and shard.sum_gradients
         return _Part(
             name=role.name,
-            cut_by_tp=cut,
+            cut=f"{layer.name}={layer.size}" if cut else "",
             groups=tuple(groups),
             numel=torch.Size(full).numel(),
-            copies=tp.size if shard is not None and shard.sum_gradients else 1,
+            copies=topology.tp.size if summed else 1,
+            learners=learners,
         )
 
     def _part_of(self, tensor: Tensor) -> _Part | None:
@@ -255,7 +266,7 @@ class WholeReductions(TorchFunctionMode):
         parts: Sequence[tuple[Tensor, _Part]],
     ) -> Any:
         tensor, part = parts[0]
-        if name in _COUNTS and part.cut_by_tp:
+        if name in _COUNTS and part.cut:
             return part.numel
         result: Any
         if name == "set_data" and tensor is args[0]:
@@ -269,13 +280,15 @@ class WholeReductions(TorchFunctionMode):
         else:
             in_place = name.startswith("foreach") and name != "foreach_norm"
             same = name in _SAME_SHAPE or name in _VIEWS or in_place
-            cut = next((part for _, part in parts if part.cut_by_tp), None)
-            result = None if cut is not None and name in _UNITING else func(*args, **kwargs)
+            cut = next((part for _, part in parts if part.cut), None)
+            united = cut is not None and name in _UNITING
+            call = partial(_by_mesh, func) if in_place else func
+            result = None if united else call(*args, **kwargs)
             given = isinstance(result, Tensor | list) or name in _TO_PYTHON or name in _UNITING
             if cut is not None and given and not same:
                 raise ConfigError(
                     f"{cut.name}: {name} was called on a parameter or gradient of which each of "
-                    f"tp={self._topology.tp.size} ranks holds a part, and would give a part of "
+                    f"{cut.cut} ranks holds a part, and would give a part of "
                     f"the result; {_REMEDY}"
                 )
             if same:
@@ -292,13 +305,13 @@ class WholeReductions(TorchFunctionMode):
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], part: _Part
     ) -> None:
         """Refuse values that were made for the shape of this part, the same on every rank."""
-        if not part.cut_by_tp:
+        if not part.cut:
             return
         for other in _tensors((*args, *kwargs.values())):
             if other.ndim and other.numel() > 1 and self._part_of(other) is None:
                 raise ConfigError(
                     f"{part.name}: {name} combines a parameter or gradient, of which each of "
-                    f"tp={self._topology.tp.size} ranks holds a part, with a tensor of shape "
+                    f"{part.cut} ranks holds a part, with a tensor of shape "
                     f"{tuple(other.shape)} that is no such part; nearest valid: values that follow "
                     "from the parameter (torch.zeros_like(p), p.detach().clone()), a number, or "
                     "configure_model, which sees whole weights"
@@ -308,7 +321,7 @@ class WholeReductions(TorchFunctionMode):
     def _can_gather(name: str, tensor: Tensor, part: _Part) -> bool:
         """Whether an operation gets a whole tensor: parts of other shapes are of no use."""
         asked = name in _TO_PYTHON or name in _VIEWS
-        return asked and isinstance(tensor, DTensor) and not part.cut_by_tp
+        return asked and isinstance(tensor, DTensor) and not part.cut
 
     def _reduce(
         self,
@@ -465,18 +478,31 @@ def unseen() -> AbstractContextManager[None]:
 
 
 class _Complete(torch.autograd.Function):
-    """Sum over ranks that have parts of one whole; each part's gradient is the sum's."""
+    """Sum over ranks that have parts of one whole; each part's gradient is the sum's.
+
+    It is the mean of what the ``learners`` say, whose losses may use the sum differently.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        groups: Sequence[dist.ProcessGroup],
+        learners: dist.ProcessGroup | None,
+    ) -> Tensor:
+        ctx.learners = learners
         total = value.clone()
         for group in groups:
             dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.learners is not None:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=ctx.learners)
+            gradient /= dist.get_world_size(ctx.learners)
+        return gradient, None, None
 
 
 class _OneOf(torch.autograd.Function):
@@ -500,12 +526,12 @@ def _one_of(value: Tensor, ranks: int) -> Tensor:
 def _complete(name: str, local: Tensor, order: float, part: _Part) -> Tensor:
     """The reduction of the whole; the sum in place of the mean."""
     if name in ("sum", "mean"):
-        found: Tensor = _Complete.apply(local.sum(), part.groups)  # type: ignore[no-untyped-call]
+        found: Tensor = _Complete.apply(local.sum(), part.groups, part.learners)  # type: ignore[no-untyped-call]
         return found
     if name in ("norm", "vector_norm") and not math.isinf(order):
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         powers = wide.square() if order == 2 else wide.abs() ** order
-        sums: Tensor = _Complete.apply(powers.sum(), part.groups)  # type: ignore[no-untyped-call]
+        sums: Tensor = _Complete.apply(powers.sum(), part.groups, part.learners)  # type: ignore[no-untyped-call]
         return (sums.sqrt() if order == 2 else sums ** (1 / order)).to(local.dtype)
     if local.requires_grad and torch.is_grad_enabled():
         raise ConfigError(
@@ -525,6 +551,29 @@ def _complete(name: str, local: Tensor, order: float, part: _Part) -> Tensor:
     for group in part.groups:
         dist.all_reduce(found, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=group)
     return found.bool() if logical else found
+
+
+def _by_mesh(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of lists for the tensors of each mesh by themselves, as torch asks for.
+
+    Experts lie on another mesh than the rest.
+    """
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    places: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(lists[0] if lists else ()):
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        places.setdefault(mesh, []).append(place)
+    if len(places) < 2:
+        return func(*args, **kwargs)
+    found: list[Any] = [None] * len(lists[0])
+    for members in places.values():
+        chosen = [
+            [arg[place] for place in members] if isinstance(arg, list | tuple) else arg
+            for arg in args
+        ]
+        for place, result in zip(members, func(*chosen, **kwargs) or (), strict=False):
+            found[place] = result
+    return None if func.__name__.endswith("_") else found
 
 
 def _assign(name: str, tensor: Tensor, values: Tensor, func: Callable[..., Any]) -> Any:

@@ -13,6 +13,9 @@ zero  kept sharded                  parameters gathered         gradients reduce
                                     backward of each microbatch
 ====  ============================  ==========================  ==============================
 
+Experts lie over axes of their own (`topology.coordinates`): their ``P`` is that of one ep rank, and
+they are divided, and averaged, over the ranks that hold the same experts, which reach over tp.
+
 Below ZeRO 3 the parameters of a module are whole, plain tensors, as under
 ``DistributedDataParallel``, so whatever a module may do there it may do here
 (`parallel.whole_parameters`). ZeRO 3 is FSDP2 (`parallel.fully_sharded`). (Rajbhandari et al.,
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron.errors import lists_of_names, switches, whole_numbers
@@ -87,6 +90,11 @@ class ComputeTypes:
     """Format of gathered parameters and of the computation."""
     reduction: torch.dtype | None = None
     """Format in which gradients are reduced."""
+
+
+def dim_to_divide(stack: Tensor, ranks: int) -> int:
+    """Dimension along which ranks divide a stack of experts: 1 where there are too few experts."""
+    return int(stack.shape[0] < ranks and stack.ndim > 1 and stack.shape[1] % ranks == 0)
 
 
 def has_no_rows(parameter: nn.Parameter) -> bool:

@@ -26,6 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten, tree_map
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.delayed_wgrad import WgradQueue, WgradTask, add_gradients, attach
 from lightning_megatron.layers.inplace_inputs import as_results, works_in_place
 from lightning_megatron.layers.sequential import PipelineSequential
@@ -33,6 +34,7 @@ from lightning_megatron.layers.splits import whole
 from lightning_megatron.monitoring.sections import BACKWARD, FORWARD, SectionClock
 from lightning_megatron.pipeline.links import Links, MessagePlan
 from lightning_megatron.pipeline.microbatch import detach
+from lightning_megatron.pipeline.relay import StageRelay
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.pipeline.timing import ActionClock, Bubble, ItemTimes, bubble, saved_bytes
@@ -42,6 +44,7 @@ from lightning_megatron.schedules.schedule import (
     Schedule,
     forward_only,
 )
+from lightning_megatron.topology.auxiliary_seeds import AuxiliarySeeds
 from lightning_megatron.topology.mesh import Topology
 
 Step = Callable[[int, bool], Any]
@@ -113,12 +116,16 @@ class NoPipeline(Executor):
 
     Args:
         lengths: told of each forward and backward; None where no sequences are split.
+        seeds: told of each backward; None where there are no auxiliary losses.
     """
 
     is_last = True
 
-    def __init__(self, lengths: SequenceLengths | None = None) -> None:
+    def __init__(
+        self, lengths: SequenceLengths | None = None, seeds: AuxiliarySeeds | None = None
+    ) -> None:
         self._lengths = lengths
+        self._seeds = AuxiliarySeeds() if seeds is None else seeds
         self.clock = SectionClock()
 
     @override
@@ -133,7 +140,8 @@ class NoPipeline(Executor):
                 reduction.before_backward(0, last=index == count - 1, split=False)
                 if self._lengths is not None:
                     self._lengths.backward(index)
-                loss.backward()  # type: ignore[no-untyped-call]
+                with self._seeds.microbatch(index):
+                    loss.backward()  # type: ignore[no-untyped-call]
             outputs.append(detach(output))
             del output, loss
         return outputs
@@ -192,6 +200,14 @@ class _Port:
             return output
         raise StageBoundary(whole(output))
 
+    def interrupt(self) -> None:
+        raise ConfigError(
+            "pp > 1: text is generated in a step that does not name it: the stages work on "
+            "different microbatches, and cannot pass tokens along; nearest valid: .generate(...) "
+            "in the code of validation_step, test_step or predict_step, or of a method that it "
+            "calls, or in a hook, or pp=1"
+        )
+
 
 @dataclass
 class _Saved:
@@ -227,12 +243,14 @@ class Pipeline(Executor):
         scatter_gather: ScatterGatherChoice = "auto",
     ) -> None:
         self._trunk = trunk
+        trunk.relay = StageRelay(topology, stage_ranks, host_group)
         self._rank = topology.pp.rank
         self._links = Links(topology, stage_ranks, host_group, scatter_gather)
         self._final = len(stage_ranks) - 1
         mine = (stage for stage, owner in enumerate(stage_ranks) if owner == self._rank)
         self._position = {stage: position for position, stage in enumerate(mine)}
         self._lengths = SequenceLengths(topology, len(self._position))
+        self._seeds = topology.auxiliary_seeds
         self._works_in_place = [works_in_place(items) for items in trunk.stage_items]
         self._pp = topology.pp
         self._device = topology.device
@@ -421,9 +439,10 @@ class Pipeline(Executor):
         if action.stage == self._final:
             self._started()
             if saved.roots:
-                torch.autograd.backward(saved.roots)
+                with self._seeds.microbatch(action.microbatch):
+                    torch.autograd.backward(saved.roots)
         else:
-            gradients = self._links.receive(action)
+            gradients = self._seeds.unload(action.microbatch, self._links.receive(action))
             self._started()
             pairs = [
                 (root, gradient)
@@ -431,9 +450,11 @@ class Pipeline(Executor):
                 if gradient is not None
             ]
             if pairs:
-                torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
+                with self._seeds.microbatch(action.microbatch):
+                    torch.autograd.backward([p[0] for p in pairs], [p[1] for p in pairs])
         if action.stage:
-            self._links.send(action, [t.grad for t in saved.inputs])
+            gradients = [t.grad for t in saved.inputs]
+            self._links.send(action, self._seeds.load(action.microbatch, gradients))
 
 
 def _completing(row: tuple[Action, ...]) -> frozenset[int]:

@@ -67,6 +67,11 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
         super().use(gradients)
         self.device = gradients.device.type
 
+    @property
+    @override
+    def loss_factor(self) -> float:
+        return self.loss_scale.value
+
     @override
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Scale the loss, and unscaled gradients to which its backward will add."""
@@ -74,7 +79,7 @@ class Fp16Precision(ShardedPrecision, MixedPrecision):
             for gradient in self._gradients().local_gradients(optimizer):
                 gradient.mul_(self.loss_scale.value)
         self._finite.clear()
-        return loss * self.loss_scale.value
+        return loss * self.loss_factor
 
     def _unscale(self, optimizer: Optimizer) -> bool:
         """Unscale an optimizer's gradients; returns whether they are finite on all ranks."""

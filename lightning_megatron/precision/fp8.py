@@ -3,12 +3,13 @@
 Everything else is ``bf16-mixed``: master weights and optimizer in float32, parameters gathered and
 activations passed on in bfloat16, gradients reduced in float32. Low precision harms the layers at
 both ends of a network most, and they are a small part of the work. So by default only the linear
-layers inside the stack of blocks run in FP8, except those of the first and last block.
+layers and the experts inside the stack of blocks run in FP8, except those of the first and last
+block. Routers, whose choices a rounding would change, never do.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,7 +26,8 @@ from typing_extensions import override
 from lightning_megatron._torch import gather_through
 from lightning_megatron.errors import lists_of_names, raise_if_any, switches, whole_numbers
 from lightning_megatron.layers.delayed_wgrad import GEMM_BACKEND, set_gemm_backend
-from lightning_megatron.layers.gemm import GemmBackend
+from lightning_megatron.layers.experts.stack import Experts
+from lightning_megatron.layers.gemm import GemmBackend, GroupedGemm
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.parallel.apply import ParallelModule
 from lightning_megatron.parallel.fully_sharded import FullySharded
@@ -34,6 +36,7 @@ from lightning_megatron.parallel.owned_rows import OwnedRows
 from lightning_megatron.parallel.whole_parameters import WholeParameters
 from lightning_megatron.precision.bf16 import MixedShardedPrecision
 from lightning_megatron.precision.fp8_blocks import BlockwiseGemm, lack_of_kernels
+from lightning_megatron.precision.fp8_experts import EachExpert, held_experts
 from lightning_megatron.precision.fp8_gather import Fp8Codec, Fp8Extension, WeightScales
 from lightning_megatron.precision.fp8_gemm import (
     DelayedGemm,
@@ -54,6 +57,7 @@ from lightning_megatron.precision.fp8_recipes import (
 from lightning_megatron.precision.fp8_te import TE_ALIGNMENT, TransformerEngineGemm
 from lightning_megatron.precision.fp8_torchao import TorchaoGemm
 from lightning_megatron.precision.scaling import ALIGNMENT, BLOCK, E4M3, E5M2, MX_BLOCK
+from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.mesh import Topology
 
 log = logging.getLogger(__name__)
@@ -73,11 +77,12 @@ class Fp8Precision(MixedShardedPrecision):
         keep_last: number of blocks at the end of the stack that stay in bfloat16.
         include: patterns of names of linear layers that run in FP8 wherever they are (``*.head``).
         exclude: patterns of names that stay in bfloat16, even if other options choose them.
-        plain_linear: whether ``nn.Linear`` runs in FP8, besides the parallel layers.
+        plain_linear: whether ``nn.Linear`` runs in FP8, besides the parallel layers and the experts
+            of mixtures (`precision.fp8_experts`).
         history: number of steps that ``"delayed"`` looks back.
         gather: number format in which ZeRO gathers the weights of FP8 layers: ``"bf16"``, or with
             ``"tensorwise"`` and ``zero`` 1 to 3 ``"fp8"``, which halves the bytes and changes no
-            number (`precision.fp8_gather`).
+            number (`precision.fp8_gather`); those of experts always in bfloat16.
 
     Raises:
         ConfigError: an argument is not valid, the backend's package is missing, or (when the run
@@ -112,6 +117,7 @@ class Fp8Precision(MixedShardedPrecision):
         self._exclude = tuple(exclude)
         self._plain = plain_linear
         self._delayed: dict[str, DelayedGemm] = {}
+        self._delayed_experts: dict[str, DelayedGemm] = {}
         self._topology: Topology | None = None
         self._gather = gather
         self._scales: WeightScales | None = None
@@ -134,22 +140,32 @@ class Fp8Precision(MixedShardedPrecision):
         )
         names = [name.rpartition(".")[0] for name in parallel.canonical]
         problems = unmatched(names, include=self._include, exclude=self._exclude)
+        problems += [
+            f"Fp8Precision: {name} computes its experts by code of its own, which does not run in "
+            f"FP8; nearest valid: exclude=['{name}'], or a pattern of all like it"
+            for name, layer in parallel.module.named_modules()
+            if isinstance(layer, Experts) and not layer.sizes()
+            if self._is_wanted(name, parallel.module)
+        ]
         if self._gather == "fp8" and transforms.sharding.stage == 0:
             problems.append(
                 "gather='fp8', zero=0: weights are whole, so none is gathered; nearest valid: "
                 "zero=1, or gather='bf16'"
             )
         raise_if_any(problems)
-        known = {name: h.history[: h.steps] for name, h in self._delayed.items()}
-        self._delayed = {}
+        known = {name: h.history[: h.steps] for name, h in self._histories().items()}
+        self._delayed, self._delayed_experts = {}, {}
         chosen, misfits = self._choose(parallel.module)
         for name, layer in chosen.items():
+            if isinstance(layer, Experts):
+                layer.gemm = self._experts_gemm(name, layer, topology)
+                continue
             gemm = self._gemm(layer, topology)
             if isinstance(gemm, DelayedGemm):
                 self._delayed[name] = gemm
             set_gemm_backend(layer, gemm)
-        for name, history in known.items():  # of before a measured partition
-            self._restore(name, history.tolist())
+        # Those of before a measured partition.
+        self._restore({name: rows.tolist() for name, rows in known.items()})
         if self._gather == "fp8" and topology.fsdp.size > 1:
             self._gather_low(parallel, chosen)
         self._report(parallel, chosen, misfits)
@@ -161,6 +177,8 @@ class Fp8Precision(MixedShardedPrecision):
         layers: list[nn.Module] = []
         weights: list[nn.Parameter] = []
         for layer in chosen.values():
+            if isinstance(layer, Experts):  # a scale for each matrix, not for what is gathered
+                continue
             weight = layer.get_parameter("weight")
             rows = data.rows.get(weight)
             divided = isinstance(weight, DTensor) if rows is None else rows.is_wider
@@ -205,6 +223,8 @@ class Fp8Precision(MixedShardedPrecision):
     def _is_linear(self, layer: nn.Module) -> bool:
         if type(layer) is nn.Linear:
             return self._plain
+        if isinstance(layer, Experts):
+            return bool(layer.sizes())
         return isinstance(layer, ColumnParallelLinear | RowParallelLinear)
 
     def _is_wanted(self, name: str, module: nn.Module) -> bool:
@@ -220,16 +240,41 @@ class Fp8Precision(MixedShardedPrecision):
         first, last = self._keep
         return first <= int(path[place]) < len(stack) - last
 
+    def _experts_gemm(
+        self, name: str, experts: Experts, topology: Topology
+    ) -> dict[str, GroupedGemm]:
+        """Backends of the matrices of a mixture's experts."""
+        found: dict[str, GroupedGemm] = {}
+        for parameter, sizes in experts.sizes().items():
+            backends = []
+            for expert in held_experts(experts, topology):
+                gemm = self._backend(sizes, topology, None, (False, False, False), experts=True)
+                if isinstance(gemm, DelayedGemm):
+                    self._delayed_experts[f"{name}.{parameter}.{expert}"] = gemm
+                backends.append(gemm)
+            found[parameter] = EachExpert(backends)
+        return found
+
     def _gemm(self, layer: nn.Module, topology: Topology) -> GemmBackend:
-        group = topology.tp.group
-        if self.backend == "te":
-            rows, columns = _local_sizes(layer)
-            return TransformerEngineGemm(self.recipe, rows, columns, group)
         split: SplitOperands = (False, False, False)
         if isinstance(layer, ColumnParallelLinear):
             split = (False, True, True)
         elif isinstance(layer, RowParallelLinear):
             split = (True, True, False)
+        return self._backend(_local_sizes(layer), topology, topology.tp.group, split)
+
+    def _backend(
+        self,
+        sizes: tuple[int, int],
+        topology: Topology,
+        group: dist.ProcessGroup | None,
+        split: SplitOperands,
+        *,
+        experts: bool = False,
+    ) -> GemmBackend:
+        """Backend of a matrix of ``sizes``, whose operands ``group`` may split."""
+        if self.backend == "te":
+            return TransformerEngineGemm(self.recipe, *sizes, group)
         if self.backend == "torchao":
             mesh = None if group is None else topology.mesh["tp"]
             return TorchaoGemm(self.recipe, mesh, split)
@@ -243,7 +288,7 @@ class Fp8Precision(MixedShardedPrecision):
             return BlockwiseGemm(gradients, MX_BLOCK if mx else BLOCK, not mx, native)
         if self.recipe == "tensorwise":
             return TensorwiseGemm(gradients, group, split)
-        return DelayedGemm(gradients, group, split, self._history, topology.device)
+        return DelayedGemm(gradients, group, split, self._history, topology.device, experts)
 
     def _report(
         self, parallel: ParallelModule, chosen: Mapping[str, Any], misfits: Sequence[str]
@@ -306,13 +351,16 @@ class Fp8Precision(MixedShardedPrecision):
 
     @override
     def forget_batch(self) -> None:
-        for gemm in self._delayed.values():
+        for gemm in self._histories().values():
             gemm.current.zero_()
+
+    def _histories(self) -> dict[str, DelayedGemm]:
+        return {**self._delayed, **self._delayed_experts}
 
     def _watch(self, on: bool) -> None:
         if not on:
             self.forget_weights()
-        for gemm in self._delayed.values():
+        for gemm in self._histories().values():
             gemm.watching = on
 
     @override
@@ -341,12 +389,19 @@ class Fp8Precision(MixedShardedPrecision):
 
     def _advance(self) -> None:
         """Add the largest magnitudes of this step to the history; collective over the stage."""
-        gemm = list(self._delayed.values())
-        if not gemm or self.will_skip:
+        topology = self._topology
+        if topology is None or self.will_skip:
             return
-        assert self._topology is not None
+        self._advance_over(self._delayed.values(), (topology.tp, topology.loss))
+        self._advance_over(self._delayed_experts.values(), (topology.experts.mean,))
+
+    @staticmethod
+    def _advance_over(gemm: Collection[DelayedGemm], axes: Sequence[Axis]) -> None:
+        """Advance histories that the ranks of ``axes`` share."""
+        if not gemm:
+            return
         found = torch.stack([p.current for p in gemm])
-        for axis in (self._topology.tp, self._topology.loss):
+        for axis in axes:
             if axis.group is not None:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=axis.group)
         for held, amax in zip(gemm, found, strict=True):
@@ -354,35 +409,36 @@ class Fp8Precision(MixedShardedPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Histories of all stages by layer, independent of the layout; collective over pp."""
-        pp, counts = None if self._topology is None else self._topology.pp, super().state_dict()
-        if self.recipe != "delayed" or pp is None:
+        """Histories by layer, independent of the layout; collective over pp and ep."""
+        topology, counts = self._topology, super().state_dict()
+        if self.recipe != "delayed" or topology is None:
             return counts
-        mine = {name: held.history[: held.steps].tolist() for name, held in self._delayed.items()}
-        if pp.group is None:
-            return {**counts, "amax_history": mine}
-        together = {k: rows for part in pp.all_gather_object(mine) for k, rows in part.items()}
-        return {**counts, "amax_history": together}
+        rows = {name: h.history[: h.steps].tolist() for name, h in self._histories().items()}
+        for axis in (topology.ep, topology.pp):
+            rows = {k: v for part in axis.all_gather_object(rows) for k, v in part.items()}
+        return {**counts, "amax_history": rows}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with the histories of a checkpoint."""
         self.forget_weights()
         super().load_state_dict(state_dict)
-        for name, rows in state_dict.get("amax_history", {}).items():
-            self._restore(name, rows)
+        self._restore(state_dict.get("amax_history", {}))
 
-    def _restore(self, name: str, rows: Sequence[Sequence[float]]) -> None:
-        held = self._delayed.get(name)
-        if held is None or not rows:
-            return
-        kept = torch.tensor(rows[: len(held.history)], device=held.history.device)
-        held.history[: len(kept)] = kept
-        held.steps = len(rows)
+    def _restore(self, histories: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        for name, held in self._histories().items():
+            rows = histories.get(name)
+            if rows:
+                kept = torch.tensor(rows[: len(held.history)], device=held.history.device)
+                held.history[: len(kept)] = kept
+                held.steps = len(rows)
 
 
 def _local_sizes(layer: nn.Module) -> tuple[int, int]:
-    """Rows and columns of the weight with which this rank multiplies."""
+    """Rows and columns of the weight with which this rank multiplies; of one expert's ``up``."""
+    if isinstance(layer, Experts):
+        *_, (narrow, wide) = layer.sizes().values()  # of down
+        return wide, narrow
     weight: Tensor = layer.get_parameter("weight")
     if isinstance(layer, ColumnParallelLinear) and not weight.is_meta:
         weight = layer.local_parameters()[0]

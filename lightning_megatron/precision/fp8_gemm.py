@@ -142,6 +142,8 @@ class DelayedGemm(TensorwiseGemm):
         split: whether each operand is a part.
         history: number of steps to look back.
         device: device of this process.
+        rarely_used: whether steps may pass before the first use, as for an expert without tokens;
+            operands that no earlier step knows are then scaled as by `TensorwiseGemm`.
 
     Attributes:
         history: largest magnitudes, ``[history, operand]``; the latest step first.
@@ -156,8 +158,10 @@ class DelayedGemm(TensorwiseGemm):
         split: SplitOperands,
         history: int,
         device: torch.device,
+        rarely_used: bool = False,
     ) -> None:
         super().__init__(gradient_format, group, split)
+        self._rarely_used = rarely_used
         self.history = torch.zeros(history, 3, device=device)
         self.current = torch.zeros(3, device=device)
         self.watching = True
@@ -179,7 +183,16 @@ class DelayedGemm(TensorwiseGemm):
         if not self.steps:
             return super()._scales(*operands)
         known = self.history.amax(0)
-        return tuple(scale_of(known[which], self._formats[which]) for which, _ in operands)
+        amax = [known[which] for which, _ in operands]
+        if self._rarely_used:
+            amax = [
+                torch.where(earlier > 0, earlier, amax_of(tensor))
+                for earlier, (_, tensor) in zip(amax, operands, strict=True)
+            ]
+        return tuple(
+            scale_of(largest, self._formats[which])
+            for largest, (which, _) in zip(amax, operands, strict=True)
+        )
 
 
 class RowwiseGemm:

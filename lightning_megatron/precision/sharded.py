@@ -164,6 +164,11 @@ class ShardedPrecision(PrecisionAroundClosure):
         del optimizer
         return nullcontext()
 
+    @property
+    def loss_factor(self) -> float:
+        """Factor of a loss in `scale_loss`."""
+        return 1.0
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to differentiate, perhaps scaled; the step unscales gradients."""
         return loss

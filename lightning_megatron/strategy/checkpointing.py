@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from glob import escape
 from importlib.metadata import version
 from typing import Any
 
@@ -55,6 +56,7 @@ from lightning_megatron.checkpoint.collective_io import (
 from lightning_megatron.checkpoint.config import PARTS, CheckpointConfig, exclusion_problems
 from lightning_megatron.checkpoint.directory.commit import remove
 from lightning_megatron.checkpoint.directory.storage import storage_path
+from lightning_megatron.checkpoint.frozen_weights import check_sums, frozen_names, sums_of
 from lightning_megatron.checkpoint.load.module_state import edits_loaded
 from lightning_megatron.checkpoint.load.reader import CheckpointReader
 from lightning_megatron.checkpoint.local.restore import LocalReader
@@ -271,8 +273,21 @@ class Checkpointing:
         by_token = self._run.steps.loss_per_token
         random = self._run.random_state.save(at, model, by_token, self._run.host_group)
         checkpoint[KEY] = {"data": data, "random": random, "run": self._processes.attempt.run_id}
+        if self._config.weights == "trainable":
+            checkpoint[KEY]["frozen"] = self._leave_out_frozen(model)
         layout = {axis: getattr(topology.degrees, axis) for axis in AXES}
+        if topology.ep.size > 1:
+            layout["ep"] = topology.ep.size
         return _Content(model, checkpoint, optimizers, layout)
+
+    def _leave_out_frozen(self, model: dict[str, Any]) -> dict[str, int]:
+        """Take weights that do not learn out of the state; return their sums. Collective."""
+        parallel, peers = self._run.parallel, Peers(self._run.host_group)
+        frozen = frozen_names(parallel.module, parallel.canonical)
+        sums = sums_of(chunks_of(model), frozen, peers)
+        for name in frozen & model.keys():
+            del model[name]
+        return sums
 
     def _take_state(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the checkpoint without the state of the module, and this as hooks have left it."""
@@ -458,7 +473,10 @@ class Checkpointing:
             "state_dict": OrderedDict(stored),
             "optimizer_states": kept,
         }
-        excluded = self._exclude(checkpoint)
+        frozen = reader.state.get(KEY, {}).get("frozen", {})
+        if frozen:
+            self._check_frozen(frozen, reader.what, strict=module.strict_loading)
+        excluded = (*self._exclude(checkpoint), *map(escape, frozen))
         self._opened = _Opened(reader, stored, fitting and not starts, excluded)
         if is_overridden("on_load_checkpoint", module):
             self._view = WholeState(self._run.parallel, group, "on_load_checkpoint")
@@ -472,6 +490,16 @@ class Checkpointing:
         if fitting:
             self._go_on(module.trainer, reader, checkpoint)
         return checkpoint
+
+    def _check_frozen(self, stored: Mapping[str, int], what: str, *, strict: bool) -> None:
+        """Check that the module has the weights that a checkpoint has left out; collective."""
+        found = sums_of(self._own_chunks(), stored.keys(), Peers(self._run.host_group))
+        try:
+            check_sums(stored, found, what)
+        except ConfigError as error:
+            if strict:
+                raise
+            rank_zero_warn(str(error))
 
     def _tell_of(self, reader: CheckpointReader) -> None:
         local, path, size = isinstance(reader, LocalReader), reader.directory, reader.manifest.size

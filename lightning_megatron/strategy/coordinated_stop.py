@@ -45,6 +45,7 @@ from lightning_megatron._lightning import (
     validates_after_batch,
 )
 from lightning_megatron.comm.votes import Vote
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.announce import announce
 from lightning_megatron.fault_tolerance.preemption.signals import Stop, StopFlag
 from lightning_megatron.strategy.data.loaders import DataLoading
@@ -133,14 +134,27 @@ class CoordinatedStop:
         self._decide(self._vote.max, mine)
 
     def begin_evaluation(self) -> None:
-        """Find out whether all ranks evaluate the same number of batches; collective."""
+        """Find out whether all ranks evaluate the same number of batches; collective.
+
+        Raises:
+            ConfigError: they do not, and their forwards communicate.
+        """
         trainer = self._run.trainer
         loop = trainer.predict_loop if trainer.predicting else evaluation_loop(trainer)
         batches = [float(count) for count in loop.max_batches]
         known = all(count != float("inf") for count in batches)
         digest = float(zlib.crc32(repr(batches).encode())) if known else float("nan")
-        highest, lowest = self._run.votes.largest([digest, -digest])
+        total = sum(batches) if known else 0.0
+        highest, lowest, most, least = self._run.votes.largest([digest, -digest, total, -total])
         self._evaluates_evenly = highest == -lowest  # not if one is NaN
+        if highest > -lowest and self._run.steps.evaluates_together:
+            found = f"{-least:g} to {most:g}" if most > -least else f"{most:g}"
+            raise ConfigError(
+                f"evaluation of {found} batches, not the same of each loader on all ranks: ranks "
+                "that read different samples hold parts of one network, so that each forward needs "
+                "all of them; nearest valid: use_distributed_sampler=True, or loaders of equal "
+                "length"
+            )
 
     def _decide(self, highest: float, mine: float) -> None:
         """Stop if any rank asks for it; collective where one does.

@@ -88,6 +88,7 @@ from lightning_megatron.strategy.module_layout import (
 from lightning_megatron.strategy.observers import looks_at_gradients
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
+from lightning_megatron.strategy.pretrained_models import save_together
 from lightning_megatron.strategy.processes.connection import ConnectionConfig
 from lightning_megatron.strategy.processes.processes import Processes
 from lightning_megatron.strategy.rank_options import named_options
@@ -102,6 +103,7 @@ from lightning_megatron.strategy.tuners.schedule import AUTO, AutoSchedule
 from lightning_megatron.strategy.tuners.tuner import Tuner
 from lightning_megatron.strategy.weight_watch import WeightWatch
 from lightning_megatron.topology.context_layout import ContextConfig
+from lightning_megatron.topology.expert_layout import ExpertConfig
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness
 
@@ -119,6 +121,9 @@ class MegatronStrategy(LaunchingStrategy):
         pp: pipeline ranks, or these with the schedule, how the trunk is cut into stages and more.
         cp: ranks over which the sequence of every sample is split inside of a `PipelineSequential`,
             or these with the way in which attention exchanges keys and values and more.
+        ep: ranks over which the experts of every `MixtureOfExperts` are spread, or these with the
+            way in which tokens reach them. They are some of the ranks of dp, cp and tp, so that ep
+            does not change the number of processes.
         zero: 0 replicates; 1 shards optimizer state and reduces gradients once per step; 2 reduces
             them every microbatch; 3 shards parameters too (see `parallel.zero`). Or the same with
             the number of copies of the shards, what waits in host memory and more.
@@ -145,6 +150,7 @@ class MegatronStrategy(LaunchingStrategy):
         tp: int = 1,
         pp: int | PipelineConfig = 1,
         cp: int | ContextConfig = 1,
+        ep: int | ExpertConfig = 1,
         zero: Literal[0, 1, 2, 3] | ShardingConfig = 1,
         sequence_parallel: bool = False,
         microbatch_size: int | None = None,
@@ -157,7 +163,10 @@ class MegatronStrategy(LaunchingStrategy):
         super().__init__()
         raise_if_any(
             numbers_or_instances(
-                pp=(pp, PipelineConfig), cp=(cp, ContextConfig), zero=(zero, ShardingConfig)
+                pp=(pp, PipelineConfig),
+                cp=(cp, ContextConfig),
+                ep=(ep, ExpertConfig),
+                zero=(zero, ShardingConfig),
             )
             + instances(
                 activations=(activations, ActivationConfig),
@@ -170,6 +179,7 @@ class MegatronStrategy(LaunchingStrategy):
             tp=tp,
             pp=pp if isinstance(pp, PipelineConfig) else PipelineConfig(degree=pp),
             cp=cp if isinstance(cp, ContextConfig) else ContextConfig(degree=cp),
+            ep=ep if isinstance(ep, ExpertConfig) else ExpertConfig(degree=ep),
             zero=zero if isinstance(zero, ShardingConfig) else ShardingConfig(stage=zero),
             sequence_parallel=sequence_parallel,
             microbatch_size=microbatch_size,
@@ -366,6 +376,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.tuners = []
         self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
+        save_together(module, self.host_group)
         summarise_layout(trainer, module, spread=not is_whole(self.parallel))
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -569,8 +580,10 @@ class MegatronStrategy(LaunchingStrategy):
             self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
         closure = self.recovery.begin_update(closure)
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.recovery.end_update():
+        taken = self.recovery.end_update()
+        if taken:
             self.parallel.data.after_step(optimizer)
+        self.steps.router_bias.after_step(optimizer, taken=taken)
         self.data.position.after_step(self.trainer)
         self.clock.enter(sections.DATA if automatic else sections.FORWARD)
         return result

@@ -199,8 +199,8 @@ class Attempt:
         """Values that the call wrote; None if the module has to be built with real tensors."""
         if self.error is not None or uninitialisable(self._module):
             return None
-        if any(type(m).__module__.startswith("transformers.") for m in self._module.modules()):
-            return None  # that library leaves out its initialisation on the meta device
+        if any(_lacks_initialisation(m) for m in self._module.modules()):
+            return None
         written = written_values(self._tape, self._module)
         return None if self._tape.reason is not None else written
 
@@ -224,6 +224,16 @@ class Attempt:
                 f"reset_parameters(): {', '.join(without_rule)}"
             )
         return "modules of transformers are not initialised on the meta device"
+
+
+def _lacks_initialisation(module: nn.Module) -> bool:
+    """Whether a module is of transformers and on meta, where it leaves out its initialisation.
+
+    What `adopt` has opened from a directory is not on meta.
+    """
+    if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+        return False
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
 
 
 def _contents(value: Any) -> tuple[Any, Any]:

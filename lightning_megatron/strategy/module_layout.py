@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_megatron import env
 from lightning_megatron._lightning import call_module_hook, set_device_mesh
+from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.batch_norm import synchronize_batch_norm
 from lightning_megatron.layers.sequential import RemoteItem
@@ -38,10 +39,15 @@ from lightning_megatron.parallel.layer_skeletons import spare_items
 from lightning_megatron.parallel.plan import MEASURED
 from lightning_megatron.parallel.unparallelize import allow_calls, is_whole, refuse_calls, restore
 from lightning_megatron.strategy import collectives
+from lightning_megatron.strategy.adapter_files import (
+    save_adapters_alone,
+    save_adapters_together,
+)
 from lightning_megatron.strategy.meta_build import Attempt, refuse_spread
 from lightning_megatron.strategy.model_summary import leave_summaries, remember_whole
 from lightning_megatron.strategy.preflight.averaging import averages
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
+from lightning_megatron.strategy.pretrained_models import note_whole_models, save_alone
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.topology.mesh import Topology, close_later, close_outlived, close_with
 
@@ -90,6 +96,7 @@ class ModuleLayout:
             timeout=timedelta(seconds=timeout_s),
             nodes=nodes,
             context=options.cp,
+            experts=options.ep,
         )
         close_with(topology, run.module)
         return topology
@@ -164,6 +171,10 @@ class ModuleLayout:
             manual_optimization=not module.automatic_optimization,
         )
         converted = run.precision.convert_module(module)
+        join_adapters(converted)
+        if run.world_size > 1:
+            save_adapters_together(converted, run.host_group)
+        note_whole_models(converted)
         written, self._written = self._written, None
         if topology.pp.size == 1 or options.pp.partition != MEASURED:
             return parallelize(converted, topology, transforms, written)
@@ -173,6 +184,7 @@ class ModuleLayout:
     def _put_again(self, earlier: ParallelModule) -> ParallelModule:
         """The layout of an earlier run, with the options of this one for activations."""
         options, module = self._options, self._run.module
+        _refuse_new_adapters(module, earlier)
         earlier.data.resume()
         transform_blocks(
             module,
@@ -197,7 +209,9 @@ class ModuleLayout:
             refuse_calls(parallel, self._options.lasting(run.world_size, run.precision))
             return
         restore(parallel)
+        save_alone(module)
         collectives.unshare_metrics(module, run.topology)
+        save_adapters_alone(module)
         remember_layout(module, None)
         set_device_mesh(module, None)
         parallel.gradients.forget_shard_specs()
@@ -205,6 +219,18 @@ class ModuleLayout:
         # At once, a rank that has fewer batches than others would cut these off in the midst of a
         # collective, where a hang names it.
         close_later(parallel.topology)
+
+
+def _refuse_new_adapters(module: LightningModule, earlier: ParallelModule) -> None:
+    """Refuse adapters that the layout which an earlier run has put the module on does not know."""
+    known = {role.parameter for role in earlier.gradients.roles}
+    new = [n for n, p in module.named_parameters() if "lora_" in n and p not in known]
+    if new:
+        raise ConfigError(
+            f"{new[0]}: this adapter was added after an earlier Trainer had put the module on "
+            f"{earlier.transforms.lasting}, which has no place for it; nearest valid: all adapters "
+            "before the first run (model.add_adapter, then model.set_adapter), or a new module"
+        )
 
 
 def host_group_along_pp(topology: Topology) -> dist.ProcessGroup | None:

@@ -21,7 +21,9 @@ from types import FunctionType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
+from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.strategy.code_inspection import names_in, own_functions
 
 HOOKS = (
@@ -76,21 +78,22 @@ _BUILDERS = frozenset(("__init__", "configure_model", "configure_optimizers", "r
 def looks_at_weights(trainer: Trainer, module: LightningModule) -> tuple[bool, bool]:
     """Whether somebody may compute with weights or gradients; and whether steps of training may.
 
-    Steps may call any function of the module that is no hook, and of its submodules any but
-    ``forward``, which knows what it holds.
+    Steps may call any function of the module that is no hook, and of its submodules any but the
+    ``forward`` of what holds its weights itself.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    words = _WEIGHTS | _names_of_slices(module)
     in_step = any(
-        _mentions(function, _WEIGHTS)
+        _mentions(function, words)
         for part in module.modules()
         for name, function in own_functions(part)
         if name not in (*_BUILDERS, *HOOKS, *_NO_STEPS)
         and not name.startswith("on_")
         and not name.endswith("dataloader")
-        and (part is module or name != "forward")
+        and (part is module or name != "forward" or _holds_layers_in_slices(part))
     )
     somewhere = any(
-        name in HOOKS or _mentions(function, _WEIGHTS)
+        name in HOOKS or _mentions(function, words)
         for observer in (module, *callbacks)
         for name, function in own_functions(observer)
         if name not in _BUILDERS
@@ -100,6 +103,22 @@ def looks_at_weights(trainer: Trainer, module: LightningModule) -> tuple[bool, b
 
 
 _NO_STEPS = ("setup", "teardown", "validation_step", "test_step", "predict_step")
+
+
+def _holds_layers_in_slices(part: nn.Module) -> bool:
+    """Whether weights of layers inside of a module are slices, of which its code may not know."""
+    return not isinstance(part, ParallelLayer) and bool(_names_of_slices(part))
+
+
+def _names_of_slices(module: nn.Module) -> frozenset[str]:
+    """Local names of the parameters of which ranks hold slices; those of experts are no weight."""
+    return frozenset(
+        name
+        for layer in module.modules()
+        if isinstance(layer, ParallelLayer)
+        for name, shard in layer.tensor_shards.items()
+        if shard.dim is not None
+    )
 
 
 def _mentions(function: FunctionType, words: frozenset[str] = frozenset()) -> bool:

@@ -8,9 +8,9 @@ out, on all ranks alike, with the schedules of the learning rate standing still.
 
 What a batch changes besides gradients is noted before it begins, and put back before it runs again
 and when it is left out: random streams, running statistics of batch norms, histories of FP8 scales,
-and the means over the epoch of what is logged, of which one NaN would make NaN. A run from which a
-batch was left out is then, to the bit, one that never saw it. (What ``torchmetrics`` objects of the
-module have gathered stays.)
+counts of routers, and the means over the epoch of what is logged, of which one NaN would make NaN.
+A run from which a batch was left out is then, to the bit, one that never saw it. (What
+``torchmetrics`` objects of the module have gathered stays.)
 
 A batch that is *skipped* is read, and counts for the position in the data and the Trainer's
 progress, but nothing is computed. Its loss is zero, and no callback is asked about its gradients.
@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 
 from lightning_megatron._lightning import initial_states, training_sums
+from lightning_megatron.layers.experts.router import RouterStatistics
 from lightning_megatron.strategy.rng_state import RngSnapshot
 from lightning_megatron.strategy.rollback import Rollback, counts_steps
 from lightning_megatron.strategy.run import Run
@@ -66,7 +67,8 @@ class StepRecovery:
             self.skips_batch = self.batches_to_skip > 0
             if self.can_undo:
                 moment, results = self._run.random_state.now(), self._results()
-                self._before = _Before(moment, self._statistics(), results)
+                counted = self._run.steps.router_bias.counted()
+                self._before = _Before(moment, self._statistics(), results, counted)
         if self.skips_batch:
             self.batches_to_skip = max(0, self.batches_to_skip - 1)
 
@@ -117,6 +119,7 @@ class StepRecovery:
                 begun = torch.full_like(value, float(initial_states(metric)[name]))
                 setattr(metric, name, before.results.get(key, {}).get(name, begun))
         self._run.precision.forget_batch()
+        self._run.steps.router_bias.return_to(before.counted)
 
     def _collection(self) -> Any:
         """Sums of what is logged in training, as Lightning keeps them."""
@@ -173,11 +176,17 @@ class _Before:
         moment: of the generators.
         statistics: of batch norms.
         results: sums of what is logged.
+        counted: what routers have counted.
     """
 
     def __init__(
-        self, moment: RngSnapshot, statistics: list[Tensor], results: dict[str, dict[str, Tensor]]
+        self,
+        moment: RngSnapshot,
+        statistics: list[Tensor],
+        results: dict[str, dict[str, Tensor]],
+        counted: list[tuple[Tensor | None, RouterStatistics]],
     ) -> None:
+        self.counted = counted
         self.moment = moment
         self.statistics = statistics
         self.results = results

@@ -25,9 +25,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.layers.experts.decisions import company
+from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.layers.splits import whole
 from lightning_megatron.parallel.apply import ParallelModule
+from lightning_megatron.parallel.fully_sharded import FullySharded
 from lightning_megatron.parallel.gradients import HeldGradient
 from lightning_megatron.pipeline.microbatch import (
     Microbatches,
@@ -42,11 +45,14 @@ from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.schedules.schedule import Schedule
-from lightning_megatron.strategy.code_inspection import methods_of
+from lightning_megatron.strategy.code_inspection import functions_from, methods_of, names_in
 from lightning_megatron.strategy.collectives import refuse_shards
+from lightning_megatron.strategy.generation import generate_together
 from lightning_megatron.strategy.left_behind import LeftBehind
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
+from lightning_megatron.strategy.router_bias import RouterBias
 from lightning_megatron.strategy.stage_state import unchanged
+from lightning_megatron.topology.coordinates import experts_meet_samples
 from lightning_megatron.topology.mesh import Topology
 
 _NOTHING, _OBJECT = 0.0, 1.0
@@ -86,6 +92,7 @@ class StepRunner:
 
     Attributes:
         last_rank: rank on pp of the last stage.
+        router_bias: updates the biases of routers after optimizer steps.
         interleaved: whether forward and backward of a batch take place within the step.
         count: microbatches of the latest training batch.
         accumulating: whether the batch is one of several before an optimizer step, and not the
@@ -111,7 +118,11 @@ class StepRunner:
         self._topology = topology = parallel.topology
         self._seeds = topology.step_seeds
         self._lengths = SequenceLengths(topology)
-        self.executor: Executor = NoPipeline(self._lengths)
+        self._auxiliary = topology.auxiliary_seeds
+        self.router_bias = RouterBias(parallel)
+        self._experts_meet = experts_meet_samples(topology.degrees)
+        self._balances_meet = _balances_over_samples(module, topology)
+        self.executor: Executor = NoPipeline(self._lengths, self._auxiliary)
         last_rank = topology.pp.size - 1
         self._left_behind: LeftBehind | None = None
         if topology.pp.size > 1:
@@ -138,9 +149,14 @@ class StepRunner:
         self.accumulating = False
         self.loss_per_token: bool | None = None
         self._kept: list[HeldGradient] = []
+        self._of_token: Tensor | None = None
         speaks = topology.loss.rank == topology.tp.rank == 0  # on each stage, which has its own
         self._coupling = SampleCoupling(module, speaks=speaks)
         self._in_step = False
+        self._gathers = False
+        self._generating: dict[str, bool] = {}
+        by_step = topology.pp.size == 1 and isinstance(parallel.data, FullySharded)
+        generate_together(module, topology, self.gathered if by_step else None)
 
     @cached_property
     def _outputs_are_used(self) -> bool:
@@ -181,8 +197,10 @@ class StepRunner:
             and the same on every rank of the pipeline.
         """
         if not self.interleaved:
+            self._of_token = None
             output = self._step_on_batch("training_step", args)
-            return mean_over_tokens(output, self._topology)
+            output, self._of_token = mean_over_tokens(output, self._topology)
+            return output
         batch = self._begin(args[0])
         microbatches, data = batch.microbatches, self._parallel.data
         self._in_step = True
@@ -213,6 +231,8 @@ class StepRunner:
         gradients.begin()
         data.begin(blocked=self.accumulating and by_sample)
         divisor = self._module.trainer.accumulate_grad_batches
+        factor = self._precision.loss_factor / divisor
+        self._auxiliary.begin(microbatches.weights, microbatches.counted, factor)
         return _Batch(microbatches, LogRecorder(self._module), [] if first else older, divisor)
 
     def _loss_of(self, batch: _Batch) -> Callable[[Any, int], Tensor | None]:
@@ -222,6 +242,7 @@ class StepRunner:
         def loss_of(output: Any, index: int) -> Tensor | None:
             loss, tokens = loss_and_tokens(output)
             self.loss_per_token = tokens is not None
+            self._auxiliary.note(index, per_token=self.loss_per_token)
             counts = float(index < microbatches.counted)
             weight = counts if self.loss_per_token else microbatches.weights[index]
             return scaled(loss * (weight / batch.divisor))
@@ -262,22 +283,45 @@ class StepRunner:
             data.before_backward()
             self._lengths.backward(0)
             scaled = self._precision.scale_loss(loss)
-            self._precision.backward(scaled, self._module, *args, **kwargs)
+            with self._auxiliary.backward(*self._auxiliary_weight()):
+                self._precision.backward(scaled, self._module, *args, **kwargs)
             data.finish()
         if not self.accumulating:
             gradients.finish()
 
+    def _auxiliary_weight(self) -> tuple[float | Tensor, bool]:
+        """Factor of auxiliary losses of a batch that is whole, and whether it is one per token."""
+        factor = self._precision.loss_factor / self._module.trainer.accumulate_grad_batches
+        if self._of_token is None:
+            return factor, False
+        return self._of_token * factor, True
+
     # Evaluation ----------------------------------------------------------------------------------
+
+    @property
+    def evaluates_together(self) -> bool:
+        """Whether the forward of a rank needs those of ranks that read different samples."""
+        sharded = isinstance(self._parallel.data, FullySharded)
+        return (sharded and self._topology.batch.size > 1) or self._experts_meet
 
     def evaluate(self, name: str, args: Sequence[Any]) -> Any:
         """Forward of a whole batch; the merged output of the step, on every rank."""
         if not isinstance(self.executor, Pipeline):
             return self._whole(self._step_on_batch(name, args))
-        microbatches = self._split(args[0], at_least=self._common_count(args[0]))
+        generates = self._generates(name)
+        microbatches = (
+            Microbatches((args[0],), (1.0,))
+            if generates
+            else self._split(args[0], at_least=self._common_count(args[0], training=False))
+        )
         recorder = LogRecorder(self._module)
         step = self._step(name, args, microbatches, recorder)
         with recorder.recording(), self._seeds.batch():
-            outputs = self.executor.evaluate(step, len(microbatches), microbatches.repeated)
+            if generates:  # by all stages together: each call of the trunk goes along them
+                last = self.executor.is_last
+                outputs = [out] if (out := step(0, last)) is not None and last else []
+            else:
+                outputs = self.executor.evaluate(step, len(microbatches), microbatches.repeated)
         merged = merge(outputs, microbatches.weights[: microbatches.counted]) if outputs else None
         output = self._whole(merged)
         kind: float | Tensor = _NOTHING if output is None else _OBJECT
@@ -288,6 +332,13 @@ class StepRunner:
         else:
             kind = _OBJECT
         return self._share_output(output) if kind == _OBJECT else None
+
+    def _generates(self, name: str) -> bool:
+        """Whether the code of a step generates text, and so calls the network by itself."""
+        if name not in self._generating:
+            functions = functions_from(methods_of(self._module), name)
+            self._generating[name] = any("generate" in names_in(f) for f in functions)
+        return self._generating[name]
 
     # Steps ---------------------------------------------------------------------------------------
 
@@ -304,10 +355,26 @@ class StepRunner:
 
     def _step_on_batch(self, name: str, args: Sequence[Any]) -> Any:
         """Run a step of the user's once, on the whole batch, in a process that has all stages."""
-        with self._seeds.batch(), self._context(name)(), self._watch(name):
+        with self._seeds.batch(), self._context(name)(), self._watch(name), self._gathering():
             self._seeds.microbatch(0)
             self._lengths.forward(0)
             return self._parallel.step(name, *args)
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Context of a call of the module whose parameters ZeRO 3 gathers."""
+        before, self._gathers = self._gathers, True
+        try:
+            yield
+        finally:
+            self._gathers = before
+
+    def gathered(self, call: Callable[[], Any]) -> Any:
+        """Call what needs the parameters that are gathered for a step, wherever it is called."""
+        if self._gathers:
+            return call()
+        with self._gathering():
+            return self._parallel.step(call)
 
     def _whole(self, output: Any) -> Any:
         """Output as whole tensors, as it may be pickled, or used by one rank alone."""
@@ -318,13 +385,16 @@ class StepRunner:
         own = getattr(self._module, "split_batch", None)
         return split(batch, self._rule, own, at_least=at_least)
 
-    def _common_count(self, batch: Any) -> int:
+    def _common_count(self, batch: Any, *, training: bool = True) -> int:
         """The number of microbatches that every rank needs, where they have to be equal.
 
-        ZeRO 2 and 3 communicate in every microbatch; ranks may have batches of different sizes (at
-        the end of the data, or always, by a batch sampler that fills batches with tokens).
+        ZeRO 2 and 3 communicate in every microbatch, and so do mixtures whose experts are spread
+        over ranks with other samples, or in training balanced over them; ranks may have batches of
+        different sizes (at the end of the data, or always, by a batch sampler that fills batches
+        with tokens).
         """
-        if not self._parallel.data.communicates_every_microbatch:
+        together = self._parallel.data.communicates_every_microbatch or self._experts_meet
+        if not (together or (training and self._balances_meet)):
             return 1
         if self._rule.size is None:
             return self._rule.count(None)
@@ -348,7 +418,7 @@ class StepRunner:
             # What a step logs before its trunk, the last stage logs too.
             recorder.begin_microbatch(microbatches.weights[index] if to_end and counts else None)
             self._seeds.microbatch(index)
-            kept = nullcontext() if counts else unchanged(self._module, device)
+            kept = nullcontext() if counts else _without_trace(self._module, device)
             with context(), kept, self._watch(name):
                 if pipelined:
                     return getattr(self._module, name)(microbatches.batches[index], *args[1:])
@@ -449,6 +519,25 @@ def _has_more(output: Any) -> bool:
     return isinstance(output, Mapping) and bool(output.keys() - {"loss", "num_tokens"})
 
 
+def _balances_over_samples(module: nn.Module, topology: Topology) -> bool:
+    """Whether ranks that read different samples balance experts together; collective over pp."""
+    if topology.batch.size == 1:
+        return False
+    balanced = any(
+        isinstance(child, Router) and child.config.balance == "batch" for child in module.modules()
+    )
+    if topology.pp.size > 1:  # a stage without routers has as many microbatches as the others
+        balanced = any(topology.pp.all_gather_object(balanced))
+    return balanced
+
+
+@contextmanager
+def _without_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context of a microbatch that runs for the sake of its collectives only."""
+    with company(), unchanged(module, device):
+        yield
+
+
 def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
     """The loss in a step's output, and the number of tokens it is the sum over, if given.
 
@@ -471,17 +560,21 @@ def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
     )
 
 
-def mean_over_tokens(output: Any, topology: Topology) -> Any:
-    """Make of ``{"loss": sum, "num_tokens": n}`` a loss whose mean over ranks is per token."""
+def mean_over_tokens(output: Any, topology: Topology) -> tuple[Any, Tensor | None]:
+    """Make of ``{"loss": sum, "num_tokens": n}`` a loss whose mean over ranks is per token.
+
+    Returns:
+        The output, and by what its loss was multiplied; None for a loss that is a mean already.
+    """
     if not isinstance(output, Mapping) or output.get("num_tokens") is None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor):
             refuse_shards(loss, "the loss")
-        return output
+        return output, None
     loss, tokens = loss_and_tokens(output)
     assert tokens is not None
     factor = topology.loss.size / sum_over_samples(tokens.detach().to(torch.float64), topology)
-    return {**output, "loss": loss * factor.to(loss.dtype)}
+    return {**output, "loss": loss * factor.to(loss.dtype)}, factor
 
 
 def sum_over_samples(values: Tensor, topology: Topology) -> Tensor:

@@ -25,7 +25,7 @@ class WeightWatch:
         """Watch where weights are in parts, and user's code may look at them; collective."""
         run, topology = self._run, self._run.topology
         sharded = zero_3 and topology.loss.size > 1
-        if not sharded and topology.tp.size == 1 and topology.pp.size == 1:
+        if not sharded and topology.tp.size * topology.ep.size * topology.pp.size == 1:
             return
         decisions = looks_at_weights(run.trainer, run.module)
         # On all ranks alike.

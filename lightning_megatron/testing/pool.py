@@ -1,5 +1,6 @@
 """The parent's side of the pool: it forks the workers, orders jobs and collects the answers."""
 
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -23,6 +24,7 @@ from lightning_megatron._torch import forget_meshes
 from lightning_megatron.launch.rendezvous_store import host_store
 from lightning_megatron.testing.failures import Failure, WorkerError
 from lightning_megatron.testing.worker import (
+    LEAVE,
     STARTED,
     Job,
     end_of_output,
@@ -155,6 +157,8 @@ class WorkerPool:
             # Also when the wait is interrupted: a worker that still computes must not be reused.
             for rank in run.pending:
                 self._kill(rank)
+            for rank in run.results:
+                self._release(rank)
         if run.failures:
             error = WorkerError(run.failures)
             raise error from error.failures[0].exception
@@ -247,6 +251,11 @@ class WorkerPool:
         process.start()
         theirs.close()
         return _Worker(process, ours, log)
+
+    def _release(self, rank: int) -> None:
+        """Let a worker leave the process groups of its job, which it kept for its peers."""
+        with contextlib.suppress(OSError):
+            self._workers[rank].connection.send(LEAVE)
 
     def _kill(self, rank: int) -> None:
         worker = self._workers.pop(rank, None)

@@ -19,17 +19,27 @@ import warnings
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_megatron._torch import abandon_process_groups, forget_meshes
+from lightning_megatron._torch import (
+    abandon_process_groups,
+    forget_meshes,
+    restart_group_names,
+)
 from lightning_megatron.testing.failures import Failure
 from lightning_megatron.topology.mesh import close_outlived
 
 STARTED = b"started"
 """Message of a worker before it calls the function; the pickled answer follows."""
+LEAVE = "leave"
+"""Message to a worker that has sent a result: all its peers have answered."""
+
+_STAY_SECONDS = 10.0
+"""Seconds that a worker waits for it: peers that need more are stuck, and see it go."""
 
 _OUTPUT_TAIL = 16_000
 """Last characters of a worker's output in an error: enough for a stack of a hundred calls."""
@@ -65,6 +75,8 @@ def has_written_its_stacks(log: Path) -> bool:
 def serve(connection: Connection, inherited: list[Connection], log: Path) -> None:
     """Run jobs until the parent hangs up: the main function of a worker."""
     torch.set_num_threads(1)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)  # of what the parent trained; workers begun later have it not
     _until_exit = abandon_process_groups()
     # What was imported stays: not searched for garbage after every job, nor copied by the search.
     gc.freeze()
@@ -74,10 +86,16 @@ def serve(connection: Connection, inherited: list[Connection], log: Path) -> Non
     _redirect_output(log)
     with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
         while True:
-            job: Job = connection.recv()
+            job: Job | str = connection.recv()
+            if not isinstance(job, Job):
+                continue  # LEAVE, which it has waited for
             os.truncate(log, 0)
-            connection.send_bytes(_perform(job, log, connection))
-            # Afterwards: it takes a while, and ends peers whose failure is not to arrive first.
+            answer = _perform(job, log, connection)
+            connection.send_bytes(answer.text)
+            # A failure ends its peers: afterwards, as theirs is not to arrive first. A result does
+            # so later, as they may still be connecting to this rank.
+            if not answer.failed:
+                connection.poll(_STAY_SECONDS)
             _leave_process_group()
     os._exit(0)
 
@@ -100,11 +118,20 @@ def _redirect_output(log: Path) -> None:
     for logger in loggers:
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:
-                handler.setStream(sys.stderr)
+                # Its stream may be closed, as that of an earlier test; setStream would flush it.
+                handler.stream = sys.stderr
 
 
-def _perform(job: Job, log: Path, connection: Connection) -> bytes:
-    """Run one job and return the pickled answer: a 1-tuple with the result, or a `Failure`."""
+class _Answer(NamedTuple):
+    """Answer of a job."""
+
+    text: bytes
+    """Pickled 1-tuple with the result, or pickled `Failure`."""
+    failed: bool
+
+
+def _perform(job: Job, log: Path, connection: Connection) -> _Answer:
+    """Run one job and return its answer."""
     rank = int(job.env["RANK"])
     before = dict(os.environ)
     os.environ.update(job.env)
@@ -118,9 +145,9 @@ def _perform(job: Job, log: Path, connection: Connection) -> bytes:
         faulthandler.dump_traceback_later(job.timeout, file=2)
         connection.send_bytes(STARTED)
         with warnings.catch_warnings():
-            answer = pickle.dumps((fn(*args, **kwargs),))
+            answer = _Answer(pickle.dumps((fn(*args, **kwargs),)), failed=False)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are failures of the job too
-        answer = _pickled_failure(rank, error, log)
+        answer = _Answer(_pickled_failure(rank, error, log), failed=True)
     finally:
         faulthandler.cancel_dump_traceback_later()
         os.environ.clear()
@@ -170,6 +197,7 @@ def _leave_process_group() -> None:
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.destroy_process_group()
+    restart_group_names()
     # Else the groups live on in torch's caches, and their threads take time from every later job.
     forget_meshes()
     gc.collect()

@@ -31,7 +31,9 @@ class Axis:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", "" if self.group is None else self.group.group_name)
-        _axes[self.key] = self
+        known = _axes.get(self.key)
+        if known is None or known.group is not self.group:
+            _axes[self.key] = self  # axes with the same ranks share a group: the first made
 
     @property
     def size(self) -> int:

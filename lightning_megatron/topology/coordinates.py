@@ -7,9 +7,15 @@ before it. Neighbouring stages stay neighbouring blocks of ranks. Derived axes a
 mesh axes: *batch* (dp_replicate x dp_shard: ranks that read different samples), *loss* (batch x cp:
 ranks over which gradients are averaged), *fsdp* (dp_shard x cp: ranks over which ZeRO divides) and
 *model* (pp x cp x tp: ranks that work on the same samples).
+
+Axes of experts divide the *pool*, the ranks that hold one copy of a stage: *ep* (neighbours, who
+hold different experts), *efsdp* (ranks of a pool with the same experts: ZeRO divides over them),
+*expert_copies* (ranks in other copies with the same part) and *expert_loss* (expert_copies x efsdp:
+ranks over which gradients of experts are averaged).
 """
 
 from collections.abc import Iterable
+from functools import cache
 
 from lightning_megatron.topology.degrees import AXES, Degrees
 
@@ -20,6 +26,8 @@ DERIVED_AXES = {
     "model": ("pp", "cp", "tp"),
 }
 """Axes made of several mesh axes."""
+EXPERT_AXES = ("ep", "efsdp", "expert_copies", "expert_loss")
+"""Axes of experts, which divide the ranks of mesh axes further."""
 
 
 def coordinates_of(rank: int, degrees: Degrees) -> dict[str, int]:
@@ -59,6 +67,8 @@ def groups_along(axes: str | Iterable[str], degrees: Degrees) -> list[tuple[int,
     >>> groups_along("pp", Degrees(pp=2, tp=2))
     [(0, 2), (1, 3)]
     """
+    if isinstance(axes, str) and axes in EXPERT_AXES:
+        return _expert_groups(axes, degrees)
     varying = DERIVED_AXES.get(axes, (axes,)) if isinstance(axes, str) else tuple(axes)
     groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
     for rank in range(degrees.world_size):
@@ -67,3 +77,43 @@ def groups_along(axes: str | Iterable[str], degrees: Degrees) -> list[tuple[int,
         place = tuple(position[axis] for axis in AXES if axis in varying)
         groups.setdefault(fixed, []).append((place, rank))
     return [tuple(rank for _, rank in sorted(members)) for members in groups.values()]
+
+
+@cache
+def experts_meet_samples(degrees: Degrees) -> bool:
+    """Whether ranks that read different samples hold different experts of one layer.
+
+    >>> experts_meet_samples(Degrees(dp_shard=2, tp=2, ep=2))
+    False
+    >>> experts_meet_samples(Degrees(dp_shard=2, tp=2, ep=4))
+    True
+    """
+
+    def samples(rank: int) -> tuple[int, ...]:
+        position = coordinates_of(rank, degrees)
+        return tuple(position[axis] for axis in DERIVED_AXES["batch"])
+
+    return any(len(set(map(samples, group))) > 1 for group in groups_along("ep", degrees))
+
+
+def _expert_groups(axes: str, degrees: Degrees) -> list[tuple[int, ...]]:
+    ep = degrees.ep
+    pools = groups_along(degrees.pool_axes, degrees)
+    if axes == "ep":
+        found = [pool[i : i + ep] for pool in pools for i in range(0, len(pool), ep)]
+    elif axes == "efsdp":
+        found = [pool[i::ep] for pool in pools for i in range(ep)]
+    elif "dp_replicate" in degrees.pool_axes:
+        return (
+            _expert_groups("efsdp", degrees)
+            if axes == "expert_loss"
+            else [(rank,) for rank in range(degrees.world_size)]
+        )
+    elif axes == "expert_copies":
+        return groups_along("dp_replicate", degrees)
+    else:
+        pool_of = {rank: pool for pool in _expert_groups("efsdp", degrees) for rank in pool}
+        copies = groups_along("dp_replicate", degrees)
+        joined = {pool_of[c[0]]: tuple(r for rank in c for r in pool_of[rank]) for c in copies}
+        found = list(joined.values())
+    return sorted(found, key=min)

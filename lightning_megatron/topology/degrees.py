@@ -11,6 +11,10 @@ zero  dp_replicate                     dp_shard
 1-3   as given (1: no hybrid shards)   dp / dp_replicate
 ====  ===============================  ==========================
 
+Experts lie over the same ranks in another way: *ep* and *efsdp* are folded out of the *pool*, the
+ranks of one stage that hold one copy of its parameters (dp_shard x cp x tp, and where dp_shard is 1
+dp_replicate x cp x tp). ep does not multiply the world size.
+
 Everything here is arithmetic on integers and imports nothing heavy.
 """
 
@@ -38,6 +42,8 @@ class Degrees:
     """Parts into which the sequence of one sample is split."""
     tp: int = 1
     """Ranks that share every parallel layer."""
+    ep: int = 1
+    """Ranks over which the experts of a mixture are spread; they are ranks of the other axes."""
     origin: int = 0
     """Position on pp of global rank 0: that of the last stage, as rank 0 has loggers and decides
     file names (see `coordinates`)."""
@@ -51,6 +57,17 @@ class Degrees:
     def world_size(self) -> int:
         """Number of processes."""
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def pool_axes(self) -> tuple[str, ...]:
+        """Axes whose ranks experts are spread over: those of one copy of a stage."""
+        return ("dp_replicate" if self.dp_shard == 1 else "dp_shard", "cp", "tp")
+
+    @property
+    def pool(self) -> int:
+        """Number of ranks over which experts can be spread; ``ep * efsdp``."""
+        data = self.dp_replicate if self.dp_shard == 1 else self.dp_shard
+        return data * self.cp * self.tp
 
     def sizes(self) -> tuple[int, ...]:
         """Axis sizes in the order of `AXES`."""
@@ -104,10 +121,10 @@ def divisibility_problem(name: str, value: int, degree_name: str, degree: int) -
 
 
 def degree_problems(
-    world_size: int, *, tp: int, pp: int, cp: int, dp_replicate: int, zero: int
+    world_size: int, *, tp: int, pp: int, cp: int, dp_replicate: int, zero: int, ep: int = 1
 ) -> list[str]:
     """Problems of a layout on ``world_size`` processes; empty when `infer_degrees` will work."""
-    given = {"tp": tp, "pp": pp, "cp": cp, "zero.dp_replicate": dp_replicate}
+    given = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "zero.dp_replicate": dp_replicate}
     problems = [
         problem.replace("must be", "a degree is")
         for name, value in given.items()
@@ -135,16 +152,40 @@ def degree_problems(
             f"world size {world_size} / ({' * '.join(_set(tp, pp, cp))}); "
             f"nearest valid: dp_replicate={valid}"
         )
+    if not problems:
+        degrees = infer_degrees(
+            world_size, tp=tp, pp=pp, cp=cp, dp_replicate=dp_replicate, zero=zero, ep=ep
+        )
+        problems += _pool_problems(degrees)
     return problems
 
 
+def _pool_problems(degrees: Degrees) -> list[str]:
+    """Faults of ep: it must divide the ranks that hold one copy of a stage."""
+    if degrees.pool % degrees.ep == 0:
+        return []
+    valid = " or ".join(str(d) for d in nearest_divisors(degrees.pool, degrees.ep))
+    ranks = " * ".join(f"{axis}={getattr(degrees, axis)}" for axis in degrees.pool_axes)
+    return [
+        f"ep={degrees.ep}, {ranks} = {degrees.pool}: ep must divide the ranks that hold one copy "
+        f"of a stage; nearest valid: ep={valid}"
+    ]
+
+
 def infer_degrees(
-    world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, dp_replicate: int = 1, zero: int = 1
+    world_size: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    dp_replicate: int = 1,
+    zero: int = 1,
+    ep: int = 1,
 ) -> Degrees:
     """Complete a legal layout with the data-parallel degrees (see `degree_problems`)."""
     dp = world_size // (tp * pp * cp)
     replicate = dp if zero == 0 else dp_replicate
-    return Degrees(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp)
+    return Degrees(pp=pp, dp_replicate=replicate, dp_shard=dp // replicate, cp=cp, tp=tp, ep=ep)
 
 
 def _clamp(zero: object) -> int:

@@ -10,25 +10,33 @@ import gc
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_megatron._torch import forget_meshes, is_known, mend_operation_keys, split_world
+from lightning_megatron.topology.auxiliary_seeds import AuxiliarySeeds
 from lightning_megatron.topology.axis import Axis
 from lightning_megatron.topology.context import Context
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.coordinates import DERIVED_AXES, coordinates_of, groups_along
 from lightning_megatron.topology.degrees import AXES, Degrees
+from lightning_megatron.topology.expert_layout import ExpertConfig
 from lightning_megatron.topology.meter import Meter
 from lightning_megatron.topology.nodes import Nodes
-from lightning_megatron.topology.rng import RandomStreams, StepSeeds
+from lightning_megatron.topology.rng import (
+    RandomStreams,
+    StepSeeds,
+    default_state,
+    set_default_state,
+)
 
 Parts: TypeAlias = tuple[tuple[int, ...], ...]
 """Disjoint lists of positions on an axis."""
@@ -53,6 +61,20 @@ class Levels:
     def places(self) -> range:
         """Range of the columns."""
         return range(len(self.table[0]))
+
+
+@dataclass(frozen=True)
+class ParameterAxes:
+    """Axes over which one kind of parameters lies: those of the layers at large, or of experts."""
+
+    layer: Axis
+    """Ranks that hold different slices of a layer: tp, or ep."""
+    shard: Axis
+    """Ranks over which ZeRO divides what a rank's slice is: fsdp, or efsdp."""
+    copies: Axis
+    """Ranks that hold the same in other copies: dp_replicate, or expert_copies."""
+    mean: Axis
+    """Ranks over which gradients are averaged: loss, or expert_loss."""
 
 
 _outlived: list["Topology"] = []
@@ -119,6 +141,7 @@ class Topology:
         timeout: timeout of the groups made here; that of the default group when None.
         nodes: name of the node of every rank, the same list on all ranks; one node when None.
         context: options of the cp axis; the defaults when None.
+        experts: options of the ep axis; the defaults when None.
 
     Attributes:
         tp, pp, cp, dp_replicate, dp_shard: mesh axes.
@@ -126,12 +149,18 @@ class Topology:
         loss: batch x cp; gradients are averaged over these ranks.
         fsdp: dp_shard x cp; ZeRO divides over these ranks.
         context: split of sequences over cp.
+        ep, efsdp, expert_copies, expert_loss: axes of experts (`coordinates`).
+        dense: axes of all parameters but experts.
+        experts: axes of experts; `dense` itself where they are the same (tp and ep of 1).
+        dispatch: how tokens reach the ranks of their experts.
+        auxiliary_seeds: factors with which auxiliary losses enter the gradient.
         mesh: device mesh with the axes of size > 1, and always ``dp_shard`` and ``dp_replicate``.
         rng: random streams of this process.
         step_seeds: seeds of the user's step.
         is_closed: whether `close` was called, after which nothing communicates.
         nodes: nodes of the ranks.
-        meters: meters of what this rank sends, by ``tp``, ``pp``, ``cp`` and ``dp``.
+        meters: meters of what this rank sends, by ``tp``, ``pp``, ``cp``, ``ep`` and
+            ``dp``.
     """
 
     def __init__(
@@ -144,6 +173,7 @@ class Topology:
         timeout: timedelta | None = None,
         nodes: Sequence[str] | None = None,
         context: ContextConfig | None = None,
+        experts: ExpertConfig | None = None,
     ) -> None:
         if degrees.world_size != dist.get_world_size():
             raise RuntimeError(f"{degrees} does not match {dist.get_world_size()} processes")
@@ -158,7 +188,7 @@ class Topology:
         self._parts: dict[tuple[str, Parts], dist.ProcessGroup | None] = {}
         self.is_closed = False
         self.nodes = Nodes(nodes or ("",) * self.world_size)
-        self.meters = {kind: Meter(self.nodes) for kind in ("tp", "pp", "cp", "dp")}
+        self.meters = {kind: Meter(self.nodes) for kind in ("tp", "pp", "cp", "ep", "dp")}
         mend_operation_keys()
         forget_meshes()
         present = [a for a in AXES if getattr(degrees, a) > 1 or a in ("dp_replicate", "dp_shard")]
@@ -171,15 +201,44 @@ class Topology:
         self.batch = self._derived_axis("batch")
         self.loss = self._derived_axis("loss")
         self.fsdp = self._derived_axis("fsdp")
+        self.ep = self._expert_axis("ep")
+        self.efsdp = self._expert_axis("efsdp")
+        self.expert_copies = self._expert_axis("expert_copies")
+        self.expert_loss = self._expert_axis("expert_loss")  # may have the group of efsdp
+        self.dense = ParameterAxes(self.tp, self.fsdp, self.dp_replicate, self.loss)
+        self.experts = self.dense
+        if degrees.tp * degrees.ep > 1:
+            self.experts = ParameterAxes(self.ep, self.efsdp, self.expert_copies, self.expert_loss)
+        self.dispatch = (experts or ExpertConfig(degree=degrees.ep)).dispatch
+        self.auxiliary_seeds = AuxiliarySeeds()
         self.context = self._context(context or ContextConfig(degree=degrees.cp))
         self.context.ranks_per_node = min(Counter(self.nodes[r] for r in self.cp.ranks).values())
         self.rng = RandomStreams(seed, self.tp.rank, (self.loss.rank, self.pp.rank), device)
         self.step_seeds = self._step_seeds()
 
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Context in which layers split sequences neither over cp nor over tp."""
+        before, self.sequence_parallel = self.sequence_parallel, False
+        try:
+            with self.context.suspended():
+                yield
+        finally:
+            self.sequence_parallel = before
+
     @cached_property
     def position(self) -> dict[str, int]:
         """Coordinate on every mesh axis."""
         return coordinates_of(self.rank, self.degrees)
+
+    @property
+    def all_axes(self) -> tuple[ParameterAxes, ...]:
+        """The axes of all kinds of parameters, each once."""
+        return (self.dense,) if self.experts is self.dense else (self.dense, self.experts)
+
+    def axes_of(self, layer: Literal["tp", "ep"]) -> ParameterAxes:
+        """Axes of the parameters that are divided over tp, or over ep."""
+        return self.experts if layer == "ep" else self.dense
 
     def _ranks(self, axis: str) -> tuple[int, ...]:
         return next(g for g in groups_along(axis, self.degrees) if self.rank in g)
@@ -200,6 +259,21 @@ class Topology:
         else:
             group = self.new_group(name)
         return Axis(name, ranks.index(self.rank), ranks, group, self._meter(name))
+
+    def _expert_axis(self, name: str) -> Axis:
+        """Make the group of an axis of experts, or reuse one of the same ranks (collectively)."""
+        ranks = self._ranks(name)
+        meter = self._meter(name)
+        known = ("dp_replicate", "dp_shard", "cp", "tp", "loss", "fsdp", "efsdp")
+        groups = set(groups_along(name, self.degrees))
+        same = next((a for a in known if groups == set(groups_along(a, self.degrees))), None)
+        if len(ranks) == 1:
+            group = None
+        elif same not in (None, name) and name != "ep":
+            group = getattr(self, str(same)).group
+        else:
+            group = self.new_group(name)
+        return Axis(name, ranks.index(self.rank), ranks, group, meter)
 
     def _step_seeds(self) -> StepSeeds:
         model = self._ranks("model")
@@ -272,6 +346,27 @@ class Topology:
             device,
             torch.tensor(rows, dtype=torch.int),
             mesh_dim_names=("dp_replicate", "fsdp"),
+        )
+
+    def expert_mesh(self) -> DeviceMesh:
+        """Mesh over which ZeRO 3 divides experts, and copies, like `zero_mesh`.
+
+        Every process must call this at the same point. The group of its last dimension is a new
+        one, and that of a single rank where no other has the same experts.
+        """
+        device, group = self.device.type, self.new_group("efsdp")
+        if group is None:
+            alone: Any = dist.new_group([self.rank], use_local_synchronization=True)
+            group = self.keep(alone)
+        copies, mine = self.expert_copies.group, set(self.expert_copies.ranks)
+        if copies is None:
+            return DeviceMesh.from_group(group, device, mesh_dim_names=("efsdp",))
+        rows = [ranks for ranks in groups_along("efsdp", self.degrees) if mine & set(ranks)]
+        return DeviceMesh.from_group(
+            [copies, group],
+            device,
+            torch.tensor(rows, dtype=torch.int),
+            mesh_dim_names=("expert_copies", "efsdp"),
         )
 
     def part_group(self, axes: str, parts: Parts) -> dist.ProcessGroup | None:
@@ -347,8 +442,21 @@ class Topology:
         self._parts.clear()
         parts = (self.context.ulysses, self.context.ring)
         axes = (*(getattr(self, name) for name in AXES), self.batch, self.loss, self.fsdp, *parts)
+        axes += (self.ep, self.efsdp, self.expert_copies, self.expert_loss)
         for axis in axes:
             if axis is not None:
                 axis.forget_group()
         del self.mesh
         forget_meshes()
+
+
+def share_draws(topology: Topology) -> None:
+    """Have PyTorch's default generator go on alike on all ranks of one network; collective.
+
+    Ranks of other dp coordinates go on as they are.
+    """
+    state = default_state(topology.device).to(topology.device)
+    for axis in (topology.pp, topology.cp, topology.tp):
+        if axis.group is not None:
+            dist.broadcast(state, axis.ranks[0], group=axis.group)
+    set_default_state(topology.device, state.cpu())

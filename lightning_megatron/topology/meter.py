@@ -119,6 +119,21 @@ class Meter:
         """Count a collective in which this rank sends equally much to every other rank."""
         self.count(sent, self._leaving(group)[1])
 
+    def to_each(self, sent: Sequence[float], peers: Sequence[int]) -> None:
+        """Count a collective in which this rank sends to every rank what is that rank's.
+
+        Args:
+            sent: number of bytes for each rank; those for this rank itself do not count.
+            peers: global ranks, in the same order.
+        """
+        nodes, rank = self._nodes, dist.get_rank()
+        by_peer = {p: n for p, n in zip(peers, sent, strict=True) if p != rank}
+        away = 0.0
+        if nodes is not None:
+            away = sum(n for p, n in by_peer.items() if nodes[p] != nodes[rank])
+        total = sum(by_peer.values())
+        self.count(total, away / total if total else 0.0)
+
     def broadcasts(self, sent: float, group: dist.ProcessGroup | None) -> None:
         """Count a broadcast from every rank of a group, in which ranks pass on what others send."""
         self.count(sent, self._leaving(group)[2])

@@ -58,13 +58,13 @@ class RandomStream:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context in which PyTorch's default generator draws from this stream."""
-        default = _default_state(self.device)
-        _set_default_state(self.device, self.state)
+        default = default_state(self.device)
+        set_default_state(self.device, self.state)
         try:
             yield
         finally:
-            self.state = _default_state(self.device)
-            _set_default_state(self.device, default)
+            self.state = default_state(self.device)
+            set_default_state(self.device, default)
 
 
 class RandomStreams:
@@ -90,12 +90,12 @@ class RandomStreams:
     def sharded(self) -> Iterator[None]:
         """Context whose draws differ between tp ranks."""
         seed = self._sharded_seed ^ _advance(self._device)
-        default = _default_state(self._device)
+        default = default_state(self._device)
         _seed_default(self._device, seed)
         try:
             yield
         finally:
-            _set_default_state(self._device, default)
+            set_default_state(self._device, default)
 
     def trunk(self) -> AbstractContextManager[None]:
         """Context of the draws of a pipeline stage.
@@ -122,13 +122,15 @@ class RandomStreams:
             )
 
 
-def _default_state(device: torch.device) -> Tensor:
+def default_state(device: torch.device) -> Tensor:
+    """Position of PyTorch's default generator of a device, in host memory."""
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
 
 
-def _set_default_state(device: torch.device, state: Tensor) -> None:
+def set_default_state(device: torch.device, state: Tensor) -> None:
+    """Set the position of PyTorch's default generator of a device."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

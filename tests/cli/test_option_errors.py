@@ -40,7 +40,7 @@ COMMANDS = [
     ("fit --trainer.max_steps=many", "trainer.max_steps=many: must be a whole number"),
     (f"fit {STRATEGY}.tpp 2", "no option `tpp` of MegatronStrategy"),
     (f"fit {STRATEGY}.tpp 2", "did you mean `tp`?"),
-    (f"fit {STRATEGY}.frobnicate 2", "it has tp, pp, cp, zero"),
+    (f"fit {STRATEGY}.frobnicate 2", "it has tp, pp, cp, ep, zero"),
     (f"fit {STRATEGY}.recompute full", "did you mean `activations.recompute`?"),
     (
         f"fit {STRATEGY}.activations.recompute ful",

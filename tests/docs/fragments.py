@@ -142,6 +142,6 @@ def _wrong_values(call: ast.Call, function: Any, known: dict[str, Any]) -> str |
         return None
     options = made.options
     model = options.tp * options.pp.degree * options.cp.degree
-    ranks = max(model, 1) * max(options.zero.dp_replicate, 1)
+    ranks = max(model, 1) * max(options.zero.dp_replicate, 1) * max(options.ep.degree, 1)
     wrong = [*options.problems(ranks), *options.group_problems(None)]
     return f"{ast.unparse(call)}: {'; '.join(wrong)}" if wrong else None

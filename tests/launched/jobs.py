@@ -98,7 +98,7 @@ def python(text: str, folder: Path, *launcher: str) -> Finished:
 
 def readme_example(folder: Path) -> str:
     """The Python example, word for word."""
-    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    [program, _] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (folder / "example.py").write_text(program)
     return succeed([sys.executable, "example.py"], folder)
 

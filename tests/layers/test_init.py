@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.base import TensorShard
+from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.layers.init import materialize, uninitialisable
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.transformer import Transformer
@@ -106,6 +108,38 @@ def test_plain_modules_reset_themselves():
     assert torch.equal(model.attention.out_proj.bias, torch.zeros(4))
     states = zip(model.state_dict().items(), again.state_dict().values(), strict=True)
     assert all(torch.equal(a, b) for (_, a), b in states)
+
+
+class _LargestDraw(Experts):
+    """Notes how many numbers it draws at a time."""
+
+    largest = 0
+
+    def init_parameter(self, name, full, generator=None):
+        self.largest = max(self.largest, full.numel())
+        super().init_parameter(name, full, generator)
+
+
+def test_experts_are_drawn_one_by_one_and_only_those_that_a_rank_holds():
+    def build():
+        return _LargestDraw(4, 6, 5, init_std=0.5)
+
+    whole = _on_meta(build).to(torch.bfloat16)
+    materialize(whole, "experts", seed=3, device="cpu")
+    assert whole.up.std().item() == pytest.approx(0.5, rel=0.2)
+    assert len({matrix.sum().item() for matrix in whole.up}) == 4
+    for first in (0, 2):
+        part = _on_meta(build).to(torch.bfloat16)
+        for name, stack in list(part.named_parameters()):
+            shape = tuple(stack.shape)
+            setattr(part, name, nn.Parameter(stack[first : first + 2].detach()))
+            part.tensor_shards[name] = TensorShard(
+                full_shape=shape, dim=0, offset=first, axis="ep", stacked=True
+            )
+        materialize(part, "experts", seed=3, device="cpu")
+        assert part.largest == 6 * 5
+        for name, stack in part.named_parameters():
+            assert torch.equal(stack, whole.get_parameter(name)[first : first + 2]), name
 
 
 def test_real_values_are_left_alone():

@@ -129,6 +129,9 @@ CASES = {
         lambda: DecoderBlock(16, 4, memory_size=12, activation="swiglu"),
         lambda: (torch.randn(2, 8, 16), torch.randn(2, 4, 12)),
     ),
+    "encoder block with a module in place of the MLP": Case(
+        lambda: EncoderBlock(16, 4, mlp=MLP(16, 24, "swiglu")), _x(2, 8, 16)
+    ),
     "swiglu": _mlp("swiglu"),
     "geglu": _mlp("geglu", bias=True),
     "gelu": _mlp("gelu"),

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from lightning_megatron._torch import TorchDispatchMode, tree_flatten
+from lightning_megatron.layers.experts.stack import Experts
+from lightning_megatron.layers.init import materialize
 from lightning_megatron.layers.init_tape import InitTape
 from lightning_megatron.layers.written_values import written_values
 
@@ -59,6 +61,18 @@ def test_a_value_takes_the_memory_of_its_own_parameter():
     assert torch.equal(*pair)
     assert not torch.equal(value, pair[0])
     assert not torch.equal(value, written.value("net.5.weight", 1, CPU))
+
+
+def test_experts_that_are_scaled_are_those_that_would_be_drawn():
+    def build():
+        return Experts(3, 4, 5)
+
+    written, reason = record(build, lambda net: net.down.mul_(0.5))
+    assert reason is None
+    with torch.device("meta"):
+        drawn = build()
+    materialize(drawn, "net", seed=7, device="cpu")
+    assert torch.equal(written.value("net.down", 7, CPU), drawn.down / 2)
 
 
 def test_a_buffer_that_is_filled_again_is_read_in_time():

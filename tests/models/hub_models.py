@@ -1,8 +1,14 @@
 """Small models of the Hugging Face library with random weights, of every family and option."""
 
+import inspect
+import re
+import tempfile
+import textwrap
+import types
 from functools import cache
 
 import torch
+from safetensors.torch import load_file
 
 VOCABULARY = 37
 LLAMA = {
@@ -33,6 +39,11 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,  # some frequencies are kept, some mixed, some slowed
     "rope_theta": 10_000.0,
 }
+YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
+    "original_max_position_embeddings": 16,
+}
 MODELS = {
     "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}),
     "llama, scaled positions, biases": (
@@ -47,6 +58,7 @@ MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "llama, yarn": ("Llama", {"rope_parameters": YARN | {"truncate": False, "beta_fast": 8.0}}),
     "qwen2": ("Qwen2", {}),
     "qwen2, window": (
         "Qwen2",
@@ -56,6 +68,43 @@ MODELS = {
     "qwen3, biases": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral, window": ("Mistral", {"sliding_window": 5}),
+    "phi3": ("Phi3", {"pad_token_id": 0, "sliding_window": None}),
+    "phi3, window": ("Phi3", {"pad_token_id": 0, "sliding_window": 5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 7}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **{"head_dim": 16, "num_experts": 5, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 24, "num_hidden_layers": 3, "mlp_only_layers": [0]},
+        },
+    ),
+    "qwen3_moe, renormalised, every second": (
+        "Qwen3Moe",
+        {
+            **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+            "num_hidden_layers": 4,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+            **{"moe_intermediate_size": 16, "n_shared_experts": 2, "first_k_dense_replace": 1},
+            **{"q_lora_rank": 20, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+            **{"qk_nope_head_dim": 6, "num_key_value_heads": 4},
+        },
+    ),
+    "deepseek_v3, queries of the input, one group, yarn": (
+        "DeepseekV3",
+        {
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            **{"moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 0},
+            **{"q_lora_rank": None, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 8},
+            **{"qk_nope_head_dim": 8, "num_key_value_heads": 4, "norm_topk_prob": False},
+            "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+        },
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2, not tied": (
         "GPT2",
@@ -71,24 +120,52 @@ def hub_model(name):
 
     kind, fields = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**(GPT2 if kind == "GPT2" else LLAMA), **fields)
+    given = {**(GPT2 if kind == "GPT2" else LLAMA), **fields}
+    config = getattr(transformers, f"{kind}Config")(**given)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().double()
     # Norms and biases start out as ones and zeros, which would hide a mix-up.
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return use_norms_in_full_precision(model)
+        for tensor in (*model.parameters(), *_biases_of_choice(model)):
+            tensor.add_(0.1 * torch.randn_like(tensor))
+    return use_full_precision(model)
 
 
-def use_norms_in_full_precision(model):
-    """Their RMS norm computes in float32 even in a float64 model, which costs eight digits."""
+def _biases_of_choice(model):
+    return (b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias"))
+
+
+def use_full_precision(model):
+    """Their RMS norms and routers compute in float32 even in a float64 model: eight digits less."""
+    model.config._experts_implementation = "eager"
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm") and not isinstance(child, torch.nn.RMSNorm):
                 norm = torch.nn.RMSNorm(child.weight.shape[0], child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(parent, name, norm)
+            elif type(child).__name__.lower().endswith("topkrouter"):
+                child.forward = types.MethodType(_in_float64(type(child)), child)
     return model
+
+
+@cache
+def _in_float64(router):
+    """The forward of a router, as written there but for its format."""
+    text = textwrap.dedent(inspect.getsource(router.forward))
+    for before, after in (("torch.float32", "torch.float64"), (".float()", ".double()")):
+        text = text.replace(before, after)
+    text = re.sub(r"dtype=torch\.float\b", "dtype=torch.float64", text)
+    names = dict(vars(inspect.getmodule(router)))
+    exec(text, names)
+    return names["forward"]
+
+
+@cache
+def file_state(name):
+    """Weights of one of `MODELS` by the names of its files."""
+    with tempfile.TemporaryDirectory() as directory:
+        hub_model(name).save_pretrained(directory)
+        return load_file(f"{directory}/model.safetensors")
 
 
 def logits_of(model, tokens):

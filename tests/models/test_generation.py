@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.experts.config import RouterConfig
 from lightning_megatron.models.config import TransformerConfig
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.hf_config import config_from_hugging_face
+from lightning_megatron.models.mixture_config import MixtureConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.models.weights import from_hugging_face
 from tests.layers.parity import distribute, make_topology
@@ -31,7 +33,13 @@ def prompts():
     return tokens.masked_fill(~kept, 0), kept
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3, tied", "mistral, window", "gpt2", "qwen2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "qwen3, tied", "mistral, window", "gpt2", "qwen2"),
+        *("mixtral", "qwen3_moe", "deepseek_v3"),
+    ],
+)
 def test_greedy_is_that_of_the_library(name):
     pytest.importorskip("transformers")
     tokens, kept = prompts()
@@ -48,10 +56,14 @@ def tiny(**fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"sliding_window": 3}, {"positions": "learned"}, {"positions": "alibi"}]
+    "fields",
+    [
+        *({}, {"sliding_window": 3}, {"positions": "learned"}, {"positions": "alibi"}),
+        {"experts": MixtureConfig(num_experts=4, router=RouterConfig(capacity_factor=1.0))},
+    ],
 )
 def test_the_cache_changes_nothing(fields):
-    model, tokens = tiny(**fields), torch.randint(16, (2, 5))
+    model, tokens = tiny(**fields).eval(), torch.randint(16, (2, 5))
     found = generate(model, tokens, 9)
     for _ in range(9):
         likeliest = model(tokens)[:, -1].argmax(-1, keepdim=True)
@@ -140,3 +152,35 @@ def test_ranks_that_share_the_model_write_the_same(pool, tp, cp):
     for greedy, drawn in results:
         assert torch.equal(greedy, expected)
         assert torch.equal(drawn, results[0][1])
+
+
+def _spread(degrees, state, config, tokens, kept, stop):
+    """Each data rank has other prompts, and stops elsewhere."""
+    topology = make_topology(**degrees)
+    model = Transformer(config).double()
+    model.load_state_dict(state)
+    distribute(model, topology)
+    for layer in model.trunk.modules():
+        layer.in_trunk = True
+    shift = topology.dp_shard.rank
+    tokens, kept = tokens.roll(shift, 0)[: 2 + shift], kept.roll(shift, 0)[: 2 + shift]
+    found = generate(model, tokens, 12, is_token=kept, stop_token=stop)
+    alone = Transformer(config).double()
+    alone.load_state_dict(state)
+    expected = generate(alone, tokens, found.shape[1] - tokens.shape[1], is_token=kept)
+    return found, expected
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"tp": 1, "dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"tp": 1, "cp": 2, "ep": 2}]
+)
+def test_ranks_with_some_of_the_experts_each_write_their_own(pool, degrees):
+    pytest.importorskip("transformers")
+    model, (tokens, kept) = model_like("mixtral", 4), prompts()
+    stop = int(generate(model, tokens, 6, is_token=kept)[0, -1])
+    given = (degrees, model.state_dict(), model.config, tokens, kept, stop)
+    for found, expected in pool.run(2, _spread, *given):
+        for row, whole in zip(found.tolist(), expected.tolist(), strict=True):
+            end = next((i for i in range(tokens.shape[1], len(row)) if row[i] == stop), len(row))
+            assert row[:end] == whole[:end]
+            assert set(row[end:]) <= {stop}

@@ -43,15 +43,17 @@ ELSEWHERE = {
     *("mem/peak_allocated_gib", "mem/peak_reserved_gib", "mem/peak_allocated_fraction"),
     *("mem/alloc_retries", "mem/ooms"),
     "cp/imbalance",
+    *("moe/load_max_over_mean", "moe/dead_experts", "moe/dropped_fraction", "moe/entropy"),
+    *("moe/balance_loss", "moe/z_loss"),
     *(
         f"comm/{where}_node_mib/{axis}"
         for where in ("intra", "inter")
-        for axis in ("tp", "cp", "dp", "pp")
+        for axis in ("tp", "cp", "ep", "dp", "pp")
     ),
-    *(f"comm/{what}/cp" for what in ("calls", "mib")),
-    *(f"time/{what}/cp" for what in ("comm_s", "comm_exposed_s")),
+    *(f"comm/{what}/{axis}" for what in ("calls", "mib") for axis in ("cp", "ep")),
+    *(f"time/{what}/{axis}" for what in ("comm_s", "comm_exposed_s") for axis in ("cp", "ep")),
 }
-"""Metrics of GPUs, of several nodes and of the cp axis, which no run here has."""
+"""Metrics of GPUs, of several nodes, of the cp axis and of experts, which no run here has."""
 LEFT_OUT = {
     "comm_calls_": "MiB and seconds say more",
     "straggler_worst_": "straggler_score has all ranks and sections",
@@ -199,7 +201,7 @@ def test_the_page_lists_what_is_logged(logged: set[str]) -> None:
     listed = {
         name.replace("AXIS", axis)
         for name in rows("[a-z]+/[^`]+")
-        for axis in ("tp", "cp", "dp", "pp")
+        for axis in ("tp", "cp", "ep", "dp", "pp")
     }
     assert listed == logged | ELSEWHERE
 

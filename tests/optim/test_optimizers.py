@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.optim.adafactor import Adafactor
 from lightning_megatron.optim.gathered_step import check_optimizer
 from lightning_megatron.optim.lion import Lion
@@ -98,6 +99,53 @@ def test_muon_groups_leave_embeddings_heads_and_vectors_to_adamw() -> None:
     assert len(others["params"]) == 3
     groups = Muon([matrices, decayed, others]).param_groups
     assert [g["muon"] for g in groups] == [True, False, False]
+
+
+class Stack(nn.Module):
+    """Products with each matrix of a stack, in one parameter or in several."""
+
+    def __init__(self, matrices: torch.Tensor, *, apart: bool) -> None:
+        super().__init__()
+        parts = [m.clone() for m in matrices] if apart else [matrices.clone()]
+        self.weights = nn.ParameterList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        matrices = [m for w in self.weights for m in (w if w.ndim == 3 else (w,))]
+        return torch.stack([(x * (i + 1)) @ m.T for i, m in enumerate(matrices)])
+
+
+MATRICES = torch.randn(3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("scale", ["rms", "spectral"])
+def test_muon_treats_a_stack_as_its_matrices(scale: str) -> None:
+    runs = [Stack(MATRICES, apart=apart) for apart in (False, True)]
+    for module in runs:
+        group = {"params": list(module.parameters()), "muon": True, "stacks": True}
+        train(module, Muon([group], lr=0.05, scale=scale))
+    for found, expected in zip(runs[0].weights[0], runs[1].weights, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_adafactor_has_torchs_numbers_for_a_stack_and_state_by_matrix() -> None:
+    ours, theirs = (Stack(MATRICES, apart=False) for _ in range(2))
+    optimizer = Adafactor(ours.parameters())
+    train(ours, optimizer)
+    train(theirs, torch.optim.Adafactor(theirs.parameters()))
+    same(ours, theirs, rtol=1e-12, atol=0)
+    state = optimizer.state[ours.weights[0]]
+    assert state["row_var"].shape == (3, 4, 1)
+    assert state["col_var"].shape == (3, 1, 6)
+
+
+def test_muon_groups_take_stacks_of_experts_and_leave_kernels() -> None:
+    model = nn.ModuleDict({"experts": Experts(2, 4, 3), "kernel": nn.Conv1d(3, 4, 2)})
+    matrices, decayed, others = muon_groups(model, 0.1)
+    assert {id(p) for p in matrices["params"]} == {id(p) for p in model["experts"].parameters()}
+    assert [p.ndim for p in decayed["params"]] == [3]
+    Muon([matrices, decayed, others])
+    with pytest.raises(ConfigError, match=r"a parameter has shape \(4, 3, 2\)"):
+        Muon([{"params": [model["kernel"].weight], "muon": True}])
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ def backward_job(
     size = WIDTH * WIDTH * 8
     owned = {p: OwnedRows(p, 2, rank) for p in parameters}
     groups = ReductionGroups(everyone=group, shard=group if rows else None)
-    reducer = GradientBuckets(parameters, groups, rows=owned, bucket_bytes=size)
+    reducer = GradientBuckets(
+        parameters, dict.fromkeys(parameters, groups), rows=owned, bucket_bytes=size
+    )
     for index in range(2):
         if index == 1 or each:
             reducer.arm()
@@ -138,7 +140,9 @@ def order_job() -> list[int]:
     group = world()
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     reducer = GradientBuckets(
-        list(layers.parameters()), ReductionGroups(everyone=group), bucket_bytes=1
+        list(layers.parameters()),
+        dict.fromkeys(layers.parameters(), ReductionGroups(everyone=group)),
+        bucket_bytes=1,
     )
     reducer.arm()
     started = []
@@ -159,7 +163,8 @@ def reentrant_job() -> None:
     group = world()
     layer = nn.Linear(WIDTH, WIDTH)
     names = dict(zip(layer.parameters(), ("layer.weight", "layer.bias"), strict=True))
-    reducer = GradientBuckets(list(names), ReductionGroups(everyone=group), names=names)
+    groups = dict.fromkeys(names, ReductionGroups(everyone=group))
+    reducer = GradientBuckets(list(names), groups, names=names)
     reducer.arm()
     x = torch.ones(2, WIDTH, requires_grad=True)
     checkpoint(layer, layer(x), use_reentrant=True).sum().backward()
@@ -187,7 +192,12 @@ def levels_job(nodes: str, each: bool) -> list[tuple[Tensor, Tensor]]:
         parameters = list(layers.parameters())
         owned = {p: OwnedRows(p, ranks, rank) for p in parameters}
         groups = ReductionGroups(everyone=group, shard=group, levels=chosen)
-        reducer = GradientBuckets(parameters, groups, rows=owned, bucket_bytes=WIDTH * WIDTH * 8)
+        reducer = GradientBuckets(
+            parameters,
+            dict.fromkeys(parameters, groups),
+            rows=owned,
+            bucket_bytes=WIDTH * WIDTH * 8,
+        )
         for index in range(2):
             if index == 1 or each:
                 reducer.arm()

@@ -136,3 +136,21 @@ def test_what_is_written_under_mixed_precision_stays(pool: WorkerPool, zero: int
             assert torch.equal(moved[name], by_rank[0][0][name]), name
             size = change.norm()
             assert (moved[name] - change).norm() < 0.05 * size, name
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 3), 0), ((2, 6, 5), 1), ((2, 6, 5), 0)])
+def test_parts_of_all_ranks_make_the_parameter_whole(shape: tuple[int, ...], dim: int) -> None:
+    parameter = nn.Parameter(torch.randn(shape))
+    device = parameter.device if dim else None
+    every = [OwnedRows(parameter, 3, rank, dim=dim, device=device) for rank in range(3)]
+    whole, parts = parameter.detach().clone(), every[0].parts_of(parameter.detach())
+    for rank, rows in enumerate(every):
+        values = rows.refresh()
+        assert values.is_contiguous()
+        assert values.numel() == every[0].numel_of(rank)
+        assert torch.equal(parts[rank, : values.numel()].view(values.shape), values)
+        place = tuple(slice(o, o + n) for o, n in zip(rows.offsets, values.shape, strict=True))
+        assert torch.equal(whole[place], values)
+    nn.init.zeros_(parameter)
+    every[0].write_parts(parts)
+    assert torch.equal(parameter, whole)

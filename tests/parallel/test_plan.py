@@ -16,10 +16,16 @@ from torch import Tensor, nn
 from lightning_megatron import MegatronStrategy, PipelineConfig, PipelineSequential
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.attention import CausalSelfAttention
+from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.sequential import RemoteItem
 from lightning_megatron.models.config import TransformerConfig
-from lightning_megatron.models.flops import block_forward_flops, head_forward_flops
+from lightning_megatron.models.flops import (
+    block_forward_flops,
+    forward_flops,
+    head_forward_flops,
+)
+from lightning_megatron.models.mixture_config import MixtureConfig
 from lightning_megatron.models.transformer import Transformer
 from lightning_megatron.parallel.item_flops import LOSS_OPERATIONS, count_item_flops
 from lightning_megatron.parallel.plan import ModulePlan
@@ -85,6 +91,18 @@ def test_operations_of_a_transformer_are_those_of_the_formula(preset: str) -> No
     assert not counted.estimated
 
 
+def test_mixtures_count_the_experts_that_a_token_uses() -> None:
+    mixtures = MixtureConfig(num_experts=8, top_k=2, mlp_size=48, shared_size=32, first_dense=1)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_heads=4, vocab_size=32, experts=mixtures
+    )
+    with torch.device("meta"):
+        counted = count_item_flops(Transformer(config).trunk, LENGTH)
+    outputs = LENGTH * (4 * config.hidden_size + (1 + LOSS_OPERATIONS) * config.vocab_size)
+    assert sum(counted.flops) == forward_flops(config, LENGTH) + outputs
+    assert not counted.estimated
+
+
 def test_real_and_meta_weights_count_alike() -> None:
     config = TransformerConfig.preset("tiny", num_layers=2, dropout=0.1, attention_dropout=0.1)
     real = Transformer(config)
@@ -109,6 +127,11 @@ def test_real_and_meta_weights_count_alike() -> None:
         ([nn.Embedding(10, 8)], 16 * 8),
         ([nn.LayerNorm(8)], 16 * 8),
         ([nn.Conv1d(4, 6, 3, padding=1)], 2 * 16 * 4 * 6 * 3 + 16 * 6),
+        # Router, three products of two of the experts, and the MLP of all tokens.
+        (
+            [MixtureOfExperts(8, 12, 5, 2, shared_size=20)],
+            2 * 16 * (8 * 5 + 3 * 2 * 8 * 12 + 3 * 8 * 20) + 16 * 8,
+        ),
         ([CausalSelfAttention(8, 2)], 2 * 16 * 4 * 64 + 4 * 16 * 16 * 8 + 16 * 8),
         (
             [nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)],

@@ -1,5 +1,6 @@
 """What ZeRO communicates, keeps and frees."""
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -69,9 +70,8 @@ class Counter(L.Callback):
             mode.paused = False
 
         votes.settle = settle
-        rows = getattr(trainer.strategy.parallel.data, "_gather", None)
-        if rows is not None:  # by broadcasts on CPUs
-            rows._start = lambda bucket: self._gather(rows, bucket)
+        for rows, _ in getattr(trainer.strategy.parallel.data, "_gathers", ()):
+            rows._start = partial(self._gather, rows)  # by broadcasts on CPUs
         self._mode.__enter__()
 
     def _gather(self, rows: RowGather, bucket: Any) -> None:

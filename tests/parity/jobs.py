@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron._torch import tree_map
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.experts.config import RouterConfig
+from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.linear_loss import LinearCrossEntropy
 from lightning_megatron.layers.loss import VocabParallelCrossEntropy
 from lightning_megatron.models.config import TransformerConfig
@@ -46,6 +48,8 @@ _TABLES = {"tokens": "embedding.tokens", "positions": "embedding.positions", "no
 def our_name(name: str) -> str:
     """Name in `Transformer` of a parameter of `DenseTransformer`."""
     *path, leaf = name.split(".")
+    if "mixture" in path:
+        return ".".join(("trunk.layers", path[1], "mlp", *path[3:], leaf))
     if path[0] == "blocks":
         return f"trunk.layers.{path[1]}.{_PARTS[path[2]]}.{leaf}"
     return f"trunk.{_TABLES[path[0]]}.{leaf}"
@@ -90,6 +94,18 @@ class GlobalBatches(L.LightningModule):
         return DataLoader(shares, batch_size=None, shuffle=False)  # type: ignore[arg-type]
 
 
+def mixture() -> MixtureOfExperts:
+    """The experts of the reference."""
+    layer = MixtureOfExperts(
+        reference.HIDDEN,
+        reference.MLP,
+        reference.EXPERTS,
+        reference.TOP_K,
+        router=RouterConfig(balance_weight=reference.BALANCE, z_loss=reference.Z_LOSS),
+    )
+    return layer.double()
+
+
 class ParityModule(GlobalBatches):
     """The reference's training in the form of an ordinary LightningModule.
 
@@ -110,6 +126,9 @@ class ParityModule(GlobalBatches):
         super().__init__(data.batches())
         weights = reference.initial_weights(architecture)
         self.model = Transformer(transformer_config(architecture)).double()
+        if architecture == "mixture":
+            for layer in self.model.trunk.layers:
+                layer.mlp = mixture()
         state = {our_name(name): value for name, value in weights.items()}
         self.model.load_state_dict({**state, "trunk.head.weight": weights["tokens.weight"]})
         self.by_token, self.chunked_loss = by_token, chunked_loss
@@ -199,9 +218,10 @@ def whole_parameters(module: nn.Module, topology: Topology) -> dict[str, Tensor]
         owner, _, leaf = name.rpartition(".")
         layer = module.get_submodule(owner)
         shard = layer.tensor_shards.get(leaf) if isinstance(layer, ParallelLayer) else None
-        if shard is not None and shard.dim is not None and topology.tp.group is not None:
-            pieces = [torch.empty_like(tensor) for _ in range(topology.tp.size)]
-            dist.all_gather(pieces, tensor.contiguous(), group=topology.tp.group)
+        axis = topology.axes_of("tp" if shard is None else shard.axis).layer
+        if shard is not None and shard.dim is not None and axis.group is not None:
+            pieces = [torch.empty_like(tensor) for _ in range(axis.size)]
+            dist.all_gather(pieces, tensor.contiguous(), group=axis.group)
             tensor = torch.cat(pieces, dim=shard.dim)
             assert tuple(tensor.shape) == shard.full_shape, name
         found[name] = tensor.clone()

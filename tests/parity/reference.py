@@ -14,12 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Architecture = Literal["llama", "gpt", "deep", "qwen", "shallow"]
+Architecture = Literal["llama", "gpt", "deep", "qwen", "shallow", "mixture"]
 """``deep`` is ``llama`` with layers for eight pipeline stages, ``shallow`` with one, ``qwen`` with
-norms of queries and keys."""
+norms of queries and keys, ``mixture`` with experts."""
 IGNORED = -100
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, MLP = 32, 16, 4, 2, 24
-LAYERS: dict[Architecture, int] = {"llama": 2, "gpt": 2, "deep": 5, "qwen": 2, "shallow": 1}
+EXPERTS, TOP_K, BALANCE, Z_LOSS = 4, 2, 0.1, 0.01
+LAYERS: dict[Architecture, int] = {
+    "llama": 2,
+    "gpt": 2,
+    "deep": 5,
+    "qwen": 2,
+    "shallow": 1,
+    "mixture": 2,
+}
 LONGEST = 16
 CLIP = 1.0
 # The gradient of a key bias is zero but for rounding: softmax does not see a shift. With Adam's
@@ -42,6 +50,9 @@ class Data:
     first_labels: bool = False
     """Whether only the first label of each sample counts: ranks with later positions have none."""
 
+    alike: bool = False
+    """Whether all tokens of a batch are the same, and go to the same experts."""
+
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Tokens and targets, `[batch, length]` each, by step."""
         draw = torch.Generator().manual_seed(1)
@@ -49,6 +60,8 @@ class Data:
         for step in range(self.steps):
             length = self.lengths[step % len(self.lengths)]
             text = torch.randint(VOCABULARY, (self.batch, length + 1), generator=draw)
+            if self.alike:
+                text[:] = text[0, 0]
             tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
             if self.ignored:
                 kept = torch.randint(1, length + 1, (self.batch, 1), generator=draw)
@@ -81,6 +94,43 @@ def turn(x: Tensor) -> Tensor:
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
+class Stack(nn.Module):
+    """The weights of all experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(EXPERTS, MLP, HIDDEN))
+        self.up = nn.Parameter(torch.empty(EXPERTS, MLP, HIDDEN))
+        self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, MLP))
+
+
+class DenseMixture(nn.Module):
+    """Every expert computes every token, and counts as much as the router says, mostly nothing."""
+
+    auxiliary: Tensor
+    """Balance and z-loss of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        scores = logits.softmax(-1)
+        chosen = torch.zeros_like(scores).scatter(-1, scores.topk(TOP_K).indices, 1.0)
+        balance = EXPERTS / TOP_K * (chosen.mean(1) * scores.mean(1)).sum(-1)
+        z = logits.logsumexp(-1).square().mean(1)
+        self.auxiliary = (BALANCE * balance + Z_LOSS * z).mean()
+        weights = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
+        gate, up = (torch.einsum("bsh,efh->bsef", x, w) for w in self.matrices())
+        y = torch.einsum("bsef,ehf->bseh", F.silu(gate) * up, self.experts.down)
+        return (weights.unsqueeze(-1) * y).sum(-2)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        return self.experts.gate, self.experts.up
+
+
 class DenseBlock(nn.Module):
     def __init__(self, architecture: Architecture) -> None:
         super().__init__()
@@ -93,6 +143,9 @@ class DenseBlock(nn.Module):
         self.norms_heads = architecture == "qwen"
         if self.norms_heads:
             self.q_norm, self.k_norm = (nn.RMSNorm(HIDDEN // HEADS, eps=1e-5) for _ in range(2))
+        if architecture == "mixture":
+            self.mixture = DenseMixture()
+            return
         if self.llama:
             self.gate = nn.Linear(HIDDEN, MLP, bias)
         self.up, self.down = nn.Linear(HIDDEN, MLP, bias), nn.Linear(MLP, HIDDEN, bias)
@@ -116,6 +169,8 @@ class DenseBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm1(x))
         y = self.norm2(x)
+        if hasattr(self, "mixture"):
+            return x + self.mixture(y)
         hidden = F.silu(self.gate(y)) * self.up(y) if self.llama else F.gelu(self.up(y))
         return x + self.down(hidden)
 
@@ -164,7 +219,8 @@ def train(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], accumulate
     for index, (tokens, targets) in enumerate(batches):
         loss = loss_of(model(tokens), targets)
         losses.append(loss.item())
-        (loss / accumulate).backward()
+        auxiliary = [m.auxiliary for m in model.modules() if isinstance(m, DenseMixture)]
+        ((loss + sum(auxiliary)) / accumulate).backward()
         if (index + 1) % accumulate == 0:
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
             optimizer.step()

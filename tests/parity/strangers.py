@@ -27,14 +27,17 @@ class Stranger(FromMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = PipelineSequential(
+        self.net = self.make_net()
+        self.notes: list[float] = []
+
+    def make_net(self) -> PipelineSequential:
+        return PipelineSequential(
             up=ColumnParallelLinear(6, 8),
             act=nn.Tanh(),
             down=RowParallelLinear(8, 6),
             norm=nn.LayerNorm(6),
             head=nn.Linear(6, CLASSES) if self.whole_head else ColumnParallelLinear(6, CLASSES),
         )
-        self.notes: list[float] = []
 
     def batch(self, step: int) -> Any:
         return draw(6, step=step), draw(high=CLASSES, step=step + 50)
@@ -117,6 +120,13 @@ class Penalty(Stranger):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         weights = sum(p.square().sum() for p in self.parameters())
         return self.loss(*batch) + 1e-2 * weights
+
+
+class PenaltyTimesLoss(Stranger):
+    """A factor that follows from the weights: each rank's loss learns something else of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(*batch) * (1 + 0.1 * self.net.up.weight.norm())
 
 
 class RecomputedPenalty(Stranger):

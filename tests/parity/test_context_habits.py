@@ -6,12 +6,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from torch import Tensor
 
 import lightning_megatron
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.parity.comparison import Found, check_found
 from tests.parity.context_habits import KEPT, REFUSED
 from tests.parity.jobs import quiet_trainer
 
@@ -25,7 +24,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 _UNDER_PP = {"ByHand", "LooksAtGradients", "Contrasts", "Attacks"}
 _UNDER_ZERO_3 = {"Attacks"}
 """Modules that a pipeline and ZeRO 3 refuse whatever cp is (`tests.parity.test_strangers`)."""
-Found = tuple[dict[str, Tensor], list[float], dict[str, float]]
 
 
 def job(options: dict[str, Any] | str, names: Sequence[str]) -> dict[str, Found]:
@@ -49,7 +47,11 @@ def alone(pool: WorkerPool) -> dict[str, Found]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    # Some here, the rest in `make test-all`.
+    ["zero 1", "pp", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("zero 3", "tp"))],
+)
 def test_strangers_train_as_in_one_process(
     pool: WorkerPool, alone: dict[str, Found], layout: str
 ) -> None:
@@ -58,18 +60,7 @@ def test_strangers_train_as_in_one_process(
     names = [name for name in KEPT if name not in refused]
     for found in pool.run(ranks, job, options, names):
         for name in names:
-            weights, notes, logged = found[name]
-            expected, their_notes, their_logged = alone[name]
-            assert weights.keys() == expected.keys()
-            for key, value in expected.items():
-                torch.testing.assert_close(
-                    *(weights[key], value),
-                    rtol=0,
-                    atol=TOLERANCE,
-                    msg=lambda text, name=name, key=key: f"{name}, {key}: {text}",
-                )
-            assert notes == pytest.approx(their_notes, abs=TOLERANCE), name
-            assert logged == pytest.approx(their_logged, abs=TOLERANCE), name
+            check_found(name, found[name], alone[name], TOLERANCE)
 
 
 def refused_job(name: str) -> None:

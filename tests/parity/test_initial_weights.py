@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import PipelineConfig
+from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.layers.experts.config import RouterConfig
+from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.sequential import PipelineSequential
 from lightning_megatron.models.transformer import Transformer
@@ -61,13 +64,25 @@ class Mixed(nn.Module):
         )
 
 
+def mixture_of(size: int) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        size, 6, 8, shared_size=4, shared_gate=True, router=RouterConfig(bias_update=0.1)
+    )
+
+
 def build(kind: str) -> nn.Module:
+    if kind == "mixture":
+        return PipelineSequential(
+            embedding=VocabParallelEmbedding(12, 8),
+            layers=[mixture_of(8), mixture_of(8)],
+            head=ColumnParallelLinear(8, 12),
+        )
     if kind in ("llama", "gpt"):
         return Transformer(transformer_config(kind))  # type: ignore[arg-type]
     return Mixed()
 
 
-KINDS = ("llama", "gpt", "mixed")
+KINDS = ("llama", "gpt", "mixed", "mixture")
 
 
 def weights_job(strategy_options: dict[str, Any], precision: str) -> dict[str, Outcome]:
@@ -76,6 +91,8 @@ def weights_job(strategy_options: dict[str, Any], precision: str) -> dict[str, O
     for kind in KINDS:
         if kind == "mixed" and strategy_options.get("sequence_parallel"):
             continue  # refused: plain modules see a part of the sequence only
+        if kind != "mixture" and "ep" in strategy_options:
+            continue  # refused: there are no experts
         L.seed_everything(7, verbose=False)
         strategy = MegatronStrategy(**strategy_options)
         trainer = quiet_trainer(strategy, max_steps=0, precision=precision)
@@ -95,6 +112,10 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"zero": 0}),
     (4, {"zero": ShardingConfig(stage=3, dp_replicate=2)}),
     (8, {"tp": 2, "pp": 2, "zero": 2, "sequence_parallel": True}),
+    (2, {"ep": 2}),
+    (4, {"ep": 4, "tp": 2}),
+    (4, {"ep": 2, "zero": 3}),
+    (4, {"ep": 2, "pp": 2, "zero": 0}),
 ]
 
 

@@ -39,7 +39,7 @@ from tests.parity.jobs import (
     quiet_trainer,
     whole_parameters,
 )
-from tests.parity.reference import Data, reference_curve
+from tests.parity.reference import Architecture, Data, reference_curve
 from tests.parity.test_matrix import check, close
 from tests.strategy.small import dp_of, tuner_of
 
@@ -181,12 +181,18 @@ def test_nothing_moves_for_too_small_a_gain(pool: WorkerPool) -> None:
 # Every layout, to any partition -------------------------------------------------------------------
 
 
-def forced_job(options: dict[str, Any], data: Data, to: Sequence[int], accumulate: int) -> Outcome:
+def forced_job(
+    options: dict[str, Any],
+    data: Data,
+    to: Sequence[int],
+    accumulate: int,
+    architecture: Architecture = "deep",
+) -> Outcome:
     L.seed_everything(1, verbose=False)
     with forced(to):
         # Its measurements and these do not disturb each other.
         monitor = PipelineMonitor(every=1)
-        return fit(ParityModule("deep", data), options, accumulate, [monitor])
+        return fit(ParityModule(architecture, data), options, accumulate, [monitor])
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[int], int]] = {
@@ -210,6 +216,15 @@ def test_the_curve_goes_on_after_the_move(pool: WorkerPool, layout: str) -> None
     outcomes = pool.run(world, forced_job, options, data, to, accumulate)
     check(outcomes, reference_curve("deep", data, accumulate))
     assert outcomes[0].extra.after == tuple(to)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_experts_move_with_their_layers(pool: WorkerPool, zero: int) -> None:
+    data = Data(steps=MOVES_BEFORE + 3)
+    options = {"pp": measured(), "num_microbatches": 2, "ep": 2, "zero": zero}
+    outcomes = pool.run(4, forced_job, options, data, [3, 2], 1, "mixture")
+    check(outcomes, reference_curve("mixture", data))
+    assert outcomes[0].extra.after == (3, 2)
 
 
 # Optimizers whose state has other shapes, or formats ----------------------------------------------

@@ -12,11 +12,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 
 import lightning_megatron
 from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.parity.comparison import Found, check_found
 from tests.parity.jobs import quiet_trainer
 from tests.parity.strangers import PENALTIES, STRANGERS
 
@@ -42,6 +42,7 @@ _PP = {
     "HookedFeatures": r"self\.features: items of the PipelineSequential on pipeline rank 0 leave",
     "SetsInHook": r"item 'head' of the PipelineSequential is on pipeline stage 1",
     "PenaltyOfOne": r"item 'up' of the PipelineSequential is on pipeline stage 0",
+    "PenaltyTimesLoss": r"item 'up' of the PipelineSequential is on pipeline stage 0",
     "NotesWeights": r"goes through all parameters and takes numbers of them \(float\)",
     "NotesState": r"goes through all parameters and takes numbers of them \(float\)",
     **dict.fromkeys(
@@ -69,7 +70,6 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 COUNTS = "CountsParameters"
 """Under a pipeline it is warned that it counts those of a stage, where each number is true."""
-Found = tuple[dict[str, torch.Tensor], list[float], dict[str, float]]
 
 
 def job(options: dict[str, Any] | str, names: list[str]) -> dict[str, Found]:
@@ -113,18 +113,7 @@ def test_strangers_train_as_in_one_process(
     ]
     for found in pool.run(ranks, job, options, names):
         for name in names:
-            weights, notes, logged = found[name]
-            expected, their_notes, their_logged = alone[name]
-            assert weights.keys() == expected.keys()
-            for key, value in expected.items():
-                torch.testing.assert_close(
-                    *(weights[key], value),
-                    rtol=0,
-                    atol=TOLERANCE,
-                    msg=lambda text, name=name, key=key: f"{name}, {key}: {text}",
-                )
-            assert notes == pytest.approx(their_notes, abs=TOLERANCE), name
-            assert logged == pytest.approx(their_logged, abs=TOLERANCE), name
+            check_found(name, found[name], alone[name], TOLERANCE)
 
 
 @pytest.mark.parametrize(

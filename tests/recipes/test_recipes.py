@@ -28,6 +28,7 @@ OTHERWISE = {
     "pretrain-8b-fp8": [CPU],
     # The sizes of the checkpoint that the recipe begins with.
     "finetune-qwen3": [CPU, "--model.config=qwen3-8b"],
+    "finetune-adopted": [CPU, "--model.directory=qwen"],
 }
 """What the dry run replaces: this machine has no GPU, and no checkpoint of Qwen3."""
 
@@ -69,6 +70,10 @@ TINY = {
         ranks=2,
         options=["--trainer.limit_train_batches=3", *SMALL, *BYTES],
     ),
+    "mixture": Tiny(
+        ranks=2,
+        options=["--trainer.limit_train_batches=3", *SMALL, *BYTES],
+    ),
     "pretrain-1b": Tiny(
         ranks=2,
         options=[
@@ -98,6 +103,13 @@ TINY = {
             *("--ckpt_path=qwen3.ckpt", OFTEN, TWO_BATCHES),
         ],
     ),
+    "finetune-adopted": Tiny(
+        ranks=4,
+        options=[
+            *(CPU, "--data.tokenizer=qwen", "--data.files=[corpus.txt]", "--data.seq_len=16"),
+            *("--model.directory=qwen", OFTEN, TWO_BATCHES),
+        ],
+    ),
 }
 
 
@@ -110,6 +122,8 @@ def test_the_layout_is_legal_on_the_devices_that_the_recipe_names(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a dry run looks for folders to write to
+    if recipe == "finetune-adopted":
+        _small_qwen3(tmp_path)
     given = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["trainer"]
     cli = dry_run(recipe, *OTHERWISE.get(recipe, []))
     assert cli.trainer.world_size == given["devices"] * given.get("num_nodes", 1)
@@ -119,7 +133,8 @@ def test_the_layout_is_legal_on_the_devices_that_the_recipe_names(
     told = re.search(
         r"memory of a GPU: ([\d.]+) GB for .*? ([\d.]+) .*? ([\d.]+) ", head, re.DOTALL
     )
-    assert (told is None) == (given["accelerator"] == "cpu")
+    # What an adopted model needs depends on its directory.
+    assert (told is None) == (given["accelerator"] == "cpu" or recipe == "finetune-adopted")
     if told is not None:
         assert list(told.groups()) == _gigabytes(cli)
 
@@ -140,7 +155,7 @@ def fit(recipe: str, folder: str, options: Sequence[str]) -> list[str]:
 @pytest.mark.parametrize("recipe", TINY)
 def test_a_small_copy_trains_and_saves(recipe: str, tmp_path: Path, pool: WorkerPool) -> None:
     tiny = TINY[recipe]
-    if recipe == "finetune-qwen3":
+    if recipe.startswith("finetune"):
         _small_qwen3(tmp_path)
     options = [*SHORT, f"--trainer.devices={tiny.ranks}", *tiny.options]
     [found, *_] = pool.run(tiny.ranks, fit, recipe, str(tmp_path), options)
@@ -149,6 +164,7 @@ def test_a_small_copy_trains_and_saves(recipe: str, tmp_path: Path, pool: Worker
     if recipe == "finetune-qwen3":
         command = ["convert", "--to", "hf", str(tmp_path / checkpoint), str(tmp_path / "tuned")]
         assert main([*command, "--like", str(tmp_path / "qwen")]) == 0
+    if recipe.startswith("finetune"):
         assert list((tmp_path / "tuned").glob("*.safetensors"))
 
 

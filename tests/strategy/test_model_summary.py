@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelSummary, RichModelSummary
 from torch import nn
 
 from lightning_megatron import ConfigError, PipelineSequential
+from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import WIDTH, Small, loader, make_trainer
@@ -31,6 +32,15 @@ class Tied(Small):
         self.head = nn.Identity()
 
 
+class Mixed(Small):
+    """Has 160 parameters in a mixture, 144 of them in four experts."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "head"):
+            self.net = PipelineSequential(layers=[MixtureOfExperts(WIDTH, 3, 4)])
+            self.head = nn.Identity()
+
+
 class Table(logging.Handler):
     """The lines of Lightning's plain table."""
 
@@ -42,13 +52,15 @@ class Table(logging.Handler):
         self.text += record.getMessage()
 
 
-def table_job(layout: dict[str, Any] | None, devices: int, again: bool = False) -> str:
+def table_job(
+    layout: dict[str, Any] | None, devices: int, again: bool = False, kind: type[Small] = Tied
+) -> str:
     """What is printed, with the columns of the trunk."""
     log = logging.getLogger("lightning.pytorch.callbacks.model_summary")
     log.addHandler(table := Table())
     log.setLevel(logging.INFO)
     callbacks: list[Callback] = [ModelSummary(max_depth=2)]
-    module = Tied()
+    module = kind()
     for _ in range(1 + again):
         table.text = ""
         trainer = make_trainer(
@@ -104,6 +116,12 @@ def test_it_counts_the_whole_and_this_rank(
     sums = [found[f"{kind} params"] for kind in ("Trainable", "Non-trainable", "Total")]
     assert sums == [["24"], ["76"], ["100"]]
     assert "lops" not in table.lower()
+
+
+@pytest.mark.parametrize(("layout", "held"), [({"ep": 2}, "88"), ({"tp": 2}, "160")], ids=str)
+def test_experts_are_counted_whole(pool: WorkerPool, layout: dict[str, Any], held: str) -> None:
+    found = cells(pool.run(2, table_job, layout, 2, kind=Mixed)[0])
+    assert found["all"] == ["Mixed", "160", held, "-"]
 
 
 def test_where_every_rank_holds_all_it_is_lightnings_own() -> None:

@@ -131,6 +131,37 @@ def test_runs_do_not_see_each_other(pool: WorkerPool) -> None:
     assert pool.run(1, look_for_traces)[0] == found
 
 
+def _send_to_one_that_returned() -> bool:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        return True
+    time.sleep(0.5)
+    for _ in range(3):
+        dist.isend(torch.ones(1), 0)  # an error where the other has left
+        time.sleep(0.1)
+    return True
+
+
+def test_a_rank_that_returns_stays_connected_until_all_have(pool: WorkerPool) -> None:
+    assert pool.run(2, _send_to_one_that_returned) == [True, True]
+
+
+def _fail_to_connect(rank: int) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("connectFullMesh failed")
+
+    if int(os.environ["RANK"]) == rank:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", refuse)
+            dist.init_process_group("gloo")
+
+
+def test_a_rank_that_could_not_connect_meets_the_others_the_next_time(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="connectFullMesh failed"):
+        pool.run(2, _fail_to_connect, 1)
+    assert pool.run(2, _send_to_one_that_returned, timeout=20) == [True, True]
+
+
 def test_a_result_that_cannot_travel_is_a_failure(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="lambda"):
         pool.run(1, return_lambda)

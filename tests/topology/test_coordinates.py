@@ -1,6 +1,7 @@
 """Rank arithmetic: round trips, and groups that partition the world."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,11 +9,12 @@ from hypothesis import strategies as st
 
 from lightning_megatron.topology.coordinates import (
     DERIVED_AXES,
+    EXPERT_AXES,
     coordinates_of,
     groups_along,
     rank_of,
 )
-from lightning_megatron.topology.degrees import AXES, Degrees
+from lightning_megatron.topology.degrees import AXES, Degrees, divisors
 
 sizes = st.integers(1, 3)
 layouts = st.builds(Degrees, pp=sizes, dp_replicate=sizes, dp_shard=sizes, cp=sizes, tp=sizes)
@@ -100,3 +102,32 @@ def test_global_rank_0_holds_the_last_stage_and_neighbouring_stages_neighbouring
     # In the order of the axis: the first stage's rank first.
     assert groups_along("pp", degrees) == [(8, 4, 0), (9, 5, 1), (10, 6, 2), (11, 7, 3)]
     assert groups_along("batch", degrees) == [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11)]
+
+
+@st.composite
+def expert_layouts(draw: st.DrawFn) -> Degrees:
+    degrees = draw(layouts)
+    ep = draw(st.sampled_from(divisors(degrees.pool)))
+    return replace(degrees, ep=ep, origin=degrees.pp - 1)
+
+
+@given(expert_layouts())
+def test_axes_of_experts_divide_the_ranks_of_a_stage(degrees: Degrees) -> None:
+    groups = {axis: groups_along(axis, degrees) for axis in EXPERT_AXES}
+    place = {}
+    for axis, found in groups.items():
+        assert sorted(itertools.chain(*found)) == list(range(degrees.world_size))
+        assert all(list(group) == sorted(group) for group in found)
+        place |= {(axis, rank): group.index(rank) for group in found for rank in group}
+    # Each rank of a stage has another place on ep and expert_loss.
+    for stage in groups_along([axis for axis in AXES if axis != "pp"], degrees):
+        places = {(place["ep", rank], place["expert_loss", rank]) for rank in stage}
+        assert len(places) == len(stage)
+        assert len(stage) == len(groups["ep"][0]) * len(groups["expert_loss"][0])
+    # Ranks that share experts are at the same place on ep, and copies are of one part.
+    for group in groups["expert_loss"]:
+        assert len({place["ep", rank] for rank in group}) == 1
+        parts = [(place["efsdp", rank], place["expert_copies", rank]) for rank in group]
+        assert len(set(parts)) == len(group)
+    for group in groups["expert_copies"]:
+        assert len({(place["ep", rank], place["efsdp", rank]) for rank in group}) == 1

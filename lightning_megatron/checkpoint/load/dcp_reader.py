@@ -21,7 +21,7 @@ from lightning_megatron.checkpoint.directory.chunk_runs import Rectangle
 from lightning_megatron.checkpoint.directory.index import ShardIndex
 from lightning_megatron.checkpoint.directory.rank_manifest import ChunkEntry
 from lightning_megatron.checkpoint.directory.storage import AnyPath
-from lightning_megatron.checkpoint.load.shard_archive import read_tensor
+from lightning_megatron.checkpoint.load.shard_archive import read_rows, read_tensor
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -82,7 +82,7 @@ def _by_part(
 ) -> dict[int, list[_Wanted]]:
     """Return the stored rectangles that overlap those of this rank, by part."""
     by_part: dict[int, list[_Wanted]] = defaultdict(list)
-    for name, chunk in chunks.items():
+    for name, chunk in ((n, part) for n, held in chunks.items() for part in held.rectangles()):
         if not chunk.tensor.numel():
             continue
         for number, rectangle in index.overlapping(stored[name], (chunk.offsets, chunk.sizes)):
@@ -114,19 +114,46 @@ def _read_part(directory: AnyPath, index: ShardIndex, placed: list[_Placed]) -> 
                 _fill(file, list(of_chunk), index.tensors[key[0]].dtype)
 
 
+_WORTH_SKIPPING = 1 << 20
+"""Bytes that are read rather than skipped, as a further access to the file takes longer."""
+
+
 def _fill(file: BinaryIO, placed: list[_Placed], dtype: torch.dtype) -> None:
     place, stored = placed[0].place, placed[0].wanted.stored
+    first, last = _wanted_rows(placed)
+    skipped = place.sizes[0] - (last - first) if place.sizes else 0
+    try:
+        if skipped and place.length * skipped // place.sizes[0] >= _WORTH_SKIPPING:
+            rows = (first, last)
+            tensor = read_rows(file, place.begin, place.length, dtype, place.sizes, rows)
+        else:
+            tensor, first = read_tensor(_content(file, place), dtype, place.sizes), 0
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{stored} in {place.file}: {error}") from error
+    offsets = (place.offsets[0] + first, *place.offsets[1:]) if place.offsets else ()
+    for one in placed:
+        ours = one.wanted.target
+        _copy_common(tensor, offsets, ours.tensor, ours.offsets)
+
+
+def _wanted_rows(placed: list[_Placed]) -> tuple[int, int]:
+    """Return the first row of a stored rectangle that any chunk needs, and the one behind all."""
+    place = placed[0].place
+    if not place.sizes:
+        return 0, 0
+    targets = [one.wanted.target for one in placed]
+    start, rows = place.offsets[0], place.sizes[0]
+    first = min(max(target.offsets[0] - start, 0) for target in targets)
+    last = max(min(target.offsets[0] + target.sizes[0] - start, rows) for target in targets)
+    return first, last
+
+
+def _content(file: BinaryIO, place: ChunkEntry) -> bytearray:
     content = bytearray(place.length)
     file.seek(place.begin)
     if file.readinto(content) < place.length:  # type: ignore[attr-defined]
-        raise DamagedCheckpointError(f"{place.file} is shorter than when it was verified")
-    try:
-        tensor = read_tensor(content, dtype, place.sizes)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{stored} in {place.file}: {error}") from error
-    for one in placed:
-        ours = one.wanted.target
-        _copy_common(tensor, place.offsets, ours.tensor, ours.offsets)
+        raise DamagedCheckpointError("the file is shorter than when it was verified")
+    return content
 
 
 def _copy_common(

@@ -31,13 +31,6 @@ from lightning_megatron.layers.sequential import RemoteItem
 _EXTRA = "_extra_state"
 
 
-def cut(whole: Tensor, chunk: Chunk) -> Tensor:
-    """Return the part of a whole tensor that a chunk describes."""
-    for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
-
-
 def edits_loaded(module: nn.Module) -> bool:
     """Return whether a module or one in it changes a state_dict while it is loaded."""
     return type(module).load_state_dict is not nn.Module.load_state_dict or any(
@@ -74,7 +67,7 @@ class ModuleState:
         module: nn.Module,
         chunks: Mapping[str, Chunk],
         names: Mapping[Tensor, str],
-        versions: Mapping[str, int] | None,
+        versions: Mapping[str, int | str] | None,
     ) -> None:
         self._module = module
         self._chunks = chunks
@@ -253,7 +246,7 @@ class ModuleState:
                 "for the whole parameter, or zero of at most 2 with tp=1"
             )
         else:
-            self.parts[owner] = cut(value, chunk).clone()
+            self.parts[owner] = chunk.cut(value).clone()
 
 
 def _takes_extra_state(module: nn.Module) -> bool:

@@ -5,12 +5,15 @@ the root manifest against its own hash; names and sizes of the files; their cont
 the chunks tile the tensors and are where the manifests say. The ranks share the last two.
 """
 
+import difflib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_megatron.checkpoint.chunks import Chunk
 from lightning_megatron.checkpoint.directory.commit import locate
@@ -21,6 +24,7 @@ from lightning_megatron.checkpoint.directory.verify import check_contents, check
 from lightning_megatron.checkpoint.load.dcp_reader import read_chunks
 from lightning_megatron.checkpoint.rank_coordination import Peers
 from lightning_megatron.checkpoint.trainer_state.state_files import read_state_files
+from lightning_megatron.errors import ConfigError
 
 MODEL_PREFIX = "model"
 """Prefix of the names of parameters and buffers in the shards."""
@@ -91,7 +95,7 @@ class CheckpointReader:
         self.state: dict[str, Any] = content["state"]
         self.extras: dict[str, Any] = content["extras"]
         self.optimizers: list[dict[str, Any]] = content["optimizers"]
-        self.versions: dict[str, int] | None = content.get("versions")
+        self.versions: dict[str, int | str] | None = content.get("versions")
         return self.index.faults(self.peers.rank, self.peers.size)
 
     @property
@@ -129,6 +133,39 @@ class CheckpointReader:
             stored: as for `read`.
         """
 
+    def tensor(
+        self,
+        name: str,
+        index: int | slice | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Read one parameter or buffer, or a part of it along dimension 0; not collective.
+
+        Args:
+            name: name in the module; an alias of a shared parameter will do.
+            index: index along dimension 0, which is then left out, or a slice with step 1; all of
+                it when None.
+            device: device of the tensor.
+
+        Raises:
+            ConfigError: the checkpoint has no such tensor, or the tensor no such index.
+            DamagedCheckpointError: a file does not hold what the index says.
+        """
+        stored = self.stored_name(name)
+        if stored is None:
+            close = difflib.get_close_matches(name, self.model_names(), n=1, cutoff=0.0)
+            nearest = f"; nearest valid: {close[0]!r}" if close else ""
+            raise ConfigError(f"name={name!r}: {self.directory} has no such tensor{nearest}")
+        entry = self.index.tensors[f"{MODEL_PREFIX}.{stored}"]
+        rows = _rows(name, entry.shape, index)
+        sizes = (len(rows), *entry.shape[1:]) if entry.shape else ()
+        part = torch.empty(sizes, dtype=entry.dtype, device=device)
+        offsets = (rows.start, *[0] * (len(sizes) - 1)) if sizes else ()
+        chunk = Chunk(tensor=part, full_shape=entry.shape, offsets=offsets)
+        self.read({f"{MODEL_PREFIX}.{stored}": chunk})
+        return part[0] if isinstance(index, int) else part
+
     def read(self, chunks: Mapping[str, Chunk], stored: Mapping[str, str] | None = None) -> None:
         """Fill chunks in place; not collective.
 
@@ -139,6 +176,24 @@ class CheckpointReader:
         """
         names = stored or {name: name for name in chunks}
         read_chunks(self.directory, self.index, chunks, names)
+
+
+def _rows(name: str, shape: tuple[int, ...], index: int | slice | None) -> range:
+    """Return the indices of dimension 0 that are meant."""
+    length = shape[0] if shape else 1
+    if index is None:
+        return range(length)
+    given = f"index={index!r}, {name!r} of shape {shape}"
+    if not shape:
+        raise ConfigError(f"{given}: a scalar has no dimension; nearest valid: index=None")
+    if isinstance(index, slice):
+        if (rows := range(length)[index]).step != 1:
+            raise ConfigError(f"{given}: only steps of 1 are read; nearest valid: a step of 1")
+        return rows
+    if not -length <= index < length:
+        nearest = f"index={length - 1 if index > 0 else -length}" if length else "index=None"
+        raise ConfigError(f"{given}: must lie in [-{length}, {length}); nearest valid: {nearest}")
+    return range(index % length, index % length + 1)
 
 
 def _refuse(found: Sequence[Sequence[str]]) -> None:

@@ -1,6 +1,7 @@
 """Exports of a checkpoint outside training, in one process without process groups.
 
-Every function reads a checkpoint directory of any layout and needs the memory of the whole model.
+Every function reads a checkpoint directory of any layout and needs the memory of the whole model
+(`load_tensor`: of one tensor or less).
 """
 
 import io
@@ -49,6 +50,35 @@ def load_full_state_dict(
         CheckpointError: the checkpoint does not exist or is damaged.
     """
     return _full_state(CheckpointReader(path, alone=True), torch.device(device), aliases)
+
+
+def load_tensor(
+    path: str | os.PathLike[str],
+    name: str,
+    index: int | slice | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Read one parameter or buffer of a checkpoint, or a part of it along dimension 0.
+
+    Only that part of the file is in memory, so one expert can be read from a stack of any size::
+
+        load_tensor(path, "trunk.layers.0.mlp.experts.up", 3)  # [mlp_size, hidden_size]
+
+    Every call verifies the checkpoint; a `CheckpointReader` that is kept reads many tensors
+    (`CheckpointReader.tensor`).
+
+    Args:
+        path: a checkpoint directory.
+        name: name in the ``state_dict`` of the unpartitioned module.
+        index: index along dimension 0, which is then left out, or a slice; all of it when None.
+        device: device of the tensor.
+
+    Raises:
+        CheckpointError: the checkpoint does not exist or is damaged.
+        ConfigError: it has no such tensor, or the tensor no such index.
+    """
+    return CheckpointReader(path, alone=True).tensor(name, index, device=device)
 
 
 def export_safetensors(

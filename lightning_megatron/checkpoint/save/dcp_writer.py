@@ -236,7 +236,8 @@ class _SavePlanner(SavePlanner):
                     size=torch.Size(chunk.full_shape),
                 ),
             )
-            for name, chunk in self._chunks.items()
+            for name, held in self._chunks.items()
+            for chunk in held.rectangles()
             if chunk.tensor.numel() or not math.prod(chunk.full_shape)
         ]
         pinned = frozenset(name for name, chunk in self._chunks.items() if not chunk.identical)
@@ -254,7 +255,13 @@ class _SavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if self._stop():
             raise _Stopped
-        return self._chunks[write_item.index.fqn].tensor
+        return values_of(self._chunks, write_item.index)
+
+
+def values_of(chunks: Mapping[str, Chunk], index: MetadataIndex) -> Tensor:
+    """Return the values of the rectangle that an index names."""
+    assert index.offset is not None
+    return chunks[index.fqn].rectangle(index.offset).tensor
 
 
 def data_of(item: WriteItem) -> TensorWriteData:

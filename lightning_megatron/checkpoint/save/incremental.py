@@ -46,7 +46,13 @@ from lightning_megatron.checkpoint.directory.rank_manifest import (
 from lightning_megatron.checkpoint.directory.storage import AnyPath
 from lightning_megatron.checkpoint.load.reader import MODEL_PREFIX
 from lightning_megatron.checkpoint.load.shard_archive import read_tensor
-from lightning_megatron.checkpoint.save.dcp_writer import WritePlan, Written, data_of, part_of
+from lightning_megatron.checkpoint.save.dcp_writer import (
+    WritePlan,
+    Written,
+    data_of,
+    part_of,
+    values_of,
+)
 from lightning_megatron.checkpoint.save.save_plan import OPTIMIZER_PREFIX, ShardWriting
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
@@ -168,7 +174,7 @@ class Increments:
             return write(directory, plan, stop)
         items = {item.index: item for item in plan.mine.items}
         self._look_up(items)
-        self._sampled = {index: _sample(chunks[index.fqn].tensor) for index in items}
+        self._sampled = {index: _sample(values_of(chunks, index)) for index in items}
         done = Written(places=[], files={})
         for name, parts in self._unchanged(items, chunks).items():
             if stop():
@@ -206,7 +212,7 @@ class Increments:
         for name, place in ((n, c) for tensors in held for n, cs in tensors.items() for c in cs):
             index = MetadataIndex(name, torch.Size(place.offsets))
             item = items.get(index)
-            tensor = None if item is None else chunks[name].tensor
+            tensor = None if item is None else values_of(chunks, index)
             if (
                 item is None
                 or tensor is None

@@ -45,7 +45,7 @@ class RankState:
     """Canonical names by alias."""
     extras: Mapping[str, Any]
     optimizers: Sequence[OptimizerSnapshot]
-    versions: Mapping[str, int]
+    versions: Mapping[str, int | str]
     """Versions of the modules, by name, where they are not torch's default."""
 
 
@@ -86,7 +86,7 @@ def join_states(state: Mapping[str, Any], states: Sequence[RankState]) -> StateF
         raise CheckpointError("the ranks have different numbers of optimizers")
     snapshots = zip(*(c.optimizers for c in states), strict=True)
     extras: dict[str, Any] = {}
-    versions: dict[str, int] = {}
+    versions: dict[str, int | str] = {}
     for one in reversed(states):  # the lowest rank that has one decides
         extras |= one.extras
         versions |= one.versions
@@ -164,7 +164,7 @@ def read_state_files(directory: AnyPath, manifest: Manifest) -> dict[str, Any]:
     ):
         raise DamagedCheckpointError(f"{STATE_FILE} is not the state of a checkpoint")
     versions = content.get("versions", {})
-    if not isinstance(versions, dict) or any(type(v) is not int for v in versions.values()):
+    if not isinstance(versions, dict) or any(type(v) not in (int, str) for v in versions.values()):
         raise DamagedCheckpointError(f"{STATE_FILE} has no versions of modules")
     return content
 

@@ -99,7 +99,10 @@ def _axis(entry: Mapping[str, Any]) -> str:
 
 
 def _kind(entry: Mapping[str, Any]) -> str:
-    return f"{_group(entry)} {entry.get('profiling_name')} {entry.get('input_sizes')}"
+    name, sizes = entry.get("profiling_name"), entry.get("input_sizes")
+    if "all_to_all" in str(name):  # how many tokens go to experts is another number in each step
+        sizes = [list(shape)[1:] for shape in sizes or ()]
+    return f"{_group(entry)} {name} {sizes}"
 
 
 def strayed(kinds: Sequence[str]) -> bool:

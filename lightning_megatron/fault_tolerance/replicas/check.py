@@ -3,13 +3,15 @@
 Every `every` steps all copies are compared bit by bit (`fault_tolerance.replicas.comparison`): with
 ``zero=0`` between all data-parallel ranks, with ``zero`` 1 to 3 between the copies of the shards
 (``dp_replicate``), and always between tensor-parallel ranks and pipeline stages that share a
-tensor. A tensor of one rank only cannot be compared; a warning says so if that is every tensor.
+tensor. Experts are compared between the ranks with the same ones. A tensor of one rank only cannot
+be compared; a warning says so if that is every tensor.
 
 The cost is one reading of weights and state, a part of an optimizer step, and one small exchange of
 objects. Buffers are not compared: those of batch norms that are not synchronised differ.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -35,6 +37,7 @@ from lightning_megatron.fault_tolerance.replicas.comparison import (
 from lightning_megatron.parallel.gradients import ParameterRole, local
 from lightning_megatron.services import MegatronServices, services_of
 from lightning_megatron.topology.coordinates import groups_along
+from lightning_megatron.topology.degrees import Degrees
 from lightning_megatron.topology.mesh import Topology
 
 _NEEDS = "it needs to know the copies"
@@ -208,21 +211,30 @@ def _holders(role: ParameterRole, topology: Topology, *, divided: bool) -> Holde
         topology: the layout.
         divided: whether data-parallel ranks have different parts.
     """
-    axes = ["dp_replicate"]
+    axes = role.axes(topology)
+    along = [axes.copies]
     if not divided:
-        axes += ["dp_shard", "cp"]
+        along.append(axes.shard)
     if role.shard is None or role.shard.dim is None:
-        axes.append("tp")
+        along.append(axes.layer)
     if role.outside or role.tied_ranks:
-        axes.append("pp")
-    axes = [axis for axis in axes if getattr(topology, axis).size > 1]
-    if not axes:
+        along.append(topology.pp)
+    names = tuple(axis.name for axis in along if axis.size > 1)
+    if not names:
         return None
-    ranks = next(g for g in groups_along(axes, topology.degrees) if topology.rank in g)
+    first = _first_along(names, topology.degrees, topology.rank)
     if role.tied_ranks and not role.outside:
-        stages = (*axes, *map(str, role.tied_ranks))
-        return stages, min(ranks)
-    return tuple(axes), min(ranks)
+        return (*names, *map(str, role.tied_ranks)), first
+    return names, first
+
+
+@cache
+def _first_along(axes: Sequence[str], degrees: Degrees, rank: int) -> int:
+    """Lowest of the ranks that are reached from ``rank`` along axes."""
+    ranks = {rank}
+    for axis in axes:
+        ranks = {r for group in groups_along(axis, degrees) if ranks & set(group) for r in group}
+    return min(ranks)
 
 
 def _gather(mine: Any, services: MegatronServices) -> list[Any]:

@@ -56,6 +56,8 @@ class Task:
     """Whether the kernel for checks computes."""
     trimmed: bool = False
     """Whether the rank holds the whole sequence without its padding."""
+    whole_keys: bool = False
+    """Whether it holds the keys of all ranks, in the order of the sequence, with the padding."""
 
     def row_chunks(self) -> tuple[range, ...]:
         """Positions of the queries of this rank."""
@@ -68,6 +70,9 @@ class Task:
         if self.trimmed:
             return (range(self.columns.length),)
         chunks = self.columns.chunks(source)
+        if self.whole_keys:
+            size, end = self.columns.local // 2, self.columns.padded
+            chunks = tuple(range(start, start + size) for start in range(0, end, size))
         if self.rule.causal:
             return chunks
         end = self.columns.length

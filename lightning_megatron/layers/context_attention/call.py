@@ -11,6 +11,8 @@ dropout                 no        yes         yes
 any number of heads     yes       yes         no
 ======================  ========  ==========  ===========
 
+What ``gather`` can do, ``whole`` can, for which the caller has gathered (`LatentAttention`).
+
 A ring sees one block of keys at a time and knows their positions and documents, not a mask of all
 of them. ``ring`` over groups that exchange heads (``ContextConfig.ulysses``) has the limits of
 both. Documents are of one sequence: between two of them (cross-attention) there are none.
@@ -41,8 +43,9 @@ class ContextCall:
 
     layout: ContextLayout
     """Places of the queries' sequence."""
-    kind: Kind
-    """Way in which ranks exchange what they hold."""
+    kind: Kind | Literal["whole"]
+    """Way in which ranks exchange what they hold; ``whole``: not at all, as this one has the keys
+    and values of the whole sequence, filled up."""
     causal: bool = True
     """Whether a position sees itself and those before it only."""
     window: int | None = None
@@ -119,26 +122,28 @@ def _check(
 ) -> None:
     q, k, v = qkv
     key_layout = call.layout if call.key_layout is None else call.key_layout
-    problem = refusal(
-        call.kind,
-        heads=q.shape[2],
-        cp=context.cp.size,
-        ulysses=None if context.ulysses is None else context.ulysses.size,
-        dropout=call.dropout,
-        mask=mask is not None,
-    )
-    if problem:
-        raise ConfigError(problem)
+    if call.kind != "whole":
+        problem = refusal(
+            call.kind,
+            heads=q.shape[2],
+            cp=context.cp.size,
+            ulysses=None if context.ulysses is None else context.ulysses.size,
+            dropout=call.dropout,
+            mask=mask is not None,
+        )
+        if problem:
+            raise ConfigError(problem)
     if q.shape[2] % k.shape[2] or k.shape != v.shape:
         raise ConfigError(
             f"heads of queries={q.shape[2]}, keys {tuple(k.shape)}, values {tuple(v.shape)}: keys "
             "and values must have equal shapes, and the number of their heads must divide that of "
             f"the queries; nearest valid: {nearest_divisors(q.shape[2], k.shape[2])[0]} heads"
         )
-    if q.shape[1] != call.layout.local or k.shape[1] != key_layout.local:
+    keys = key_layout.padded if call.kind == "whole" else key_layout.local
+    if q.shape[1] != call.layout.local or k.shape[1] != keys:
         raise ConfigError(
             f"positions of queries={q.shape[1]}, of keys={k.shape[1]}: a cp rank holds "
-            f"{call.layout.local} and {key_layout.local} of sequences of {call.layout.length} and "
+            f"{call.layout.local} and {keys} of sequences of {call.layout.length} and "
             f"{key_layout.length}; nearest valid: these"
         )
     if call.key_layout is not None and call.key_layout.length != call.layout.length and call.causal:

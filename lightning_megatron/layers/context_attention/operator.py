@@ -127,11 +127,12 @@ class _Run:
         cp = context.cp.size
         rows = ContextLayout(options.length, cp, self._order, options.tp)
         columns = ContextLayout(options.key_length, cp, self._order, options.tp)
-        keys = self.ways.keys
+        keys, whole_keys = self.ways.keys, options.kind == "whole"
+        rank = 0 if keys is None else keys.rank
         self.task = Task(
             rows=layout_of_group(rows, u),
             columns=layout_of_group(columns, u),
-            rank=0 if keys is None else keys.rank,
+            rank=context.cp.rank if whole_keys else rank,
             rule=Rule(
                 options.causal, options.window or None, mask is not None or alibi is not None
             ),
@@ -139,7 +140,8 @@ class _Run:
             dropout=options.dropout,
             seed=0 if seed is None else int(seed) + 7 * context.cp.rank,
             reference=options.reference,
-            trimmed=keys is None,
+            trimmed=keys is None and not whole_keys,
+            whole_keys=whole_keys,
         )
         self._documents, self._mask, self._alibi = documents, mask, alibi
 
@@ -235,6 +237,8 @@ class _Run:
 def _ways_of(context: Context, kind: str) -> _Ways:
     if kind == "ulysses":
         return _Ways(context.cp, None, False)
+    if kind == "whole":
+        return _Ways(None, None, False)
     if kind == "gather" or context.ulysses is None or context.ulysses.size == 1:
         return _Ways(None, context.cp, kind == "gather")
     keys = context.ring
@@ -340,7 +344,8 @@ def _(
     b, s, n, d = grad.shape
     cp = context_of(given.context).cp.size
     order = cast(ContextOrder, given.order)
-    keys = b, ContextLayout(given.key_length, cp, order, given.tp).local, kv_heads, d
+    layout = ContextLayout(given.key_length, cp, order, given.tp)
+    keys = b, layout.padded if given.kind == "whole" else layout.local, kv_heads, d
     return grad.new_empty((b, s, n, d)), grad.new_empty(keys), grad.new_empty(keys)
 
 

@@ -9,11 +9,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from lightning_megatron.monitoring.report.bars import goodput_bars
 from lightning_megatron.monitoring.report.curves import Curve, curve
-from lightning_megatron.monitoring.report.run_history import Reading, RunHistory
+from lightning_megatron.monitoring.report.run_history import LOAD, Reading, RunHistory
 from lightning_megatron.monitoring.report.tables import (
     MAX_ROWS,
     alerts_table,
     attempts_table,
+    experts_table,
     incidents_table,
     metrics_table,
     ranks_table,
@@ -85,6 +86,7 @@ def page(history: RunHistory) -> str:
         saves=saves_table(history) if history.saves else None,
         save_signs=save_signs(history),
         alerts=alerts_table(history.alerts) if history.alerts else None,
+        experts=experts_table(history.metrics),
         metrics=metrics_table(history.metrics) if history.metrics else None,
         software=", ".join(
             f"{key} {start[key]}"
@@ -185,13 +187,16 @@ def _curves(history: RunHistory) -> list[Curve]:
         (name for name in history.readings if name.startswith("val")),
         key=lambda name: ("loss" not in name, name),
     )
-    rates = sorted(name for name in history.readings if not name.startswith("val"))
+    rates = sorted(name for name in history.readings if not name.startswith("val") and name != LOAD)
     every = [r.step for readings in (seconds, *history.readings.values()) for r in readings]
     steps = (min(every, default=0), max(every, default=0))
     found = [curve("Loss", losses, incidents, steps)]
     for name in (*validations[:_VALIDATIONS], *rates[:1]):
         title = f"Learning rate, {name}" if name in rates else f"Validation, {name}"
         found.append(curve(title, history.readings[name], incidents, steps))
+    if LOAD in history.readings:
+        title = f"Most used expert over the mean, {LOAD}"
+        found.append(curve(title, history.readings[LOAD], incidents, steps))
     found.append(curve("Time of a step", seconds, incidents, steps, robust=True, label=duration))
     return [figure for figure in found if figure is not None]
 

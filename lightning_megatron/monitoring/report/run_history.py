@@ -32,6 +32,8 @@ _SAVES = "MegatronStrategy"
 """Name of the strategy that writes an event for each save."""
 _RATE = re.compile(r"(^|/)lr([-_/]|$)")
 """Names of learning rates: ``optim/lr``, and ``lr-AdamW`` of Lightning's LearningRateMonitor."""
+LOAD = "moe/load_max_over_mean"
+"""Name of the load of experts, which has a curve."""
 _STALE_S = 60.0
 """Silence after which an attempt that wrote no end counts as ended, if its steps are short."""
 MAX_DUMP = 150_000
@@ -163,7 +165,7 @@ class RunHistory:
     incidents: list[Incident] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     readings: dict[str, list[Reading]] = field(default_factory=dict)
-    """Readings of validation metrics and learning rates, by name."""
+    """Readings of validation metrics, learning rates and the load of experts, by name."""
     saves: list[dict[str, Any]] = field(default_factory=list)
     verified: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Event of the checkpoint that an attempt resumed from, by attempt."""
@@ -413,7 +415,9 @@ def _drawn(event: dict[str, Any]) -> dict[str, Any]:
     if event["kind"] == "validation":
         return {} if event.get("sanity") else metrics
     if event["kind"] == "window":
-        return {name: value for name, value in metrics.items() if _RATE.search(name)}
+        return {
+            name: value for name, value in metrics.items() if name == LOAD or _RATE.search(name)
+        }
     return {}
 
 

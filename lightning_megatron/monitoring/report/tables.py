@@ -24,6 +24,8 @@ _SIGNS = 120
 _PATH_CHARACTERS = 34
 """Room of a path beside the other columns on a page of 1100 pixels."""
 _HOST_CHARACTERS = 16
+_OF_LAYERS = "moe_layers/"
+"""Beginning of the names of metrics of each layer with experts."""
 _OUTLIER = 1.2
 """Multiple of the median of all ranks above which a figure is marked."""
 
@@ -275,10 +277,37 @@ def _outcome(save: dict[str, object], number: int | None) -> Cell:
     return Markup('<span title="given up for a newer one">○ given up</span>')
 
 
-def metrics_table(metrics: dict[str, float]) -> Table:
-    """Return the last value of each metric."""
+def experts_table(metrics: dict[str, float]) -> Table | None:
+    """Return the use of experts in each layer; None where there are none."""
+    layers: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        if name.startswith(_OF_LAYERS):
+            _, what, layer = name.split("/", 2)
+            layers.setdefault(layer, {})[what] = value
+    if not layers:
+        return None
+    columns = (
+        ("Most used over mean", "load_max_over_mean", number),
+        ("Without a token", "dead_experts", number),
+        ("Choices dropped", "dropped_fraction", percent),
+        ("Entropy, nats", "entropy", number),
+    )
     rows = [
-        [Markup("<code>{}</code>").format(name), number(v)] for name, v in sorted(metrics.items())
+        [
+            Markup("<code>{}</code>").format(layer),
+            *(text(of.get(what)) for _, what, text in columns),
+        ]
+        for layer, of in layers.items()
+    ]
+    return Table(["Layer", *(title for title, _, _ in columns)], rows, "-nnnn")
+
+
+def metrics_table(metrics: dict[str, float]) -> Table:
+    """Return the last value of each metric, without those of layers."""
+    rows = [
+        [Markup("<code>{}</code>").format(name), number(v)]
+        for name, v in sorted(metrics.items())
+        if not name.startswith(_OF_LAYERS)
     ]
     return Table(["Metric", "Last value"], rows, "-n")
 

@@ -20,6 +20,7 @@ Here a block's own ``forward`` is put under ``torch.utils.checkpoint``, on the i
   follow from the default generator (`topology.rng`), and autocast and the default dtype are what
   they were;
 - running statistics (batch norm) count every batch once;
+- what was decided stays decided, as the experts of each token are (`layers.experts.decisions`);
 - the input part of a split backward recomputes, and the weight part uses the factors that it left.
 
 Without gradients (evaluation, generation) blocks run as they are.
@@ -39,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from lightning_megatron._torch import compile_with_callers_only, tree_flatten
+from lightning_megatron.layers.experts.decisions import Decisions, uncounted
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.activations.knapsack import BlockCosts
 from lightning_megatron.parallel.activations.offload import Offloader
@@ -187,6 +189,7 @@ class CheckpointedForward(BlockForward):
             with (
                 torch.random.fork_rng(devices=list(devices)),
                 _without_counting(self._counting),
+                uncounted(),
                 saved_tensors_hooks(pack, lambda packed: packed),
                 context,
             ):
@@ -294,17 +297,27 @@ def _contexts(
     counting: Sequence[nn.Module], kept: Sequence[str], offloader: Offloader | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of a block's forward and of its recomputation."""
+    decisions = Decisions()
     if not kept:
-        return nullcontext(), _Again(counting, None)
+        return decisions.noting(), _Again(counting, decisions, None)
     notes = SavedResults(kept_operations(kept), offloader)
-    return Recording(notes), _Again(counting, notes)
+    return _recording(notes, decisions), _Again(counting, decisions, notes)
+
+
+@contextmanager
+def _recording(notes: SavedResults, decisions: Decisions) -> Iterator[None]:
+    with decisions.noting(), Recording(notes):
+        yield
 
 
 class _Again(AbstractContextManager[None]):
     """Around a recomputation; can be entered once per backward of the same forward."""
 
-    def __init__(self, counting: Sequence[nn.Module], notes: SavedResults | None) -> None:
+    def __init__(
+        self, counting: Sequence[nn.Module], decisions: Decisions, notes: SavedResults | None
+    ) -> None:
         self._counting = counting
+        self._decisions = decisions
         self._notes = notes
         # Precision plugins change it around forwards only.
         self._dtype = torch.get_default_dtype()
@@ -317,6 +330,7 @@ class _Again(AbstractContextManager[None]):
             self._entered.enter_context(unseen())
         self._entered.enter_context(_default_dtype(self._dtype))
         self._entered.enter_context(_without_counting(self._counting))
+        self._entered.enter_context(self._decisions.replaying())
         if self._notes is not None:
             self._entered.enter_context(Replaying(self._notes))
 

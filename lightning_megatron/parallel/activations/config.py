@@ -8,6 +8,7 @@ from typing import Literal, cast, get_args
 
 from torch import nn
 
+from lightning_megatron.adoption.trunk import AdoptedTrunk
 from lightning_megatron.errors import holds, lists_of_names, switches, whole_numbers
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.parallel.activations.selective import DEAR, OPERATIONS, is_operation
@@ -195,10 +196,18 @@ class ActivationConfig:
 
     def _item_problems(self, module: nn.Module) -> list[str]:
         """Blocks that only their own network could call one after the other."""
+        if self.group == 1:
+            return []
         trunks = [child for child in module.modules() if isinstance(child, PipelineSequential)]
+        if adopted := [class_name(t) for t in trunks if isinstance(t, AdoptedTrunk)]:
+            return [
+                f"activations.group={self.group}: the forward of the adopted {adopted[0]} calls "
+                "its blocks one by one, so that none can be run again with the next; nearest "
+                "valid: group=1"
+            ]
         items = {item for trunk in trunks for item in trunk.items()}
         others = {class_name(b) for b in find_blocks(module, self.blocks) if b not in items}
-        if self.group == 1 or not others:
+        if not others:
             return []
         return [
             f"activations.group={self.group}, blocks={self.blocks}: {', '.join(sorted(others))} "
@@ -222,8 +231,10 @@ def find_blocks(module: nn.Module, wanted: Sequence[str] | None) -> list[nn.Modu
 def _find(module: nn.Module, wanted: Sequence[str] | None, prefix: str) -> Iterator[nn.Module]:
     children = dict(module.named_children())
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    members = set(children.values())
     if isinstance(module, PipelineSequential):
         is_list = not any(isinstance(child, nn.ModuleList) for child in children.values())
+        members &= set(module.items())
     for name, child in children.items():
         path = prefix + name
         if wanted is not None:
@@ -232,7 +243,7 @@ def _find(module: nn.Module, wanted: Sequence[str] | None, prefix: str) -> Itera
         else:
             container = isinstance(child, nn.ModuleList | nn.ModuleDict | PipelineSequential)
             composite = isinstance(child, RemoteItem) or any(True for _ in child.children())
-            chosen = is_list and not container and composite
+            chosen = is_list and child in members and not container and composite
         if chosen:
             yield child
         else:

@@ -33,7 +33,12 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from typing_extensions import override
 
-from lightning_megatron._torch import CallersMode, tree_flatten, tree_map
+from lightning_megatron._torch import (
+    CallersMode,
+    DisableTorchFunctionSubclass,
+    tree_flatten,
+    tree_map,
+)
 from lightning_megatron.comm.operators import result_of
 
 Operation = Literal["attention", "context", "matmul", "norm", "activation"]
@@ -49,7 +54,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "context": (_CONTEXT,),
     # Not bmm: where attention is not fused, it makes the s x s weights.
-    "matmul": ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2"),
+    "matmul": ("mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_mm_v2"),
     "norm": ("native_layer_norm", "_fused_rms_norm", "native_group_norm"),
     "activation": ("gelu", "silu", "relu", "sigmoid", "tanh", "leaky_relu", "elu", "hardswish"),
 }
@@ -161,7 +166,8 @@ class Recording(CallersMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with DisableTorchFunctionSubclass():  # the function of a tensor class was asked before
+            result = func(*args, **(kwargs or {}))
         if self._notes.concern(func, args):
             self._notes.add(func, result)
         return result
@@ -179,7 +185,8 @@ class Replaying(CallersMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if not self._notes.concern(func, args):
-            return func(*args, **(kwargs or {}))
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         return self._notes.next(func)
 
 

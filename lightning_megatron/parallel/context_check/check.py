@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_megatron._torch import tree_flatten, tree_unflatten
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.layers.experts.decisions import uncounted
 from lightning_megatron.layers.sequential import PipelineSequential, RemoteItem
 from lightning_megatron.layers.splits import part_of
 from lightning_megatron.parallel.context_check.parts import Parts, Place
@@ -370,6 +371,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.compiler.set_stance("force_eager"),
+            uncounted(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

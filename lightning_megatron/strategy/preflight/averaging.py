@@ -36,8 +36,8 @@ def averaging_problems(trainer: Trainer, module: LightningModule, *, whole: bool
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)) and not whole:
             problems.append(
                 f"callbacks=[{name}]: it averages a copy of the whole module, but this layout "
-                "spreads the weights over ranks; nearest valid: zero of at most 2 with tp=1 and "
-                f"pp=1, or no {name}"
+                "spreads the weights over ranks; nearest valid: zero of at most 2 with tp=1, ep=1 "
+                f"and pp=1, or no {name}"
             )
         elif isinstance(callback, StochasticWeightAveraging) and is_overridden(
             "configure_model", module

@@ -33,8 +33,12 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron._lightning import set_device_mesh, training_source
 from lightning_megatron._torch import has_hooks
+from lightning_megatron.adoption.adapter_problems import adapter_problems
+from lightning_megatron.adoption.adapters import join_adapters
 from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.experts.mixture import MixtureOfExperts
+from lightning_megatron.layers.experts.stack import Experts
 from lightning_megatron.parallel.activations.config import ActivationConfig
 from lightning_megatron.parallel.compile import CompileConfig
 from lightning_megatron.parallel.plan import MEASURED, ModulePlan, PipelineConfig
@@ -46,6 +50,7 @@ from lightning_megatron.schedules.schedule import (
     make_schedule,
     schedule_problems,
 )
+from lightning_megatron.strategy.code_inspection import names_in, own_functions
 from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategy.preflight.averaging import averaging_problems
 from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
@@ -56,6 +61,7 @@ from lightning_megatron.topology.degrees import (
     divisibility_problem,
     infer_degrees,
 )
+from lightning_megatron.topology.expert_layout import ExpertConfig
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +73,7 @@ class LayoutOptions:
     tp: int
     pp: PipelineConfig
     cp: ContextConfig = ContextConfig(degree=1)
+    ep: ExpertConfig = ExpertConfig(degree=1)
     zero: ShardingConfig
     sequence_parallel: bool
     microbatch_size: int | None
@@ -83,6 +90,7 @@ class LayoutOptions:
             cp=self.cp.degree,
             dp_replicate=self.zero.dp_replicate,
             zero=self.zero.stage,
+            ep=self.ep.degree,
         )
         return replace(degrees, origin=self.stage_ranks[-1])
 
@@ -90,6 +98,7 @@ class LayoutOptions:
         """Description of the layout that a module keeps for all Trainers that it meets."""
         degrees = self.degrees(world_size)
         context = f"cp={self.cp.text()}, " if degrees.cp > 1 else ""
+        context += f"ep={degrees.ep}, " if degrees.ep > 1 else ""
         return (
             f"tp={degrees.tp}, pp={degrees.pp}, {context}dp={degrees.dp}, dp_replicate="
             f"{degrees.dp_replicate}, sequence_parallel={self.sequence_parallel}, "
@@ -164,6 +173,7 @@ class LayoutOptions:
             cp=self.cp.degree,
             dp_replicate=self.zero.dp_replicate,
             zero=self.zero.stage,
+            ep=self.ep.degree,
         )
         problems += self._schedule_problems()
         problems += switches(sequence_parallel=self.sequence_parallel)
@@ -172,7 +182,7 @@ class LayoutOptions:
                 "sequence_parallel=True, tp=1: the sequence is split over the tp axis; nearest "
                 "valid: sequence_parallel=False, or tp=2"
             )
-        problems += self.pp.problems() + self.cp.problems()
+        problems += self.pp.problems() + self.cp.problems() + self.ep.problems()
         return problems + self._microbatch_problems()
 
     def group_problems(self, module: nn.Module | None) -> list[str]:
@@ -257,19 +267,22 @@ def examine(
             # It may need what ``setup`` makes. Lightning's own call shows what is wrong with it.
             log.debug("configure_model cannot be rehearsed: %s", outcome.error)
         else:
+            join_adapters(module)
             types = getattr(trainer.precision_plugin, "types", ComputeTypes())
             alone = (
                 degrees is not None and degrees.dp * degrees.cp == 1 and types.parameters is None
             )
             tp = 1 if degrees is None else degrees.tp
-            problems += layer_problems(module, alone=alone, tp=tp)
+            problems += layer_problems(module, alone=alone, tp=tp, ep=options.ep.degree)
             if any(has_unknown_sizes(child) for child in module.modules()):
                 degrees = None  # what follows asks for sizes
             problems += options.group_problems(module)
             if degrees is not None:
+                problems += adapter_problems(module, degrees)
                 plan = ModulePlan(module, degrees, options.pp, options.stage_ranks)
                 problems += plan.problems(sequence_parallel=options.sequence_parallel)
                 problems += _context_problems(plan, options.cp, degrees)
+                problems += _expert_problems(module, degrees)
                 problems += _shape_problems(trainer, module, options)
                 if not problems:
                     _warn_of_estimates(plan)
@@ -286,6 +299,29 @@ def _context_problems(plan: ModulePlan, config: ContextConfig, degrees: Degrees)
         for layer in trunk.modules()
         if isinstance(layer, ParallelLayer)
         for problem in layer.context_problems(config, degrees.tp)
+    ]
+
+
+def _expert_problems(module: nn.Module, degrees: Degrees) -> list[str]:
+    """Say that there are no experts to spread, or that a layer computes with parts of them."""
+    if degrees.ep == 1:
+        return []
+    spread = [layer for layer in module.modules() if isinstance(layer, Experts)]
+    if spread:
+        names = frozenset().union(*(layer.stacked for layer in spread))
+        return [
+            f"ep={degrees.ep}: {name}.{function} ({type(layer).__name__}) computes with "
+            f"{', '.join(sorted(found))} itself, of which each rank has the experts that it "
+            "holds; nearest valid: super().forward or self.experts(rows, counts), or ep=1"
+            for name, layer in module.named_modules()
+            if isinstance(layer, MixtureOfExperts | Experts)
+            for function, code in own_functions(layer)
+            if function != "__init__" and (found := names & names_in(code))
+        ]
+    return [
+        f"ep={degrees.ep}: the module holds no MixtureOfExperts, whose experts ep spreads over "
+        "ranks; nearest valid: lightning_megatron.layers.MixtureOfExperts in place of an MLP, or "
+        "ep=1"
     ]
 
 
@@ -383,7 +419,7 @@ def _is_single(options: LayoutOptions) -> bool:
 
 
 def _is_flat(options: LayoutOptions) -> bool:
-    return options.tp == 1 and options.pp.degree == 1
+    return options.tp == options.ep.degree == options.pp.degree == 1
 
 
 def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
@@ -454,28 +490,31 @@ def _whole(value: object) -> int:
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
-def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1) -> list[str]:
+def layer_problems(module: nn.Module, *, alone: bool, tp: int = 1, ep: int = 1) -> list[str]:
     """Sentences about the layers inside ``module``.
 
     Args:
         module: the whole network.
         alone: whether each parameter is on one data-parallel rank, and used as it is.
         tp: ranks that share parallel layers.
+        ep: ranks over which experts are spread.
     """
-    problems = []
+    problems, degrees = [], {"tp": tp, "ep": ep}
     for name, layer in module.named_modules():
-        if tp > 1 and isinstance(layer, ParallelLayer):
+        if isinstance(layer, ParallelLayer) and degrees[layer.shard_axis] > 1:
+            axis = layer.shard_axis
+            degree, without = degrees[axis], f"{axis}=1, or a layer of torch.nn"
             own = dict(layer.named_parameters(recurse=False))
             problems += [
-                f"{name}.{leaf}: Tensor.register_hook on a parameter that tp={tp} slices, of whose "
-                "gradient each rank has a part; nearest valid: tp=1, or a layer of torch.nn"
+                f"{name}.{leaf}: Tensor.register_hook on a parameter that {axis}={degree} slices, "
+                f"of whose gradient each rank has a part; nearest valid: {without}"
                 for leaf in layer.shard_dims()
                 if leaf in own and has_hooks(own[leaf])
             ]
             problems += [
                 f"{name}.{leaf}: a parametrization (weight_norm, spectral_norm) of a parameter "
-                f"that tp={tp} slices, of which each rank would see a part; nearest valid: tp=1, "
-                "or a layer of torch.nn"
+                f"that {axis}={degree} slices, of which each rank would see a part; nearest "
+                f"valid: {without}"
                 for leaf in layer.shard_dims()
                 if is_parametrized(layer, leaf)
             ]

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 import torch
 
-from lightning_megatron.checkpoint.load.shard_archive import read_tensor
+from lightning_megatron.checkpoint.load.shard_archive import read_rows, read_tensor
 from lightning_megatron.errors import DamagedCheckpointError
 
 
@@ -47,6 +47,25 @@ def test_reads_what_torch_saves(dtype, shape):
 )
 def test_reads_views(tensor):
     assert torch.equal(read_tensor(saved(tensor), torch.float32, tuple(tensor.shape)), tensor)
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (1, 3), (0, 3)])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(24.0).reshape(3, 2, 4),
+        torch.arange(24.0).reshape(4, 2, 3).permute(2, 1, 0),
+        torch.arange(30.0)[6:].reshape(3, 8),
+        torch.arange(3, dtype=torch.uint8),
+    ],
+)
+def test_reads_rows_from_the_middle_of_a_file(tensor, rows):
+    content = saved(tensor)
+    file = io.BytesIO(b"before" + content + b"behind")
+    found = read_rows(file, 6, len(content), tensor.dtype, tuple(tensor.shape), rows)
+    assert torch.equal(found, tensor[slice(*rows)])
+    with pytest.raises(DamagedCheckpointError):
+        read_rows(file, 5, len(content), tensor.dtype, tuple(tensor.shape), rows)
 
 
 def archive(description, numbers=bytes(24), *, compress=zipfile.ZIP_STORED, twice=False):

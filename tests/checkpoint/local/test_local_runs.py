@@ -7,12 +7,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch import LightningModule
+from torch import nn
 
+from lightning_megatron import PipelineSequential
+from lightning_megatron.layers import MixtureOfExperts, RouterConfig
 from lightning_megatron.testing import WorkerPool
 from tests.checkpoint.damage import flip
 from tests.checkpoint.local.local_training import checkpoints, disk, lose, train
-from tests.strategy.resuming import Noisy, differences
+from tests.strategy.resuming import WIDTH, Block, Noisy, differences
 
 TP = {"tp": 2, "zero": 1}
 
@@ -80,6 +84,36 @@ def test_what_is_damaged(pool: WorkerPool, tmp_path: Path, whole: list[Any]) -> 
         flip(path / "__3_0.distcp", 900)
     rest = pool.run(4, train, tmp_path, [0, 0, 1, 1], TP, seed=8)
     assert_goes_on(whole, rest, (1, 0), "step=00000003.ckpt")
+
+
+class Mixed(nn.Module):
+    """Adds the output of experts, among which a bias keeps the balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = MixtureOfExperts(WIDTH, 3, 4, router=RouterConfig(bias_update=0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mix(x[:, None])[:, 0]  # type: ignore[no-any-return]
+
+
+class NoisyExperts(Noisy):
+    """Has experts between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = PipelineSequential(layers=[Block(), Mixed(), Block()])
+
+
+def test_experts_of_a_lost_node(pool: WorkerPool, tmp_path: Path) -> None:
+    """Each node has all experts, cut by ZeRO, and a copy of the other's files."""
+    nodes, layout = [0, 0, 1, 1], {"ep": 2, "zero": 2}
+    options: dict[str, Any] = {"module": NoisyExperts}
+    whole = pool.run(4, train, tmp_path / "whole", nodes, layout, ckpt_path=None, **options)
+    pool.run(4, train, tmp_path, nodes, layout, crash=4, **options)
+    lose(tmp_path, 1)
+    rest = pool.run(4, train, tmp_path, [2, 2, 0, 0], layout, seed=8, **options)
+    assert_goes_on(whole, rest, (1, 2), "step=00000004.ckpt")
 
 
 class Looking(Noisy):

@@ -92,3 +92,14 @@ def test_history_is_in_the_order_of_time_and_of_one_kind() -> None:
     found = begun({"entries": [*entries, earlier_run, late, entry("0", 0, 4, began=40)]})
     assert len(found) == 3
     assert found[1] == found[2] != found[0]
+
+
+def test_an_exchange_of_other_rows_is_of_the_same_kind() -> None:
+    """How many tokens go to experts is another number in each step."""
+    sizes = [[[17, 8]], [[5, 8]], [[17, 4]]]
+    entries = [
+        entry("0", 0, n, began=n, profiling_name="gloo:all_to_all", input_sizes=shape)
+        for n, shape in enumerate(sizes, start=1)
+    ]
+    kinds = begun({"entries": entries})
+    assert kinds[0] == kinds[1] != kinds[2]

@@ -474,3 +474,21 @@ def test_an_end_that_a_lost_peer_caused_is_no_second_fault(tmp_path: Path) -> No
     assert "Rank 1: peer lost: rank 1 was killed by SIGKILL" in " ".join(
         WellFormed(page(history)).text
     )
+
+
+def test_experts_have_a_curve_and_a_table_of_layers(tmp_path: Path) -> None:
+    write_short_run(tmp_path, saves=[True] * 3, end="completed")
+    path = event_file(tmp_path, 0)
+    layers = {f"moe_layers/dead_experts/trunk.layers.{i}.mlp": float(i) for i in (2, 10)}
+    layers["moe_layers/dropped_fraction/trunk.layers.10.mlp"] = 0.125
+    window = {"v": 1, "t": 108.9, "run": "short", "rank": 0, "step": 8, "kind": "window"}
+    window["metrics"] = {"moe/load_max_over_mean": 1.75, **layers}
+    path.write_text(path.read_text() + json.dumps(window) + "\n")
+    history = read_run_history(tmp_path)
+    text = page(history)
+    assert "<figcaption>Most used expert over the mean, moe/load_max_over_mean" in text
+    section = text.split("Experts in the last window")[1].split("</section>")[0]
+    assert "trunk.layers.2.mlp" in section
+    assert section.index("trunk.layers.2.mlp") < section.index("trunk.layers.10.mlp")
+    assert "12.5 %" in section
+    assert text.count("trunk.layers.10.mlp") == 1, "not once more among all metrics"

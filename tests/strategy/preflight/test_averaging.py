@@ -8,6 +8,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 
+from lightning_megatron.layers import MixtureOfExperts
+from lightning_megatron.testing import WorkerError
 from tests.strategy.small import Small, loader, make_trainer, weights
 
 
@@ -28,6 +30,25 @@ def test_averages_are_those_of_one_device(pool, kind):
     for found in pool.run(2, _fit, {"zero": 0}, kind, 2):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=0)
+
+
+class Mixed(Small):
+    """Experts and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = MixtureOfExperts(4, 3, 4)
+
+
+def _fit_experts(kind):
+    callback = EMAWeightAveraging() if kind == "ema" else StochasticWeightAveraging(0.05, 1)
+    make_trainer({"ep": 2}, 2, callbacks=[callback]).fit(Mixed(), loader(dp=2))
+
+
+@pytest.mark.parametrize("kind", ["ema", "swa"])
+def test_experts_that_are_spread_are_refused(pool, kind):
+    with pytest.raises(WorkerError, match="spreads the weights over ranks.*ep=1 and pp=1"):
+        pool.run(2, _fit_experts, kind)
 
 
 class Decaying(Small):

@@ -19,12 +19,14 @@ from lightning_megatron import (
     ConfigError,
     ConnectionConfig,
     ContextConfig,
+    ExpertConfig,
     LanguageModel,
     PipelineConfig,
     PipelineSequential,
     ShardingConfig,
 )
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.layers.experts.mixture import MixtureOfExperts
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.small import WIDTH, Small, make_trainer, samples
@@ -108,6 +110,10 @@ def column() -> nn.Module:
 
 def row() -> nn.Module:
     return RowParallelLinear(6, WIDTH)
+
+
+def mixture() -> nn.Module:
+    return MixtureOfExperts(WIDTH, 8, num_experts=6)
 
 
 def vocabulary() -> nn.Module:
@@ -203,6 +209,29 @@ CASES = {
         says=("kind='ring', attention_dropout=0.1", "nearest valid: kind='gather'"),
         module=LanguageModel,
         sizes={"config": {"hidden_size": 24, "num_heads": 6, "attention_dropout": 0.1}},
+    ),
+    "experts over more ranks than there are": Case(
+        layout={"ep": 8, "tp": 2},
+        says=("ep=8", "dp_shard=2 * cp=1 * tp=2 = 4", "nearest valid: ep=4"),
+    ),
+    "experts beyond one copy": Case(
+        layout={"ep": 4, "zero": ShardingConfig(stage=2, dp_replicate=2)},
+        says=("ep=4", "dp_shard=2 * cp=1 * tp=1 = 2", "ranks that hold one copy", "ep=2"),
+    ),
+    "a word for a degree of ep": Case(layout={"ep": "2"}, says=("ep='2'", "nearest valid: ep=2")),
+    "no such dispatch": Case(
+        layout={"ep": ExpertConfig(degree=2, dispatch="copies")},  # type: ignore[arg-type]
+        says=("ep.dispatch='copies'", "'once' or 'gather'", "dispatch='auto'"),
+    ),
+    "experts that ep does not divide": Case(
+        layout={"ep": 4},
+        says=("num_experts=6, ep=4", "nearest valid: ep=2"),
+        module=Layered,
+        sizes={"make": mixture},
+    ),
+    "ep without experts": Case(
+        layout={"ep": 2},
+        says=("ep=2: the module holds no MixtureOfExperts", "nearest valid", "or ep=1"),
     ),
     "no such ZeRO stage in a config": Case(
         layout={"zero": ShardingConfig(stage=4)},  # type: ignore[arg-type]

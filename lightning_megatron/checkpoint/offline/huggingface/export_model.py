@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.chunks import whole
 from lightning_megatron.checkpoint.directory.commit import Staging, write_durably
 from lightning_megatron.checkpoint.directory.index import StoredTensor
 from lightning_megatron.checkpoint.directory.manifest import local_path
@@ -26,12 +25,14 @@ from lightning_megatron.checkpoint.offline.huggingface.directory import (
     is_hugging_face,
     read_config,
 )
+from lightning_megatron.checkpoint.offline.huggingface.export_adopted import export_adopted
 from lightning_megatron.checkpoint.offline.huggingface.safetensors_file import (
     TensorInfo,
     write_safetensors,
 )
 from lightning_megatron.checkpoint.offline.huggingface.transformer import (
     config_of,
+    holds_transformer,
     transformer_prefix,
 )
 from lightning_megatron.checkpoint.offline.offline_writer import groups
@@ -74,7 +75,8 @@ def export_hugging_face(
     about three times the largest tensor.
 
     Args:
-        path: a checkpoint directory of any layout, of a module with a `Transformer` in it.
+        path: a checkpoint directory of any layout, of a module with a `Transformer` in it; with
+            ``like``, or with an adopted model in it, which may be of any family.
         directory: the directory to make.
         config: sizes of the model; those in the checkpoint's hyper-parameters when None.
         model_type: the family to write (``llama`` or ``mistral``, if both fit); that of ``like``,
@@ -94,6 +96,12 @@ def export_hugging_face(
     raise_if_any(_target_problems(target, overwrite))
     reader = CheckpointReader(path, alone=True)
     theirs = None if like is None else read_config(local_path(like), os.fspath(like))
+    if like is not None and config is None and not holds_transformer(reader):
+        export_adopted(
+            reader, target, local_path(like), dtype=dtype, max_shard_bytes=max_shard_bytes
+        )
+        _copy_companions(local_path(like), target, only_missing=True)
+        return
     config = config or config_of(reader, theirs)
     fields = config_to_hugging_face(config, model_type or (theirs or {}).get("model_type"))
     fields |= {name: theirs[name] for name in _TOKEN_IDS if theirs and name in theirs}
@@ -133,7 +141,8 @@ class _Writing:
         raise_if_any(self._find(shapes_of(config)))
         self.infos = {
             weight.name: TensorInfo(
-                dtype=dtype or self._entry(weight.ours[0]).dtype, shape=weight.shape
+                dtype=(None if weight.keeps_dtype else dtype) or self._entry(weight.ours[0]).dtype,
+                shape=weight.shape,
             )
             for weight in weights
         }
@@ -179,13 +188,8 @@ class _Writing:
 
     def _value(self, name: str) -> Tensor:
         weight = self._weights[name]
-        return weight.to_theirs([self._read(part) for part in weight.ours])
-
-    def _read(self, name: str) -> Tensor:
-        entry, stored = self._entry(name), f"{MODEL_PREFIX}.{self._stored[name]}"
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        self._reader.read({stored: whole(tensor)})
-        return tensor
+        parts = [self._reader.tensor(self._stored[part], weight.expert) for part in weight.ours]
+        return weight.to_theirs(parts)
 
 
 def _target_problems(target: Path, overwrite: bool) -> list[str]:
@@ -201,9 +205,9 @@ def _target_problems(target: Path, overwrite: bool) -> list[str]:
     return []
 
 
-def _copy_companions(source: Path, directory: Path) -> None:
+def _copy_companions(source: Path, directory: Path, *, only_missing: bool = False) -> None:
     for name in _COMPANIONS:
-        if (source / name).is_file():
+        if (source / name).is_file() and not (only_missing and (directory / name).exists()):
             shutil.copyfile(source / name, directory / name)
 
 

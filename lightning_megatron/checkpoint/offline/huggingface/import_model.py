@@ -87,7 +87,8 @@ def import_hugging_face(
     config = config_from_hugging_face(source.config, pad_vocab_to_multiple=pad_vocab_to_multiple)
     kind = source.config["model_type"]
     weights = weights_of(config, kind)
-    matched, problems = match_names(weights, source.tensors, tied_embeddings=config.tied_embeddings)
+    names = _without_second_tokens(source, config)
+    matched, problems = match_names(weights, names, tied_embeddings=config.tied_embeddings)
     problems += _tensor_problems(source, weights, matched)
     origin = _origin(source, pad_vocab_to_multiple, dtype)
     exists = _is_import(target, origin)
@@ -110,6 +111,21 @@ def import_hugging_face(
         parts = [reading.part(group) for group in reading.groups(weights, max_shard_bytes)]
         write_in_parts(target, parts, state)
     return config
+
+
+def _without_second_tokens(source: HuggingFaceDirectory, config: TransformerConfig) -> list[str]:
+    """Names of the tensors without those of DeepSeek-V3's modules that predict a second token."""
+    count = source.config.get("num_nextn_predict_layers") or 0
+    further = tuple(f"model.layers.{config.num_layers + i}." for i in range(count))
+    kept = [name for name in source.tensors if not (further and name.startswith(further))]
+    if len(kept) < len(source.tensors):
+        logger.warning(
+            "%s: %d tensors of %s are left out: they predict tokens after the next one",
+            source.path,
+            len(source.tensors) - len(kept),
+            ", ".join(name.rstrip(".") for name in further),
+        )
+    return kept
 
 
 def _origin(source: HuggingFaceDirectory, padding: int, dtype: torch.dtype | None) -> str:
@@ -184,14 +200,30 @@ class _Reading:
         return FileContent(planned=self._chunks(group, describe), load=load)
 
     def _chunks(self, group: Sequence[Weight], read: Callable[[str], Tensor]) -> dict[str, Chunk]:
-        chunks = {}
+        chunks: dict[str, Chunk] = {}
+        stacks: dict[str, list[tuple[Weight, Tensor]]] = {}
         for weight in group:
+            dtype = None if weight.keeps_dtype else self._dtype
             parts = weight.to_ours(read(self._matched[weight.name]))
             for name, value in zip(weight.ours, parts, strict=True):
-                chunks[name] = whole(value.to(self._dtype or value.dtype).contiguous())
+                own = value.to(dtype or value.dtype)
+                if weight.expert is None:
+                    chunks[name] = whole(own.contiguous())
+                else:
+                    stacks.setdefault(name, []).append((weight, own))
+        chunks |= {name: _stack(matrices) for name, matrices in stacks.items()}
         if self._tied and EMBEDDING in chunks:
             chunks[EMBEDDING] = replace(chunks[EMBEDDING], aliases=(HEAD,))
         return chunks
+
+
+def _stack(matrices: Sequence[tuple[Weight, Tensor]]) -> Chunk:
+    """Return the chunk of neighbouring experts."""
+    first = matrices[0][0]
+    stacked = torch.stack([matrix for _, matrix in matrices])
+    shape = (first.num_experts, *stacked.shape[1:])
+    assert first.expert is not None
+    return Chunk(tensor=stacked, full_shape=shape, offsets=(first.expert, 0, 0))
 
 
 def _tensor_problems(

@@ -20,23 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_megatron._torch import SAFETENSORS_DTYPES
 from lightning_megatron.errors import CheckpointError, DamagedCheckpointError
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +49,7 @@ class SafetensorsFile:
         tensors: shape and dtype of its tensors, by name.
 
     Raises:
-        DamagedCheckpointError: the file is not a safetensors file, or has a dtype not in `DTYPES`.
+        DamagedCheckpointError: the file is not a safetensors file, or has another dtype.
         CheckpointError: the file cannot be read.
     """
 
@@ -73,13 +60,13 @@ class SafetensorsFile:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 entry = file.get_slice(name)
                 dtype = entry.get_dtype()
-                if dtype not in DTYPES:
+                if dtype not in SAFETENSORS_DTYPES:
                     raise DamagedCheckpointError(
                         f"{path.name}: {name} has dtype {dtype!r}; dtypes that are read: "
-                        f"{', '.join(DTYPES)}"
+                        f"{', '.join(SAFETENSORS_DTYPES)}"
                     )
                 shape = tuple(entry.get_shape())
-                self.tensors[name] = TensorInfo(dtype=DTYPES[dtype], shape=shape)
+                self.tensors[name] = TensorInfo(dtype=SAFETENSORS_DTYPES[dtype], shape=shape)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor.

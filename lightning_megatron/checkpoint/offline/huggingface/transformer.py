@@ -73,13 +73,18 @@ def config_of(
     if isinstance(stored, TransformerConfig):
         return stored
     if isinstance(stored, dict) and stored.keys() <= TransformerConfig.__dataclass_fields__.keys():
-        return TransformerConfig(**stored)
+        return TransformerConfig.from_fields(stored)
     if theirs is not None:
         return config_from_hugging_face(theirs)
     raise ConfigError(
         f"{reader.directory} has no hyper-parameter 'config' with the sizes of a Transformer; "
         "nearest valid: config=TransformerConfig(...), or like= a model directory of these sizes"
     )
+
+
+def holds_transformer(reader: CheckpointReader) -> bool:
+    """Whether the module that was saved has a `Transformer`."""
+    return any(name.endswith(EMBEDDING) for name in reader.model_names())
 
 
 def transformer_prefix(reader: CheckpointReader) -> str:
@@ -92,6 +97,7 @@ def transformer_prefix(reader: CheckpointReader) -> str:
     if len(found) != 1:
         raise ConfigError(
             f"{reader.directory} has {len(found)} tensors named {EMBEDDING}: must be one; nearest "
-            "valid: the checkpoint of a module with one Transformer"
+            "valid: the checkpoint of a module with one Transformer, or, for an adopted model of "
+            "transformers, --like its model directory"
         )
     return found[0]

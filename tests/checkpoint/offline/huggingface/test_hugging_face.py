@@ -39,7 +39,7 @@ from tests.models.hub_models import (
     hub_model,
     logits_of,
     some_tokens,
-    use_norms_in_full_precision,
+    use_full_precision,
 )
 from tests.parity.jobs import quiet_trainer
 
@@ -91,7 +91,7 @@ def test_round_trip(name, saved, tmp_path):
         tmp_path / "back", dtype=torch.float64, local_files_only=True
     )
     assert type(again) is type(hub_model(name))
-    logits = logits_of(use_norms_in_full_precision(again.eval()), some_tokens())
+    logits = logits_of(use_full_precision(again.eval()), some_tokens())
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -135,6 +135,36 @@ def test_like_takes_over_tokenizer_and_special_tokens(saved, tmp_path):
     assert (back["model_type"], back["eos_token_id"]) == ("mistral", 7)
     assert (tmp_path / "back/tokenizer.json").read_text() == "{}"
     assert not (tmp_path / "back/pytorch_model.bin").exists()
+
+
+def test_modules_that_predict_a_second_token_are_left_out(saved, tmp_path, caplog):
+    theirs = saved("deepseek_v3")
+    state = stored_tensors(theirs)
+    further = {
+        name.replace("layers.1.", "layers.2."): value
+        for name, value in state.items()
+        if "layers.1." in name
+    }
+    rewrite(theirs, lambda state: state.update(further))
+    edit_json(theirs / "config.json", lambda c: c.update(num_nextn_predict_layers=1))
+    config = import_hugging_face(theirs, tmp_path / "a.ckpt")
+    assert config.num_layers == 2
+    assert f"{len(further)} tensors of model.layers.2 are left out" in caplog.text
+    edit_json(theirs / "config.json", lambda c: c.update(num_nextn_predict_layers=0))
+    with pytest.raises(ConfigError, match="model.layers.2.*: not the name of a weight"):
+        import_hugging_face(theirs, tmp_path / "b.ckpt")
+
+
+def test_a_bias_of_the_choice_keeps_its_format(saved, tmp_path):
+    import_hugging_face(saved("deepseek_v3"), tmp_path / "a.ckpt", dtype=torch.bfloat16)
+    state = load_full_state_dict(tmp_path / "a.ckpt")
+    bias = state.pop("trunk.layers.1.mlp.router.bias")
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    assert bias.dtype == torch.float64  # that of the file
+    export_hugging_face(tmp_path / "a.ckpt", tmp_path / "back", dtype=torch.float16)
+    back = stored_tensors(tmp_path / "back")
+    assert back["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float64
+    assert back["model.layers.1.mlp.gate.weight"].dtype == torch.float16
 
 
 def edit_json(file, change):
@@ -356,7 +386,7 @@ def test_the_model_is_never_in_memory_as_a_whole(tmp_path):
     assert all(torch.equal(v, found[n]) for n, v in load_file(theirs / "model.safetensors").items())
 
 
-def _train_from(path, labels):
+def _train_from(path, labels, ep):
     """Two steps from the imported weights under two layouts; first losses and weights."""
     found = []
     for options in (
@@ -372,7 +402,7 @@ def _train_from(path, labels):
 
         module.validation_step = look
         module.on_train_batch_end = lambda out, *_, losses=losses: losses.append(out["loss"].item())
-        strategy = MegatronStrategy(**options)
+        strategy = MegatronStrategy(**options, ep=ep)
         trainer = quiet_trainer(
             strategy,
             max_steps=2,
@@ -389,13 +419,14 @@ def _train_from(path, labels):
     return found
 
 
-def test_training_starts_from_the_weights_under_any_layout(pool, saved, tmp_path):
+@pytest.mark.parametrize(("name", "ep"), [("qwen3, tied", 1), ("deepseek_v3", 2)])
+def test_training_starts_from_the_weights_under_any_layout(pool, saved, tmp_path, name, ep):
     path = tmp_path / "a.ckpt"
-    import_hugging_face(saved("qwen3, tied"), path, pad_vocab_to_multiple=8)
+    import_hugging_face(saved(name), path, pad_vocab_to_multiple=8)
     tokens = some_tokens()
-    logits = logits_of(hub_model("qwen3, tied"), tokens)
+    logits = logits_of(hub_model(name), tokens)
     expected = cross_entropy(logits.flatten(0, 1), tokens.roll(1, 0).flatten()).item()
-    for by_layout in pool.run(4, _train_from, path, tokens):
+    for by_layout in pool.run(4, _train_from, path, tokens, ep):
         (first, steps, _), (second, again, texts) = by_layout
         assert first[0] == pytest.approx(expected, rel=1e-10)
         assert first == pytest.approx(second, rel=1e-10)
@@ -404,8 +435,9 @@ def test_training_starts_from_the_weights_under_any_layout(pool, saved, tmp_path
         trained = load_transformer(tmp_path / "1.ckpt")
         assert torch.equal(texts[1], generate(trained, tokens[:, :3], 6))
     assert stored_config(tmp_path / "0.ckpt").vocab_padding == 3
-    export_hugging_face(tmp_path / "0.ckpt", tmp_path / "tp and pp", model_type="qwen3")
-    export_hugging_face(tmp_path / "1.ckpt", tmp_path / "zero", model_type="qwen3")
+    kind = hub_model(name).config.model_type
+    export_hugging_face(tmp_path / "0.ckpt", tmp_path / "tp and pp", model_type=kind)
+    export_hugging_face(tmp_path / "1.ckpt", tmp_path / "zero", model_type=kind)
     one, other = stored_tensors(tmp_path / "tp and pp"), stored_tensors(tmp_path / "zero")
     torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     assert one["model.embed_tokens.weight"].shape[0] == VOCABULARY

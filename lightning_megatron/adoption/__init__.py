@@ -1,0 +1,1 @@
+"""Adoption of models of other libraries: `adopt`."""

@@ -1,0 +1,302 @@
+"""Low-rank adapters of PEFT on layers that are split over tp.
+
+PEFT puts ``lora.Linear`` in the place of a linear layer ``W`` and adds ``B(A(x))`` to ``W(x)``,
+with ``A`` of shape ``[r, in]`` and ``B`` of shape ``[out, r]``. Its layers stay; what follows from
+the split of ``W`` is in a class of ours in front of the classes of ``A`` and ``B``
+(`adoption.classes`), so that names, shapes and files are PEFT's:
+
+============  ================================================  ====================================
+base layer    ``A``                                             ``B``
+============  ================================================  ====================================
+column        whole on every rank; its gradient is a part of a  split by output features as ``W`` is
+              sum, as each rank's ``B`` sees a part of it
+row           split by input features as ``W`` is, and summed   whole; its gradient is exact
+embedding     whole, exact                                      whole, exact
+replicated    whole, exact                                      whole, exact
+============  ================================================  ====================================
+
+Base layer and ``A`` of a column-parallel layer share the sum of the gradient of ``x`` with all
+column-parallel layers that take the same ``x`` (and its gather, under sequence parallelism), so
+adapters add no collective in a forward or backward; the gradient of ``A`` takes part in the one sum
+of partial gradients at the end of a step. At a row-parallel layer they add one sum of
+``[b, s, r]``.
+
+Adapters may come before or after `adopt`. Before: `adopt` looks through them
+(`without_adapters`). After: the strategy calls `join_adapters` before it plans.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_megatron.adoption.classes import become, own_class
+from lightning_megatron.adoption.fused import AdoptedFused, as_fused
+from lightning_megatron.adoption.linear import (
+    AdoptedColumn,
+    AdoptedEmbedding,
+    AdoptedRow,
+    Summed,
+    as_column,
+    as_row,
+    as_summed,
+    entered_once,
+)
+from lightning_megatron.adoption.magnitude import as_magnitude
+from lightning_megatron.adoption.own_layers import join_own
+from lightning_megatron.layers.base import ParallelLayer
+from lightning_megatron.layers.dropout import random_stream
+from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.layers.splits import split_of, whole
+from lightning_megatron.topology.mesh import Topology
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the model that a ``PeftModel`` surrounds; any other module unchanged."""
+    peft = sys.modules.get("peft.peft_model")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    base: nn.Module = model.get_base_model()
+    return base
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Context in which ``model`` has the layers that adapters surround in the place of these.
+
+    Whatever is put in the place of such a layer meanwhile is what the adapter surrounds afterwards.
+    """
+    with _swapped([(parent, leaf, *_inside(adapter)) for parent, leaf, adapter in _places(model)]):
+        yield
+
+
+def copied(model: nn.Module) -> list[str]:
+    """Names of the adapters that train copies of whole modules (``modules_to_save``)."""
+    names = {name: None for _, _, adapter in _places(model) for name in _copies(adapter)}
+    return list(names)
+
+
+@contextmanager
+def with_copies(model: nn.Module, adapter_name: str) -> Iterator[list[str]]:
+    """Context in which ``model`` has the copies of an adapter in the place of their originals.
+
+    Yields:
+        Names of the copies in the model.
+    """
+    found = [place for place in _places(model) if adapter_name in _copies(place[2])]
+    names = {id(module): name for name, module in model.named_modules()}
+    copies = [names[id(adapter)] for _, _, adapter in found]
+    places = [(parent, leaf, _copies(adapter), adapter_name) for parent, leaf, adapter in found]
+    with _swapped(places):
+        yield copies
+
+
+@contextmanager
+def _swapped(places: Sequence[tuple[nn.Module, str, nn.Module, str]]) -> Iterator[None]:
+    """Context in which modules of parents are those under a name of other modules instead."""
+    before = [parent._modules[leaf] for parent, leaf, _, _ in places]
+    for parent, leaf, holder, name in places:
+        parent._modules[leaf] = holder._modules[name]
+    try:
+        yield
+    finally:
+        for (parent, leaf, holder, name), adapter in zip(places, before, strict=True):
+            holder._modules[name] = parent._modules[leaf]
+            parent._modules[leaf] = adapter
+
+
+def _places(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield parent, name in it, and module, of every outermost adapter."""
+    for leaf, child in module._modules.items():
+        if child is None:
+            continue
+        if _is_adapter(child):
+            yield module, leaf, child
+        else:
+            yield from _places(child)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return is_tuner(module) or _is_wrapper(module)
+
+
+def is_tuner(module: nn.Module) -> bool:
+    """Whether a module is a layer of one of PEFT's methods around another layer."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    return peft is not None and isinstance(module, peft.BaseTunerLayer)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    peft = sys.modules.get("peft.utils.other")
+    return peft is not None and isinstance(module, peft.AuxiliaryTrainingWrapper)
+
+
+def _inside(adapter: nn.Module) -> tuple[nn.Module, str]:
+    """Module and name under which it has what the adapters at one place surround."""
+    holder, name = adapter, "base_layer"
+    if _is_wrapper(adapter):
+        tokens = adapter._modules.get("token_adapter")
+        holder, name = (adapter, "original_module") if tokens is None else (tokens, name)
+    inner = holder._modules[name]
+    assert inner is not None
+    return _inside(inner) if _is_adapter(inner) else (holder, name)
+
+
+def _copies(adapter: nn.Module) -> Any:
+    """Copies of a module by the name of the adapter that trains them; may be empty."""
+    return adapter._modules.get("modules_to_save", {}) if _is_wrapper(adapter) else {}
+
+
+class ColumnAdapter(ParallelLayer):
+    """Class in front of a ``lora.Linear`` around a column-parallel layer.
+
+    What it gives to the layer and to ``A`` has gradients that are summed over tp, once for all that
+    take the same input.
+    """
+
+    @override
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        topology = self.topology
+        if topology is not None and topology.tp.size > 1:
+            base = base_layer(self)
+            assert isinstance(base, AdoptedColumn)
+            x = whole(x) if base.is_whole else entered_once(x, topology.tp)
+        out: Tensor = own_class(self).forward(self, x, *args, **kwargs)
+        return out
+
+
+class AdapterInput(ParallelLayer):
+    """Class in front of ``A`` of a column-parallel layer: ``[..., in]`` to ``[..., r]``.
+
+    Attributes:
+        undivided: number of output features of a base layer that every rank computes whole where tp
+            does not divide it; else None.
+    """
+
+    undivided: int | None
+
+    @override
+    def summed_parameters(self, topology: Topology) -> frozenset[str]:
+        if self.undivided is not None and self.undivided % topology.tp.size:
+            return frozenset()
+        return frozenset(name for name, _ in self.named_parameters(recurse=False))
+
+
+class AdapterOutput(AdoptedColumn):
+    """Class in front of ``B`` of a column-parallel layer: ``[..., r]`` to ``[..., out]``.
+
+    The gradient that it returns is this rank's part of a sum, as is that of ``A``.
+    """
+
+    @override
+    def own_output(self, x: Tensor) -> Tensor:
+        return super().own_output(x) if self.is_whole else self.own_features(x)
+
+
+class FusedAdapterOutput(AdapterOutput, AdoptedFused):
+    """Class in front of ``B`` of a fused column-parallel layer."""
+
+
+class PartDropout(ParallelLayer, nn.Dropout):
+    """Class in front of a dropout before ``A`` whose input is this rank's part of the features.
+
+    Attributes:
+        of_sequence: whether it is a part of the sequence instead, under sequence parallelism only.
+    """
+
+    of_sequence: bool = False
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        topology = self.topology
+        divided = topology is not None and (topology.sequence_parallel or not self.of_sequence)
+        # Whatever is split as a `SplitTensor` draws from that stream itself.
+        with random_stream(topology, sharded=divided and split_of(x) is None):
+            return F.dropout(x, self.p, self.training, self.inplace)
+
+
+class EmbeddingAdapter(nn.Module):
+    """Class in front of a ``lora.Embedding`` around a vocabulary-parallel embedding."""
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """Product that merging adds to this rank's rows."""
+        delta: Tensor = own_class(self).get_delta_weight(self, adapter)  # type: ignore[attr-defined]
+        base = base_layer(self)
+        assert isinstance(base, AdoptedEmbedding)
+        shard = base.tensor_shards.get("weight")
+        if base.topology is None or shard is None or shard.dim is None:
+            return delta
+        return delta.narrow(0, shard.offset, shard.full_shape[0] // base.topology.tp.size)
+
+
+def join_adapters(module: nn.Module) -> None:
+    """Give the parts of all adapters in ``module`` the roles that follow from their base layers.
+
+    Calling it again changes nothing.
+    """
+    for layer in filter(is_tuner, module.modules()):
+        base = base_layer(layer)
+        if is_lora(layer, "Linear"):
+            _join(layer, base)
+        elif is_lora(layer, "Embedding") and isinstance(base, AdoptedEmbedding):
+            become(layer, EmbeddingAdapter)
+
+
+def base_layer(adapter: nn.Module) -> nn.Module:
+    """Return the layer that an adapter surrounds."""
+    holder, name = _inside(adapter)
+    inner = holder._modules[name]
+    assert inner is not None
+    return inner
+
+
+def is_lora(layer: nn.Module, name: str) -> bool:
+    """Whether a layer is of this class of PEFT's LoRA."""
+    return isinstance(layer, getattr(sys.modules.get("peft.tuners.lora.layer"), name, ()))
+
+
+def _join(lora: Any, base: nn.Module) -> None:
+    """Give the parts of one ``lora.Linear`` their roles."""
+    for name in lora.lora_A:
+        a, b, dropout = lora.lora_A[name], lora.lora_B[name], lora.lora_dropout[name]
+        if isinstance(base, AdoptedColumn):
+            become(lora, ColumnAdapter).tensor_shards = {}
+            a = become(a, AdapterInput)
+            a.tensor_shards = {}
+            a.undivided = base.out_features if base.may_stay_whole else None
+            _join_output(b, base)
+        elif isinstance(base, AdoptedRow):
+            as_row(a, input_is_parallel=base.input_is_parallel)
+            if isinstance(dropout, nn.Dropout) and base.input_is_parallel:
+                become(dropout, PartDropout).tensor_shards = {}
+        elif isinstance(base, ColumnParallelLinear | RowParallelLinear):
+            join_own(a, b, base)
+            if isinstance(dropout, nn.Dropout):
+                part = become(dropout, PartDropout)
+                part.tensor_shards = {}
+                part.of_sequence = isinstance(base, ColumnParallelLinear)
+        elif isinstance(base, Summed):
+            as_summed(a, sequence_only=base.sequence_only)
+            as_summed(b, sequence_only=base.sequence_only)
+        if name in lora.lora_magnitude_vector:
+            _join_magnitude(lora.lora_magnitude_vector[name], base)
+
+
+def _join_output(b: nn.Linear, base: AdoptedColumn) -> None:
+    if isinstance(base, AdoptedFused):
+        become(b, FusedAdapterOutput)
+        as_fused(b, base.parts)
+        return
+    become(b, AdapterOutput)
+    as_column(b, units=base.units, gather=base.gather_output, may_stay_whole=base.may_stay_whole)
+
+
+def _join_magnitude(magnitude: nn.Module, base: nn.Module) -> None:
+    if isinstance(base, AdoptedColumn | AdoptedRow):
+        as_magnitude(magnitude, base)
+    elif isinstance(base, Summed):
+        as_summed(magnitude, sequence_only=base.sequence_only)

@@ -1,0 +1,144 @@
+"""Sequences that column-parallel layers gather, and gather again for the gradient of weights.
+
+Under sequence parallelism a column-parallel layer multiplies the whole sequence. Kept for the
+gradient of its weight, that would be what the split was to save (arXiv 2205.05198, section 4.2.2).
+So autograd keeps the part, and the backward gathers once more: once for all layers that take the
+same tensor (q, k and v; gate and up), which an adopted model calls one by one. On CPU the gathered
+tensor is kept, as in `layers.linear_functions`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.comm.collectives import start_gather
+from lightning_megatron.comm.functional import all_gather
+from lightning_megatron.layers import linear_functions
+from lightning_megatron.layers.delayed_wgrad import (
+    WgradFactors,
+    WgradQueue,
+    can_defer,
+    compute_dtype,
+    input_gradient,
+    linear,
+    linear_gradients,
+    output,
+    prepare_gradient,
+    rows,
+    unquantized_gradient,
+)
+from lightning_megatron.layers.gemm import GemmBackend
+from lightning_megatron.topology.axis import Axis
+
+_SOURCE = "_gathered_from"
+
+
+class _Source:
+    """Part of which a tensor was gathered.
+
+    Args:
+        part: this rank's part.
+        axis: ranks that have the parts.
+        dim: dim of the parts.
+
+    Attributes:
+        uses: layers that need the whole for the gradient of their weight.
+    """
+
+    def __init__(self, part: Tensor, axis: Axis, dim: int) -> None:
+        self.part = part.detach()
+        self.axis = axis
+        self.dim = dim
+        self.uses = 0
+        self._left = 0
+        self._held: Tensor | None = None
+
+    def again(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gather ``part``, as autograd has kept it; the last user lets go of the result."""
+        if self._held is None:
+            self._held = start_gather(part.to(dtype), self.axis, self.dim).wait()
+            self._left = self.uses
+        found, self._left = self._held, self._left - 1
+        if self._left == 0:
+            self._held = None
+        return found
+
+
+def gathered(part: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Gather a tensor for `linear_of_gathered`; its gradient is a sum over the ranks."""
+    whole = all_gather(part, axis, dim)
+    if (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and linear_functions.regathers(part)
+    ):
+        setattr(whole, _SOURCE, _Source(part, axis, dim))
+    return whole
+
+
+def linear_of_gathered(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    wgrad_queue: WgradQueue | None,
+    gemm: GemmBackend | None = None,
+) -> Tensor:
+    """`layers.delayed_wgrad.linear` of a tensor, perhaps a `gathered` one, which is not kept."""
+    source: _Source | None = getattr(x, _SOURCE, None)
+    if source is None:
+        return linear(x, weight, bias, wgrad_queue, gemm)
+    if wgrad_queue is not None and not (wgrad_queue.enabled and can_defer((weight, bias))):
+        wgrad_queue = None
+    y: Tensor = _LinearOfGathered.apply(  # type: ignore[no-untyped-call]
+        x, source.part, weight, bias, source, wgrad_queue, gemm
+    )
+    return y
+
+
+class _LinearOfGathered(Function):
+    """``x, part, weight, bias -> y``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        part: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        source: _Source,
+        wgrad_queue: WgradQueue | None,
+        gemm: GemmBackend | None,
+    ) -> Tensor:
+        x = x.to(compute_dtype(x))
+        ctx.source = source
+        ctx.dtype = x.dtype
+        ctx.shape = x.shape
+        ctx.wgrad_queue = wgrad_queue
+        ctx.parameters = weight, bias
+        ctx.gemm = gemm
+        ctx.save_for_backward(part, weight)
+        source.uses += any(ctx.needs_input_grad[2:4])
+        y, ctx.kept = output(x, weight, gemm, bias)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        needs, gemm = ctx.needs_input_grad, ctx.gemm
+        gradient = prepare_gradient(rows(grad), ctx.kept, gemm)
+        grad_x = None
+        if needs[0]:
+            grad_x = input_gradient(gradient, weight, ctx.dtype, gemm).view(ctx.shape)
+        wide_no = unquantized_gradient(rows(grad), ctx.parameters[1], gemm)
+        source, dtype = ctx.source, ctx.dtype
+
+        def factors() -> list[WgradFactors]:
+            x_ni = rows(source.again(part, dtype))
+            return [WgradFactors(wide_no, x_ni, gradient, gemm)]
+
+        gradients = linear_gradients(ctx.parameters, needs[2:4], factors, ctx.wgrad_queue)
+        return grad_x, None, *gradients, None, None, None

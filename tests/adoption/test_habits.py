@@ -1,0 +1,97 @@
+"""What a user writes around an adopted model: plain Lightning's numbers, or an error of ours."""
+
+import math
+import re
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_megatron import MegatronStrategy, gather
+from lightning_megatron.testing import WorkerError, WorkerPool
+from tests.adoption.habits import HABITS
+from tests.adoption.harness import KeepDouble, fit
+from tests.parity.comparison import Found, check_found
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp": (2, {"tp": 2}),
+    "tp sp": (2, {"tp": 2, "sequence_parallel": True}),
+    "pp": (2, {"pp": 2, "num_microbatches": 1}),
+    "zero 3": (2, {"zero": 3}),
+    "cp": (2, {"cp": 2}),
+}
+_NORM = r"embed_tokens\.weight: norm along dimensions was called .* this rank holds a part"
+_TP = {"Normalises": _NORM}
+REFUSED: dict[str, dict[str, str]] = {
+    "tp": _TP,
+    "tp sp": _TP,
+    "zero 3": _TP,
+    "cp": {"Hooked": r"self\.sizes: items of the PipelineSequential leave tensors there"},
+    "pp": {
+        "Embedded": r"calls its item 'model\.layers\.0' where 'model\.embed_tokens' would be next",
+        "Hidden": r"output_hidden_states=True: a pipeline stage has the outputs of its own layers",
+        "Hooked": r"self\.sizes: items of the PipelineSequential on pipeline rank 0 leave tensors",
+        "Normalises": r"item 'model\.embed_tokens' .* is on pipeline stage 0",
+        "NotesNorms": r"item 'model\.layers\.0' .* is on pipeline stage 0",
+        "Twice": r"called its PipelineSequential twice",
+        "Teacher": r"pp=2: the module holds 2 PipelineSequentials \(lm, teacher\)",
+        "ValueHead": r"is on pipeline stage 1; it can only be reached",
+        "ByHand": r"pp=2, automatic_optimization=False",
+        "Skips": r"calls its item 'model\.norm' where 'model\.layers\.2' would be next",
+    },
+}
+
+
+def _trained(name: str, strategy: Any, world: int, copies: int, *, adopted: bool) -> Found:
+    L.seed_everything(5, verbose=False)
+    module = HABITS[name](adopted, copies)
+    with KeepDouble():
+        trainer = fit(module, strategy, world)
+    weights = gather(module) if adopted else module.state_dict()
+    logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    return weights, module.notes, logged
+
+
+def job(names: list[str], options: dict[str, Any], world: int) -> dict[str, Found]:
+    """What each module trained, noted and logged."""
+    copies = world // math.prod(options.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    return {
+        name: _trained(name, MegatronStrategy(**options), world, copies, adopted=True)
+        for name in names
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Found]:
+    return {name: _trained(name, "auto", 1, 1, adopted=False) for name in HABITS}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in ("tp sp", "zero 3") else ())
+        for name in LAYOUTS
+    ],
+)
+def test_habits_train_as_in_one_process(
+    layout: str, expected: dict[str, Found], pool: WorkerPool
+) -> None:
+    world, options = LAYOUTS[layout]
+    names = [name for name in HABITS if name not in REFUSED[layout]]
+    found = pool.run(world, job, names, options, world)[0]
+    for name in names:
+        check_found(name, found[name], expected[name], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), [(layout, name) for layout, names in REFUSED.items() for name in names]
+)
+def test_other_habits_end_in_an_error_that_says_what_to_do(
+    layout: str, name: str, pool: WorkerPool
+) -> None:
+    world, options = LAYOUTS[layout]
+    with pytest.raises(WorkerError) as info:
+        pool.run(world, job, [name], options, world)
+    said = " ".join(failure.summary for failure in info.value.failures)
+    said += " ".join(failure.traceback or "" for failure in info.value.failures)
+    assert re.search(REFUSED[layout][name], said, re.DOTALL)
