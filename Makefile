@@ -59,12 +59,14 @@ gpu:
 	exit $$failed
 
 # One file per torch and set of extras says that they are installed.
+# litdata asks for torchvision, whose ordinary wheel does not load beside a CPU build of torch.
 .venv/train-$(TORCH): EXTRAS = monitor
 .venv/dev-$(TORCH): EXTRAS = dev
 .venv/train-$(TORCH) .venv/dev-$(TORCH): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > .venv/constraints.txt
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt $(PIP_ARGS) -e '.[$(EXTRAS)]'
+	$(if $(filter dev,$(EXTRAS)),$(BIN)/python -m pip install --quiet $(PIP_ARGS) --no-deps litdata==0.2.76)
 	rm -f $(filter-out %-$(TORCH),$(wildcard .venv/train-* .venv/dev-*))
 	touch $@
 
