@@ -1,0 +1,1 @@
+"""Text and conversations of files as tokens on disk."""
