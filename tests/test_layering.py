@@ -40,6 +40,7 @@ LAYERS = {
     "monitoring/sections": 1,  # what a rank is doing
     "launch": 1,  # how processes find each other
     "data/__init__": 1,
+    "data/tokens": 1,  # files of token numbers: numpy only
     # 2: bytes on wires, and what follows from events
     "comm": 2,
     "monitoring/goodput": 2,
@@ -128,6 +129,7 @@ PURE = (
     "schedules/partition",
     "schedules/layout_string",
     "schedules/repartition",
+    "data/tokens/manifest",
     "layers/context_choice",
     "layers/experts/config",
     "models/config",
