@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
     from lightning_megatron.checkpoint.offline.upcycle import upcycle
     from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
+    from lightning_megatron.data.collate import Fragments, Pad
+    from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
     from lightning_megatron.errors import ConfigError
@@ -100,11 +102,13 @@ _HOMES = {
     "FaultTolerance": "fault_tolerance.suite",
     "Fp16Precision": "precision.fp16",
     "Fp8Precision": "precision.fp8",
+    "Fragments": "data.collate",
     "GradientMonitor": "monitoring.gradients",
     "GradientNoiseScale": "monitoring.noise_scale",
     "HangDetector": "fault_tolerance.hangs.detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
+    "LengthGrouped": "data.lengths",
     "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
@@ -113,6 +117,7 @@ _HOMES = {
     "MemoryMonitor": "monitoring.memory",
     "Monitor": "monitoring.monitor",
     "NumberGuard": "fault_tolerance.numbers.guard",
+    "Pad": "data.collate",
     "ParameterNorm": "monitoring.parameter_norm",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "monitoring.pipeline_monitor",
@@ -131,6 +136,7 @@ _HOMES = {
     "SlowRankDetector": "fault_tolerance.slow_ranks.detector",
     "SpikeConfig": "fault_tolerance.numbers.spikes",
     "ThroughputMonitor": "monitoring.throughput",
+    "TokenBudget": "data.lengths",
     "WorkerGuard": "fault_tolerance.workers.guard",
     "convert_to_lightning": "checkpoint.offline.export",
     "export_hugging_face": "checkpoint.offline.huggingface.export_model",
@@ -165,12 +171,14 @@ __all__ = [
     "FaultTolerance",
     "Fp16Precision",
     "Fp8Precision",
+    "Fragments",
     "GradientMonitor",
     "GradientNoiseScale",
     "HangDetector",
     "TransformerConfig",
     "TextDataModule",
     "LanguageModel",
+    "LengthGrouped",
     "LocalCheckpointConfig",
     "LoggerGuard",
     "MegatronStrategy",
@@ -178,6 +186,7 @@ __all__ = [
     "MemoryMonitor",
     "Monitor",
     "NumberGuard",
+    "Pad",
     "ParameterNorm",
     "PipelineConfig",
     "PipelineMonitor",
@@ -196,6 +205,7 @@ __all__ = [
     "SlowRankDetector",
     "SpikeConfig",
     "ThroughputMonitor",
+    "TokenBudget",
     "WorkerGuard",
     "convert_to_lightning",
     "export_hugging_face",
