@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.communication import CommunicationMonitor
     from lightning_megatron.monitoring.console import ConsoleLine
     from lightning_megatron.monitoring.context_monitor import ContextMonitor
+    from lightning_megatron.monitoring.data_monitor import DataMonitor
     from lightning_megatron.monitoring.event_log import EventLogWriter
     from lightning_megatron.monitoring.expert_monitor import ExpertMonitor
     from lightning_megatron.monitoring.gradients import GradientMonitor
@@ -96,6 +97,7 @@ _HOMES = {
     "ConsoleLine": "monitoring.console",
     "ContextConfig": "topology.context_layout",
     "ContextMonitor": "monitoring.context_monitor",
+    "DataMonitor": "monitoring.data_monitor",
     "EventLogWriter": "monitoring.event_log",
     "ExpertConfig": "topology.expert_layout",
     "ExpertMonitor": "monitoring.expert_monitor",
@@ -165,6 +167,7 @@ __all__ = [
     "ConsoleLine",
     "ContextConfig",
     "ContextMonitor",
+    "DataMonitor",
     "EventLogWriter",
     "ExpertConfig",
     "ExpertMonitor",

@@ -190,6 +190,11 @@ class TokenBudget(Sampler[list[int]]):
         """Epoch whose order is read."""
         return self._epoch
 
+    @property
+    def sampler(self) -> "TokenBudget":
+        """Itself: Lightning tells the epoch to the sampler of a batch sampler only."""
+        return self
+
     def divided(self, rank: int, ranks: int) -> "TokenBudget":
         """Return a sampler of one rank's part of the same batches.
 
