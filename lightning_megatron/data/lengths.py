@@ -17,8 +17,8 @@ samples of about the same lengths, and each has a part of every batch: equally m
 The position in an epoch is a number of batches, which means the same under any number of ranks.
 
 How batches are made. Samples are sorted by length, once. From the longest on, samples whose lengths
-differ by at most ``max_padding`` form a group; where they do not suffice for a batch, it has one
-batch. Its batches have as many samples as the budget allows for its longest one, rounded down to a
+differ by at most ``max_padding`` form a group; where they do not suffice for two batches, it has
+more. Its batches have as many samples as the budget allows for its longest one, rounded down to a
 multiple of ``samples_multiple``, and what does not fill a batch belongs to the next group. Each
 epoch shuffles the samples within each group, and then the batches of all groups. Batch sizes and
 the number of batches are therefore equal in all epochs, which Lightning, having asked for the
@@ -299,7 +299,8 @@ class TokenBudget(Sampler[list[int]]):
             size = min(self._budget // longest // multiple * multiple, end - stop)
             shortest = longest * (1 - self._max_padding)
             similar = int(np.searchsorted(-self._padded[stop:end], -shortest, "right"))
-            count = max(similar // size, 1)
+            # Two at least, or the longest samples would meet in the same batches in all epochs.
+            count = min(max(similar // size, 2), (end - stop) // size)
             stop += count * size
             groups.append(_Group(stop, (size,) * count))
         if rest and not self._drop_last:

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_megatron.data.collate import LENGTHS
 from lightning_megatron.errors import raise_if_any, whole_numbers
-from lightning_megatron.monitoring.rank_stats import gather_stats, number_device, rank_metrics_of
+from lightning_megatron.monitoring.rank_stats import gather_stats, number_device
 from lightning_megatron.monitoring.throughput import data_parallel_size, seconds_saving
 
 
@@ -121,7 +121,6 @@ class DataMonitor(pl.Callback):
             "longest": 0.0 if self._longest is None else float(self._longest),
         }
         found = gather_stats(mine, number_device(trainer))
-        rank_metrics_of(trainer).put("data/wait_s", found["wait"].values)
         values = {"data/wait_s": found["wait"].highest}
         padded, tokens = found["padded"].mean, found["tokens"].mean
         if padded:
