@@ -34,6 +34,7 @@ _COMMANDS = {
     "adopt": "say how a model of another library would be split",
     "data": "show and verify tokens on disk, time a datamodule",
     "ckpt": "list, show and verify checkpoints",
+    "preprocess": "turn text into tokens on disk",
     "schedule": "draw a pipeline schedule and say what it costs",
     "context": "say what attention sends when sequences are split over GPUs",
     "report": "make an HTML page of a run from the events it left",
