@@ -50,7 +50,7 @@ class TextRanges:
     def __init__(self, path: str, compressed: bool, separator: bytes | None) -> None:
         self.path = path
         self._separator = separator
-        opened = gzip.open(path) if compressed else Path(path).open("rb")
+        opened = gzip.open(path) if compressed else Path(path).open("rb")  # noqa: SIM115 (closed by `close`)
         self._file = cast(BinaryIO, opened)
         self._buffer = bytearray()
         # The next record begins at byte `cursor` of the buffer, byte `base + cursor` of the text.
