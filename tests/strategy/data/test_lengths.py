@@ -185,3 +185,23 @@ def test_evaluation_counts_each_sample_once(pool: WorkerPool) -> None:
     assert one == again
     for found in pool.run(2, evaluate_twice, {"zero": 1}, 2):
         assert found == [(pytest.approx(one[0], rel=1e-6), one[1])] * 2  # means are float32
+
+
+class Indices(Reader):
+    """Predicts which samples it reads."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch["index"].tolist()
+
+
+def predict(layout: Mapping[str, Any], devices: int) -> Any:
+    module = Indices("budget", 1)
+    return make_trainer(layout, devices).predict(module, module.train_dataloader())
+
+
+def test_predictions_are_divided_like_batches(pool: WorkerPool) -> None:
+    """Lightning divides no batch sampler, and each rank would predict for all samples."""
+    [alone] = pool.run(1, predict, {}, 1)
+    parts = pool.run(2, predict, {"zero": 1}, 2)
+    assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == [sorted(one) for one in alone]
+    assert sorted(sum(alone, [])) == list(range(len(LENGTHS)))
