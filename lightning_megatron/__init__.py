@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
+    from lightning_megatron.data.token_data import TokenData
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.fault_tolerance.hangs.detector import HangDetector
     from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard
@@ -105,6 +106,7 @@ _HOMES = {
     "HangDetector": "fault_tolerance.hangs.detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
+    "TokenData": "data.token_data",
     "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
@@ -170,6 +172,7 @@ __all__ = [
     "HangDetector",
     "TransformerConfig",
     "TextDataModule",
+    "TokenData",
     "LanguageModel",
     "LocalCheckpointConfig",
     "LoggerGuard",
