@@ -45,10 +45,13 @@ LAYERS = {
     "comm": 2,
     "monitoring/goodput": 2,
     "data/blend": 1,  # arithmetic
-    "data/packing": 1,
-    "data/sampler": 2,
-    "data/packed": 2,
     "data/blended": 2,
+    "data/collate": 2,
+    "data/lengths": 2,
+    "data/packed": 2,
+    "data/packing": 1,
+    "data/preprocessing": 2,  # text to tokens on disk, without torch
+    "data/sampler": 2,
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "fault_tolerance": 2,  # mechanisms without Lightning: what notices faults and survives them
     "testing": 2,  # starts processes; knows no layer and no strategy

@@ -2,6 +2,8 @@
 
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
 * Datamodule of token files, one corpus or a blend: `TokenData`; its dataset: `PackedTokens`
+* Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
+  and pieces of long samples: `Pad`, `Fragments`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_megatron.data.collate import Fragments, Pad
+    from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.packed import PackedTokens
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
@@ -19,17 +23,25 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ByteWindows": "text",
+    "Fragments": "collate",
+    "LengthGrouped": "lengths",
     "PackedTokens": "packed",
+    "Pad": "collate",
     "ResumableSampler": "sampler",
     "TextDataModule": "text",
+    "TokenBudget": "lengths",
     "TokenData": "token_data",
 }
 
 __all__ = [
     "ByteWindows",
+    "Fragments",
+    "LengthGrouped",
     "PackedTokens",
+    "Pad",
     "ResumableSampler",
     "TextDataModule",
+    "TokenBudget",
     "TokenData",
 ]
 
