@@ -109,14 +109,14 @@ def alone(pool: WorkerPool, folder: str) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("dp", "workers", "options"),
-    [(2, 2, {}), (2, 0, {"pipeline_parallel_size": 2, "num_microbatches": 2})],
+    [(2, 2, {}), (2, 0, {"pp": 2, "num_microbatches": 2})],
     ids=["dp2", "pp2 dp2"],
 )
 def test_order_is_that_of_one_process(
     pool: WorkerPool, folder: str, alone: Any, dp: int, workers: int, options: dict[str, Any]
 ) -> None:
     run = Run(folder, 16, dp=dp, workers=workers, stages=STAGED)
-    world = dp * options.get("pipeline_parallel_size", 1)
+    world = dp * options.get("pp", 1)
     assert batches(pool.run(world, train, run, options)) == alone
 
 
@@ -145,7 +145,7 @@ def test_weights_that_change_between_two_runs(
 
 
 def test_several_validation_sets_by_name(pool: WorkerPool, folder: str) -> None:
-    (_, _, metrics, _), *_ = pool.run(2, train, Run(folder, 40, dp=2, validates=True), {})
+    (_, _, metrics, _), *_ = pool.run(2, train, Run(folder, 12, dp=2, validates=True), {})
     for name in ("web", "code"):
         assert metrics[f"val_loss/{name}"] > 0
         expected = torch.tensor(metrics[f"val_loss/{name}"]).exp().item()
