@@ -100,7 +100,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 STAGED = ((20, (0.2, 0.8)),)
 
 
-
 @pytest.fixture(scope="module")
 def alone(pool: WorkerPool, folder: str) -> list[list[list[int]]]:
     """Batches of one process, over several epochs of the blend."""
