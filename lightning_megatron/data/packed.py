@@ -201,8 +201,13 @@ class _Pieces:
         lengths = np.diff(filled[ends - 1], prepend=0)
         starts = np.arange(len(indices)) * self._capacity
         at = filled - sizes + np.repeat(starts - (filled[ends - 1] - lengths), counts)
-        tokens = np.empty((len(indices), self._capacity), dtype=np.int64)
-        flat = tokens.reshape(-1)
+        names = ("tokens", "labels", *(("documents",) if self._documents else ()))
+        # One block: the next one gets the same pages again. Of several, the pages would go back to
+        # the system each time, and mapping them costs more than all of the copying.
+        block = np.empty((len(names), len(indices), self._capacity), dtype=np.int64)
+        batch = dict(zip(names, block, strict=True))
+        tokens, labels = batch["tokens"], batch["labels"]
+        flat, targets = tokens.reshape(-1), labels.reshape(-1)
         spans = [*zip(at.tolist(), sizes.tolist(), places.tolist(), strict=True)]
         views = [self._at(place) for *_, place in spans]
         for (first, size, _), (view, _, place) in zip(spans, views, strict=True):
@@ -211,8 +216,6 @@ class _Pieces:
         for row in short:
             tokens[row, lengths[row] :] = self._padding
         self._check(flat, spans)
-        labels = np.empty_like(tokens)
-        targets = labels.reshape(-1)
         targets[:-1] = flat[1:]
         last = at + sizes - 1
         targets[last] = IGNORED
@@ -220,17 +223,17 @@ class _Pieces:
             view, _, place = views[piece]
             targets[last[piece]] = view[place + spans[piece][1]]
         for (first, size, _), (_, answers, place) in zip(spans, views, strict=True):
-            if answers is not None:
+            if answers is not None:  # of the tokens that are the labels
                 none = answers[place + 1 : place + size + 1] == 0
                 targets[first : first + len(none)][none] = IGNORED
         for row in short:
             labels[row, lengths[row] :] = IGNORED
-        batch = {"tokens": tokens, "labels": labels}
         if self._documents:
-            batch["documents"] = np.repeat(counts, self._capacity).reshape(tokens.shape)
-            numbers = batch["documents"].reshape(-1)
+            documents = batch["documents"].reshape(-1)
             for (first, size, _), document in zip(spans, number.tolist(), strict=True):
-                numbers[first : first + size] = document
+                documents[first : first + size] = document
+            for row in short:
+                batch["documents"][row, lengths[row] :] = counts[row]
         return Rows({name: torch.from_numpy(array) for name, array in batch.items()})
 
     def _at(self, place: int) -> tuple[Any, Any, int]:
