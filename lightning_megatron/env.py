@@ -1,6 +1,8 @@
 """The only file that reads environment variables."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -181,3 +183,14 @@ def error_file() -> str | None:
 def expanded(path: str) -> str:
     """Return a path in which variables of this process' environment have their values."""
     return os.path.expandvars(path)
+
+
+@contextmanager
+def of_world_size(size: int) -> Iterator[None]:
+    """Have who asks the environment for the number of processes be told another one."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(size)
+    try:
+        yield
+    finally:
+        restore({"WORLD_SIZE": before})

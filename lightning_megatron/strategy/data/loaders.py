@@ -17,6 +17,7 @@ from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
 from lightning_megatron.strategy.data.sharding import share_of
+from lightning_megatron.strategy.data.streams import tell_rank
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
@@ -46,10 +47,13 @@ class DataLoading:
 
     def prepare(self, dataloader: object, trainer: Trainer, topology: Topology) -> object:
         """The loader with this rank's share of the samples, and its random streams."""
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        seed = env.global_seed() or 0
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if not isinstance(dataloader, DataLoader):
+            if fitting and trainer.training and makes_training_loader(trainer):
+                self.position.follow(dataloader, trainer, topology)
+            return dataloader
+        tell_rank(dataloader.dataset, topology)
+        seed = env.global_seed() or 0
         # The training loader comes first.
         if fitting and trainer.training and makes_training_loader(trainer):
             return self.position.prepare(dataloader, trainer, topology, seed, divide=self._divides)

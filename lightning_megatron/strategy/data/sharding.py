@@ -174,12 +174,14 @@ def share_of(
         batch_size=sizes.batch_size or 1,
         drop_last=sizes.drop_last,
     )
+    if _is_torchdatas(batches):  # `StatefulDataLoader`'s own, made as torch's is
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     if evaluates and type(batches) is BatchSampler:
         division = _without_repeats(division, len(sampler))
     if type(batches) in (BatchSampler, type(None)):
         order = _order_of(sampler, dataloader, seed, division, divide)
         items = len(sampler)
-        loader = with_sampler(dataloader, order)
+        loader = _with_order(dataloader, order)
         if not division.repeats:
             count = division.batches(items)
             loader = with_batches(loader, EvenBatches(order, division.batch_size, count))
@@ -256,10 +258,26 @@ def with_batches(dataloader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     return dataloader
 
 
+def _is_torchdatas(sampler: Any) -> bool:
+    """Whether a sampler, or batch sampler, is of those that torchdata's loader makes for itself."""
+    return type(sampler).__module__.startswith("torchdata.stateful_dataloader")
+
+
+def _with_order(dataloader: DataLoader[Any], order: Any) -> DataLoader[Any]:
+    """A copy of a loader that reads in another order."""
+    loader, batches = with_sampler(dataloader, order), dataloader.batch_sampler
+    if _is_torchdatas(batches):  # which Lightning takes for the user's, so that sizes are lost
+        sizes = {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+        vars(loader).update(sizes, sampler=order)
+        with_batches(loader, BatchSampler(order, dataloader.batch_size, dataloader.drop_last))
+    return loader
+
+
 def _is_permutation(sampler: Any) -> bool:
     """Whether ``sampler`` is what ``DataLoader(shuffle=True)`` makes: each sample once."""
+    torchdatas = type(sampler).__name__ == "RandomSampler" and _is_torchdatas(sampler)
     return (
-        type(sampler) is RandomSampler
+        (type(sampler) is RandomSampler or torchdatas)
         and not sampler.replacement
         and len(sampler) == len(sampler.data_source)
     )
