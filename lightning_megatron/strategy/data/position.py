@@ -147,7 +147,8 @@ class DataPosition:
         combined = training_loader(trainer)
         if progress is None or combined is None:
             return {}
-        done = batch_progress(progress)["current"]["processed"]
+        over = is_over(progress, trainer)
+        done = batch_progress(progress)["current"]["processed"] if over else 0
         epoch, batch = rewind(progress, trainer)
         cycles = repeats_short_loaders(combined)
         return {
@@ -178,12 +179,18 @@ class DataPosition:
             "items": share.items * share.sets,
         }
 
-    def _state(self, loader: Any, batch: int, done: int) -> Any:
-        """State of a loader or its dataset, which each data-parallel rank has for itself."""
+    def _state(self, loader: Any, batch: int, over: int) -> Any:
+        """State of a loader or its dataset, which each data-parallel rank has for itself.
+
+        Args:
+            loader: in its pass.
+            batch: number of the first batch that no step has used.
+            over: number of batches of the epoch, if that is over.
+        """
         states = self._followed.get(loader) if isinstance(loader, Stateful) else None
         if states is not None:
-            over = batch == 0 < done <= states.read  # the epoch is; the next one is not begun
-            return states.last if over else states.before(batch)
+            ended = 0 < over <= states.read  # and no other pass has begun
+            return states.last if ended else states.before(batch)
         reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
         batches = _stateful_batches(reading)
         return None if batches is None else batches.state_before(batch)
@@ -431,6 +438,15 @@ def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:
     return batches if batches is not None and batches.is_stateful else None
 
 
+def is_over(progress: dict[str, Any], trainer: Trainer) -> bool:
+    """Whether every batch of the epoch is done."""
+    batches = batch_progress(progress)
+    now = batches["current"]
+    done: int = now["processed"]
+    whole = done >= trainer.num_training_batches or batches["is_last_batch"]
+    return bool(done and done == now["ready"] and whole)
+
+
 def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
     """Take the progress of the fit loop back to the last optimizer step.
 
@@ -440,8 +456,7 @@ def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
     epochs, batches = epoch_counts(progress), batch_progress(progress)
     now, every = batches["current"], trainer.accumulate_grad_batches
     done = now["processed"]
-    whole = done >= trainer.num_training_batches or batches["is_last_batch"]
-    if done and done == now["ready"] and whole:
+    if is_over(progress, trainer):
         return max(epochs["started"], epochs["processed"]), 0
     if done:
         take_epoch_back(progress)

@@ -146,6 +146,8 @@ class SeededBatches(BatchSampler):
         self._next = self._first
         if self._next == 0 and self.is_stateful:
             begin_anew(self._dataset)
+        if isinstance(self._dataset, SeededStream):  # before workers get their copies
+            self._dataset.begin(self.sampler.epoch)
         self._first = 0
         self._states.clear()
         return self._batches()
@@ -198,7 +200,7 @@ def seed_samples(
         return None
     sampler = getattr(batches, "sampler", dataloader.sampler)
     if stream:
-        sampler = Endless(wrapped)
+        sampler = Endless()
         batches = BatchSampler(sampler, dataloader.batch_size or 1, drop_last=False)
     elif not hasattr(sampler, "epoch"):
         sampler = batches

@@ -54,6 +54,8 @@ def is_litdata(dataset: object) -> bool:
 
 def keeps_position(dataset: Any) -> bool:
     """Whether the state of a dataset says all about what comes next."""
+    if is_litdata(dataset) or _parts(dataset):  # their loader's
+        return False
     return isinstance(dataset, Stateful) and not has_shuffle_buffer(dataset)
 
 

@@ -1,0 +1,119 @@
+"""Runs over the packages' loaders that are killed at any step, and go on bit-identically."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_megatron.testing import WorkerPool
+from tests.strategy.data.sources import SAMPLES, make, write_chunks
+from tests.strategy.resuming import Curve, Noisy, differences
+from tests.strategy.small import dp_of, make_trainer
+
+SIZE, EPOCHS = 4, 2
+STEPS = SAMPLES // SIZE
+
+
+class Kill(pl.Callback):
+    """Saves after a batch, and fails in the next one."""
+
+    def __init__(self, at: int, path: str) -> None:
+        self.at, self.path, self.done = at, path, 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.done += 1
+        if self.done == self.at:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.done == self.at:
+            raise ZeroDivisionError
+
+
+class Reads(Noisy):
+    """Makes its loader as the layout is known."""
+
+    def __init__(self, name: str, directory: str, workers: int) -> None:
+        super().__init__()
+        self.source = name, directory, workers
+
+    def train_dataloader(self) -> Any:
+        (name, directory, workers), strategy = self.source, self.trainer.strategy
+        rank, ranks = strategy.data_parallel_rank, strategy.data_parallel_size
+        return make(name, directory, rank, ranks, SIZE // ranks, workers)
+
+
+def train(
+    source: tuple[str, str, int],
+    devices: int,
+    layout: dict[str, Any],
+    accumulate: int,
+    *,
+    kill: int = 0,
+    resume: bool = False,
+) -> dict[tuple[int, int], tuple[Any, ...]]:
+    pl.seed_everything(8 if resume else 7, verbose=False)
+    path = str(Path(source[1]) / "killed.ckpt")
+    curve = Curve()
+    callbacks = [curve, Kill(kill, path)] if kill else [curve]
+    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": accumulate}
+    trainer = make_trainer(layout, devices, callbacks=callbacks, **options)
+    try:
+        trainer.fit(Reads(*source), ckpt_path=path if resume else None)
+    except ZeroDivisionError:
+        assert kill
+    return curve.points
+
+
+def kill_and_resume(
+    source: tuple[str, str, int], devices: int, layout: dict[str, Any], kill: int, accumulate: int
+) -> list[str]:
+    """What differs after the kill; nothing should."""
+    whole = train(source, devices, layout, accumulate)
+    size = SIZE // dp_of(devices, layout)
+    assert len(whole) == EPOCHS * STEPS
+    assert all(len(point[4]) == size for point in whole.values())
+    train(source, devices, layout, accumulate, kill=kill)
+    rest = train(source, devices, layout, accumulate, resume=True)
+    epoch, batch = divmod(kill, STEPS)
+    return differences(whole, rest, (epoch, batch - batch % accumulate))
+
+
+ROWS = [
+    ("torchdata: map", 2, 1, {}),
+    ("torchdata: map", 0, 2, {}),
+    ("torchdata: stream with a state", 0, 1, {}),
+    ("torchdata: stream with a state", 2, 2, {}),
+    ("torchdata: stream", 2, 1, {}),
+    ("torch: rows", 2, 2, {}),
+    ("torchdata: rows", 0, 1, {}),
+    ("torch: streamed rows", 0, 1, {}),
+    ("torch: streamed rows", 2, 1, {}),
+    ("torch: shuffled streamed rows", 0, 1, {}),
+    ("torchdata: streamed rows", 0, 2, {}),
+    ("torchdata: streamed rows", 2, 2, {}),
+    ("torchdata: shuffled streamed rows", 2, 1, {}),
+    ("litdata: litdata", 0, 1, {}),
+    ("litdata: litdata", 2, 2, {}),
+    ("litdata: litdata", 0, 2, {"tp": 2}),
+    ("torchdata: map", 0, 4, {}),
+    ("torchdata: stream with a state", 0, 4, {}),
+    ("torchdata: streamed rows", 0, 4, {"zero": 1}),
+    ("litdata: litdata", 0, 4, {}),
+]
+"""Source, DataLoader workers, processes, layout."""
+
+
+@pytest.mark.parametrize(("name", "workers", "devices", "layout"), ROWS, ids=str)
+def test_a_killed_run_goes_on_bit_identically(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int, devices: int, layout: dict[str, Any]
+) -> None:
+    draw = random.Random(f"{name} {workers} {devices}")
+    kill, accumulate = draw.randrange(1, EPOCHS * STEPS), draw.choice([1, 2])
+    if "litdata" in name:
+        write_chunks(str(tmp_path / "chunks"))
+    source = name, str(tmp_path), workers
+    by_rank = pool.run(devices, kill_and_resume, source, devices, layout, kill, accumulate)
+    assert by_rank == [[]] * devices, (kill, accumulate)
