@@ -12,6 +12,7 @@ from copy import deepcopy
 from typing import Any
 
 from lightning_megatron.errors import ConfigError
+from lightning_megatron.strategy.data.streams import forget_state
 
 
 class LoaderStates:
@@ -24,7 +25,9 @@ class LoaderStates:
 
     def __init__(self, loader: Any, history: int) -> None:
         self._states: deque[tuple[int, Any]] = deque(maxlen=history)
-        self._first = self.read = 0
+        self.read = 0
+        self._restored: tuple[int, Any] | None = None
+        self._was_restored = False
         kind = type(loader)
         kind = getattr(kind, "_unfollowed", kind)
         follow: Callable[[Any], Any] = lambda one: self._follow(one, kind.__iter__(one))  # noqa: E731
@@ -38,14 +41,22 @@ class LoaderStates:
                 "valid: a loader of a class of your own that hands out its batches"
             ) from error
 
-    def go_to(self, batch: int) -> None:
-        """Count the batches of the next pass from this one on."""
-        self._first = batch
+    def go_to(self, batch: int, state: Any) -> None:
+        """Begin the next pass with this batch; the loader was given its state before it."""
+        self._restored = batch, state
 
     def _follow(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        self.read, self._first = self._first, 0
         self._states.clear()
-        self._note(loader)
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            self.read = restored[0]
+            self._states.append(restored)
+        else:
+            if self._was_restored:
+                forget_state(loader)
+            self.read = 0
+            self._note(loader)
+        self._was_restored = restored is not None
         return self._batches(loader, batches)
 
     def _batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:

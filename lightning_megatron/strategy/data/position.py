@@ -19,7 +19,6 @@ are read again, and each contributes to one optimizer step.
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,10 +49,10 @@ from lightning_megatron.strategy.data.loader_states import LoaderStates
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
 from lightning_megatron.strategy.data.streams import (
-    as_rank_of,
     has_shuffle_buffer,
     is_litdata,
     is_torchdata,
+    load_loader,
 )
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness
@@ -103,8 +102,8 @@ class _Reading:
 
 
 _OTHER_RANKS = (
-    "The state of the {} cannot be divided: {} ranks read data of their own when the checkpoint "
-    "was saved, now {} do. As many samples as were trained on are read and discarded; the run goes on "
+    "The state of the {} cannot be divided: {} ranks read data of their own when it was saved, now "
+    "{} do. As many samples as were trained on are read and discarded; the run goes on "
     "exactly only if the stream gives its samples to the ranks in turn, one by one, and is read "
     "with num_workers=0. A map-style dataset, or litdata's StreamingDataset, goes on exactly"
 )
@@ -282,9 +281,8 @@ class DataPosition:
         if reading is not None and reading.share.order is not None and position:
             self._seek(reading, position, saved["epoch"])
         elif followed is not None and state is not None:
-            with as_rank_of(loader, topology):
-                loader.load_state_dict(deepcopy(state))
-            followed.go_to(saved["batch"])
+            load_loader(loader, state, topology)
+            followed.go_to(saved["batch"], state)
             if reading is not None and reading.batches is not None and not is_torchdata(loader):
                 reading.batches.go_to(saved["batch"])  # torchdata counts those that it has read
             self._loaded[loader] = state
@@ -386,11 +384,10 @@ def _begin_epoch(trainer: Trainer) -> None:
 def _load_at_start(loader: Any, state: Any, topology: Topology) -> None:
     """Give a loader a state that it had between two epochs, so that it begins the next one."""
     kept = HostRandomness.capture()
-    with as_rank_of(loader, topology):
-        loader.load_state_dict(deepcopy(state))
-        # It stands at the end of an epoch, and may think that the rest of it is to be read.
-        if next(iter(loader), None) is not None:
-            loader.load_state_dict(deepcopy(state))
+    load_loader(loader, state, topology)
+    # It stands at the end of an epoch, and may think that the rest of it is to be read.
+    if next(iter(loader), None) is not None:
+        load_loader(loader, state, topology)
     kept.restore()
 
 

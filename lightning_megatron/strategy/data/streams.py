@@ -19,7 +19,6 @@ change a resumed run without a word:
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -212,12 +211,23 @@ def _parts(dataset: Any) -> list[Any]:
     return []
 
 
-def as_rank_of(loader: Any, topology: Topology) -> AbstractContextManager[None]:
-    """Have litdata's loader compare the state that it is given with the data-parallel degree.
-
-    It asks for the number of processes, which is another one under tp and pp.
-    """
+def load_loader(loader: Any, state: Any, topology: Topology) -> None:
+    """Give a loader a state of its own, which stays what it is."""
     dataset = getattr(loader, "dataset", None)
-    if is_litdata(dataset) or _parts(dataset):
-        return env.of_world_size(topology.batch.size)
-    return nullcontext()
+    if not is_litdata(dataset) and not _parts(dataset):
+        loader.load_state_dict(copy.deepcopy(state))
+        return
+    # litdata compares the number of processes with the stream's, another one under tp and pp.
+    with env.of_world_size(topology.batch.size):
+        loader.load_state_dict(copy.deepcopy(state))
+    if is_litdata(dataset):  # else asking for the state before the first batch would change it
+        dataset.current_epoch = state["dataset"]["current_epoch"]
+
+
+def forget_state(loader: Any) -> None:
+    """Have litdata's loader begin an epoch at its start, after one that a state was loaded for.
+
+    It does so by itself only if somebody asked for one batch more than there was.
+    """
+    if hasattr(loader, "restore") and is_litdata(getattr(loader, "dataset", None)):
+        loader.restore = False

@@ -96,6 +96,7 @@ ROWS = [
     ("torchdata: streamed rows", 2, 2, {}),
     ("torchdata: shuffled streamed rows", 2, 1, {}),
     ("litdata: litdata", 0, 1, {}),
+    ("litdata: litdata", 2, 1, {}),
     ("litdata: litdata", 2, 2, {}),
     ("litdata: litdata", 0, 2, {"tp": 2}),
     ("torchdata: map", 0, 4, {}),
