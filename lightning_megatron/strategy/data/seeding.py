@@ -148,11 +148,11 @@ class SeededBatches(BatchSampler):
             begin_anew(self._dataset)
         if isinstance(self._dataset, SeededStream):  # before workers get their copies
             self._dataset.begin(self.sampler.epoch)
-        self._first = 0
         self._states.clear()
         return self._batches()
 
     def _batches(self) -> Iterator[list[Any]]:
+        self._first = 0  # only now: a loader with workers asks for two iterators, and reads one
         stream = ("stream", self._rank) if self._iterable else ()
         seeds = SampleSeeds.of_epoch(self.seed, self.sampler.epoch, *stream)
         at_once = hasattr(self._dataset, "__getitems__")
