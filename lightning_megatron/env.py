@@ -194,3 +194,20 @@ def of_world_size(size: int) -> Iterator[None]:
         yield
     finally:
         restore({"WORLD_SIZE": before})
+
+
+_TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+
+@contextmanager
+def sequential_tokenizers() -> Iterator[None]:
+    """Let the tokenizers library use one thread, here and in processes that are started within."""
+    before = os.environ.get(_TOKENIZERS_PARALLELISM)
+    os.environ[_TOKENIZERS_PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TOKENIZERS_PARALLELISM]
+        else:
+            os.environ[_TOKENIZERS_PARALLELISM] = before

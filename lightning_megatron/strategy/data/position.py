@@ -45,6 +45,8 @@ from lightning_megatron._lightning import (
     training_loader,
     validates_first,
 )
+from lightning_megatron.data.lengths import TokenBudget
+from lightning_megatron.data.sampler import ResumableSampler
 from lightning_megatron.strategy.data.loader_states import LoaderStates
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
@@ -102,12 +104,12 @@ class _Reading:
 
 
 _OTHER_RANKS = (
-    "The state of the {} cannot be divided: {} ranks read data of their own when it was saved, now "
+    "The state of {} cannot be divided: {} ranks read data of their own when it was saved, now "
     "{} do. As many samples as were trained on are read and discarded; the run goes on "
     "exactly only if the stream gives its samples to the ranks in turn, one by one, and is read "
     "with num_workers=0. A map-style dataset, or litdata's StreamingDataset, goes on exactly"
 )
-_DISCARDS = "The {} has no position to return to: {} batches are read and discarded; {}"
+_DISCARDS = "{} has no position to return to: {} batches are read and discarded; {}"
 
 
 class DataPosition:
@@ -173,7 +175,7 @@ class DataPosition:
             return {"samples": reading.samples}
         share, order = reading.share, reading.share.order
         return {
-            "order": order.state_before(epoch) if isinstance(order, DrawnOrder) else None,
+            "order": _order_state(order, epoch),
             "consumed": reading.consumed(epoch, batch, cycles=cycles) * share.sets,
             "items": share.items * share.sets,
         }
@@ -193,6 +195,12 @@ class DataPosition:
         reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
         batches = _stateful_batches(reading)
         return None if batches is None else batches.state_before(batch)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the training loaders that the user divides himself."""
+        ours = {loader for loader, read in self._readings.items() if read.share.order is not None}
+        return [name_of(loader) for loader in self._moved_loaders if loader not in ours]
 
     # Loading -------------------------------------------------------------------------------------
 
@@ -273,7 +281,7 @@ class DataPosition:
         state = states[topology.batch.rank if same else 0]
         state = None if state is None else state[index]
         if state is not None and not same and not _goes_on_anywhere(loader):
-            rank_zero_warn(_OTHER_RANKS.format(_name(loader), len(states), topology.batch.size))
+            rank_zero_warn(_OTHER_RANKS.format(name_of(loader), len(states), topology.batch.size))
             state = None
         followed = self._followed.get(loader) if isinstance(loader, Stateful) else None
         if reading is not None and reading.batches is not None:
@@ -302,6 +310,8 @@ class DataPosition:
             )
         if isinstance(order, DrawnOrder):
             order.load_state_dict(position["order"])
+        elif isinstance(order, TokenBudget) and position["order"] is not None:
+            order.check(position["order"])
         reading.seek(epoch, min(position["consumed"], items) // share.sets)
 
     def start(self, trainer: Trainer, topology: Topology) -> None:
@@ -329,7 +339,7 @@ class DataPosition:
             )
         else:
             [loader], [count] = combined.flattened, discard
-            rank_zero_warn(_DISCARDS.format(_name(loader), count, _remedy(loader)))
+            rank_zero_warn(_DISCARDS.format(name_of(loader), count, _remedy(loader)))
             discard_batches(trainer, count)
             if count != saved["batch"]:
                 shift_batch_counts(trainer, count - saved["batch"])
@@ -427,6 +437,13 @@ def _batches_until(batch: int, position: Mapping[str, Any], reading: _Reading | 
     """Number of batches with as many samples as were read, of ranks and sizes as they are now."""
     samples = position.get("samples", 0)
     return batch * samples // reading.samples if samples and reading is not None else batch
+
+
+def _order_state(order: ResumableSampler | TokenBudget | DrawnOrder, epoch: int) -> Any:
+    """State of a user's sampler as an epoch began, or what tells batches from others."""
+    if isinstance(order, DrawnOrder):
+        return order.state_before(epoch)
+    return order.state_dict() if isinstance(order, TokenBudget) else None
 
 
 def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:
