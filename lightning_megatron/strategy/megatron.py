@@ -504,6 +504,7 @@ class MegatronStrategy(LaunchingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.data.check(batch, self.trainer, self.topology, self.host_group)
         self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
         first = self.steps.first_of_accumulation

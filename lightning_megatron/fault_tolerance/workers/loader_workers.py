@@ -16,8 +16,8 @@ function of the sample, as under MegatronStrategy. The generator from which a lo
 workers' seed is put back to where it was.
 
 Not guarded are loaders with iterators of their own, like torchdata's and litdata's: these hold the
-position. Not replaceable are workers that have a position of their own (an iterable dataset) and those whose
-batches come in any order (``in_order=False``).
+position. Not replaceable are workers that have a position of their own (an iterable dataset) and
+those whose batches come in any order (``in_order=False``).
 """
 
 import os

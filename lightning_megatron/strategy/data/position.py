@@ -55,6 +55,7 @@ from lightning_megatron.strategy.data.streams import (
     is_litdata,
     is_torchdata,
     load_loader,
+    name_of,
 )
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness
@@ -196,11 +197,14 @@ class DataPosition:
         batches = _stateful_batches(reading)
         return None if batches is None else batches.state_before(batch)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the training loaders that the user divides himself."""
-        ours = {loader for loader, read in self._readings.items() if read.share.order is not None}
-        return [name_of(loader) for loader in self._moved_loaders if loader not in ours]
+    def left_to_the_user(self, trainer: Trainer) -> list[str]:
+        """Names of the training loaders whose samples the user divides among ranks himself."""
+        combined, names = training_loader(trainer), []
+        for loader in combined.flattened if combined is not None else ():
+            reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
+            if reading is None or reading.share.order is None:
+                names.append(name_of(loader))
+        return names
 
     # Loading -------------------------------------------------------------------------------------
 
@@ -404,13 +408,6 @@ def _load_at_start(loader: Any, state: Any, topology: Topology) -> None:
 def _goes_on_anywhere(loader: Any) -> bool:
     """Whether a state means the same under another data-parallel degree."""
     return is_litdata(getattr(loader, "dataset", None))
-
-
-def _name(loader: Any) -> str:
-    dataset = getattr(loader, "dataset", None)
-    dataset = getattr(dataset, "stream", dataset)
-    whose = "" if dataset is None else f" of a {type(dataset).__name__}"
-    return f"{type(loader).__name__}{whose}"
 
 
 def _remedy(loader: Any) -> str:

@@ -218,6 +218,10 @@ def load_loader(loader: Any, state: Any, topology: Topology) -> None:
         loader.load_state_dict(copy.deepcopy(state))
         return
     # litdata compares the number of processes with the stream's, another one under tp and pp.
+    state = copy.deepcopy(state)
+    own = state["dataset"]
+    if own.get("world_size") not in (None, topology.batch.size) and "sample_in_epoch" in own:
+        own["num_samples_yielded"] = 0  # of a rank; more than one has now would be refused
     with env.of_world_size(topology.batch.size):
         loader.load_state_dict(copy.deepcopy(state))
     if is_litdata(dataset):  # else asking for the state before the first batch would change it
@@ -231,3 +235,11 @@ def forget_state(loader: Any) -> None:
     """
     if hasattr(loader, "restore") and is_litdata(getattr(loader, "dataset", None)):
         loader.restore = False
+
+
+def name_of(loader: Any) -> str:
+    """Name of a loader for messages: its class, and that of its dataset."""
+    dataset = getattr(loader, "dataset", None)
+    dataset = getattr(dataset, "stream", dataset)
+    whose = "" if dataset is None else f" of {type(dataset).__name__}"
+    return f"{type(loader).__name__}{whose}"
