@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_megatron import ConfigError
+from lightning_megatron import ConfigError, WorkerGuard
 from lightning_megatron.testing import WorkerPool
 from tests.strategy.data.sources import SAMPLES, Stream, make, torch_loader, write_chunks
 from tests.strategy.resuming import Curve, Noisy, differences
@@ -60,6 +60,7 @@ def train(
     path = str(Path(source[1]) / "killed.ckpt")
     curve = Curve()
     callbacks = [curve, Kill(kill, path)] if kill else [curve]
+    callbacks += [WorkerGuard()] if source[2] else []  # which leaves loaders with a state alone
     options = {"max_epochs": EPOCHS, "accumulate_grad_batches": accumulate}
     trainer = make_trainer(layout, devices, callbacks=callbacks, **options)
     try:
@@ -89,20 +90,16 @@ ROWS = [
     ("torchdata: stream with a state", 0, 1, {}),
     ("torchdata: stream with a state", 2, 2, {}),
     ("torchdata: stream", 2, 1, {}),
-    ("torch: rows", 2, 2, {}),
-    ("torchdata: rows", 0, 1, {}),
+    ("torch: rows", 2, 1, {}),
     ("torch: streamed rows", 0, 1, {}),
     ("torch: streamed rows", 2, 1, {}),
     ("torch: shuffled streamed rows", 0, 1, {}),
-    ("torchdata: streamed rows", 0, 2, {}),
     ("torchdata: streamed rows", 2, 2, {}),
     ("torchdata: shuffled streamed rows", 2, 1, {}),
     ("litdata: litdata", 0, 1, {}),
-    ("litdata: litdata", 2, 1, {}),
     ("litdata: litdata", 2, 2, {}),
     ("litdata: litdata", 0, 2, {"tp": 2}),
     ("torchdata: map", 0, 4, {}),
-    ("torchdata: stream with a state", 0, 4, {}),
     ("torchdata: streamed rows", 0, 4, {"zero": 1}),
     ("litdata: litdata", 0, 4, {}),
 ]
@@ -139,9 +136,7 @@ def together(by_rank: list[Any]) -> dict[tuple[int, int], list[int]]:
 @pytest.mark.parametrize(
     ("name", "before", "after", "said"),
     [
-        ("torchdata: map", 2, 1, ""),
-        ("torchdata: rows", 1, 2, ""),
-        ("litdata: litdata", 2, 1, ""),
+        ("torchdata: rows", 2, 1, ""),
         ("litdata: litdata", 1, 2, ""),
         ("torchdata: stream with a state", 2, 1, "of StatefulStream cannot be divided: 2 ranks"),
         ("torch: stream with a state", 1, 2, "of StatefulStream cannot be divided: 1 ranks"),
