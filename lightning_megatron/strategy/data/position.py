@@ -45,6 +45,7 @@ from lightning_megatron._lightning import (
     training_loader,
     validates_first,
 )
+from lightning_megatron.strategy.data.batch_shares import BatchShares
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
 from lightning_megatron.topology.mesh import Topology
@@ -92,9 +93,14 @@ class _Reading:
 
 
 class DataPosition:
-    """Position in the training data: noted for a checkpoint, and found again."""
+    """Position in the training data: noted for a checkpoint, and found again.
 
-    def __init__(self) -> None:
+    Args:
+        shares: parts of the ranks; with equal ones if None.
+    """
+
+    def __init__(self, shares: BatchShares | None = None) -> None:
+        self._shares = shares or BatchShares()
         self._readings: WeakKeyDictionary[Any, _Reading] = WeakKeyDictionary()
         self._saved: dict[str, Any] | None = None
         self._awaits: dict[str, Any] | None = None
@@ -131,6 +137,7 @@ class DataPosition:
         return {
             "seed": self._seed,
             "order_seed": self._order_seed,
+            "shares": self._shares.planned,
             "epoch": epoch,
             "batch": batch,
             "loaders": [
@@ -199,6 +206,7 @@ class DataPosition:
             state["combined_loader"] = [s for s in mine if s is not None][: len(loaders)]
         self._seed = saved["seed"]
         self._order_seed = saved["order_seed"]
+        self._shares.restore(saved.get("shares"))
         self._moved = 0
         self._discard = []
         combined, fetcher = training_loader(trainer), training_fetcher(trainer)
@@ -231,7 +239,9 @@ class DataPosition:
             self._seed = topology.seed
             self._order_seed = seed
         assert self._order_seed is not None
-        share = share_of(dataloader, topology, self._order_seed, divide=divide)
+        share = self._shares.share_of(dataloader, topology, self._order_seed) or share_of(
+            dataloader, topology, self._order_seed, divide=divide
+        )
         history = trainer.accumulate_grad_batches + 2
         batches = seed_samples(share.loader, topology, self._seed, history)
         self._readings[share.loader] = _Reading(share=share, batches=batches)

@@ -1,0 +1,89 @@
+"""Ranks that read unequal parts of each global batch train what one process trains."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+
+from lightning_megatron import PipelineConfig
+from lightning_megatron.testing import WorkerPool
+from tests.strategy.small import Small, assert_same, make_trainer, merged, samples, weights
+
+SAMPLES, BATCH = 29, 12
+"""Batches of 12, 12 and 5 samples."""
+
+
+class Logged(Small):
+    """Logs its loss in every way that has a mean, and counts what it reads.
+
+    Args:
+        by_token: whether the step returns a sum and a number of tokens.
+    """
+
+    def __init__(self, *, by_token: bool) -> None:
+        super().__init__()
+        self.by_token = by_token
+        self.read = SumMetric()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, n = self.loss(batch), len(batch[0])
+        self.read.update(float(n))
+        self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("sized", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=3 * n)
+        self.log("sum", float(n), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+        return {"loss": loss * n, "num_tokens": n} if self.by_token else loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        metrics = self.trainer.callback_metrics
+        self.seen += [float(outputs["loss"])]
+        if "mean_step" in metrics:
+            self.seen += [float(metrics["mean_step"]), float(metrics["sized_step"])]
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(float(self.read.compute()))
+
+
+def fit(
+    layout: Mapping[str, Any],
+    devices: int,
+    dp: int,
+    by_token: bool = False,
+    count: int = SAMPLES,
+    **options: Any,
+) -> tuple[dict[str, Tensor], list[float]]:
+    pl.seed_everything(5, verbose=False)
+    trainer = make_trainer(layout, devices, max_epochs=2, **options)
+    module = Logged(by_token=by_token)
+    trainer.fit(module, DataLoader(samples(count), batch_size=BATCH // dp, shuffle=True))
+    logged = [float(trainer.callback_metrics[k]) for k in ("mean_epoch", "sized_epoch", "sum")]
+    return weights(module), module.seen + logged
+
+
+LAYOUTS: list[tuple[dict[str, Any], int, int]] = [
+    ({"zero": 0, "batch_shares": [2, 1]}, 2, 2),
+    ({"zero": 1, "batch_shares": [5, 1], "num_microbatches": 2}, 2, 2),
+    ({"zero": 2, "batch_shares": [1, 2], "microbatch_size": 2}, 2, 2),
+    ({"zero": 3, "batch_shares": [2, 1]}, 2, 2),
+    ({"zero": 3, "batch_shares": [5, 1], "num_microbatches": 3}, 2, 2),
+    ({"tp": 2, "batch_shares": [2, 1]}, 4, 2),
+    ({"zero": 2, "pp": 2, "batch_shares": [1, 3], "num_microbatches": 2}, 4, 2),
+    ({"pp": PipelineConfig(degree=2, schedule="zbv"), "batch_shares": [3, 1]}, 4, 2),
+    ({"zero": 1, "batch_shares": [2, 1, 1]}, 3, 3),
+]
+
+
+@pytest.mark.parametrize("by_token", [False, True], ids=["mean", "tokens"])
+@pytest.mark.parametrize(("layout", "devices", "dp"), LAYOUTS, ids=str)
+def test_parts_train_and_log_what_one_process_does(
+    pool: WorkerPool, layout: dict[str, Any], devices: int, dp: int, by_token: bool
+) -> None:
+    [(alone, seen)] = pool.run(1, fit, {}, 1, 1, by_token)
+    by_rank = pool.run(devices, fit, layout, devices, dp, by_token)
+    assert_same(merged([held for held, _ in by_rank]), alone)
+    for _, ours in by_rank:
+        assert ours == pytest.approx(seen, rel=1e-10)
