@@ -64,26 +64,35 @@ def fit(
     return weights(module), module.seen + logged
 
 
-LAYOUTS: list[tuple[dict[str, Any], int, int]] = [
-    ({"zero": 0, "batch_shares": [2, 1]}, 2, 2),
-    ({"zero": 1, "batch_shares": [5, 1], "num_microbatches": 2}, 2, 2),
-    ({"zero": 2, "batch_shares": [1, 2], "microbatch_size": 2}, 2, 2),
-    ({"zero": 3, "batch_shares": [2, 1]}, 2, 2),
-    ({"zero": 3, "batch_shares": [5, 1], "num_microbatches": 3}, 2, 2),
-    ({"tp": 2, "batch_shares": [2, 1]}, 4, 2),
-    ({"zero": 2, "pp": 2, "batch_shares": [1, 3], "num_microbatches": 2}, 4, 2),
-    ({"pp": PipelineConfig(degree=2, schedule="zbv"), "batch_shares": [3, 1]}, 4, 2),
-    ({"zero": 1, "batch_shares": [2, 1, 1]}, 3, 3),
+Job = tuple[dict[str, Any], int, int, dict[str, Any]]
+JOBS: list[Job] = [
+    ({"zero": 0, "batch_shares": [2, 1]}, 2, 2, {}),
+    ({"zero": 1, "batch_shares": [2, 1]}, 2, 2, {"by_token": True}),
+    ({"zero": 1, "batch_shares": [5, 1]}, 2, 2, {"accumulate_grad_batches": 2}),
+    ({"zero": 2, "batch_shares": [1, 2], "microbatch_size": 2}, 2, 2, {}),
+    ({"zero": 3, "batch_shares": [5, 1], "num_microbatches": 3}, 2, 2, {"by_token": True}),
+    ({"zero": 3, "batch_shares": [2, 1]}, 2, 2, {"count": 13}),
+    ({"zero": 2, "batch_shares": [2, 1], "microbatch_size": 2}, 2, 2, {"count": 13}),
+    ({"batch_shares": [2, 1]}, 2, 2, {"count": 13, "by_token": True}),
+    ({"batch_shares": [2, 1, 1]}, 3, 3, {}),
+    ({"tp": 2, "batch_shares": [2, 1]}, 4, 2, {}),
+    (
+        {"zero": 2, "pp": 2, "batch_shares": [1, 3], "num_microbatches": 2},
+        4,
+        2,
+        {"count": 13, "by_token": True},
+    ),
+    ({"pp": PipelineConfig(degree=2, schedule="zbv"), "batch_shares": [3, 1]}, 4, 2, {}),
 ]
+"""Layouts, and what is trained on them. Of 13 samples the last batch has one, for several ranks."""
 
 
-@pytest.mark.parametrize("by_token", [False, True], ids=["mean", "tokens"])
-@pytest.mark.parametrize(("layout", "devices", "dp"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "devices", "dp", "options"), JOBS, ids=str)
 def test_parts_train_and_log_what_one_process_does(
-    pool: WorkerPool, layout: dict[str, Any], devices: int, dp: int, by_token: bool
+    pool: WorkerPool, layout: dict[str, Any], devices: int, dp: int, options: dict[str, Any]
 ) -> None:
-    [(alone, seen)] = pool.run(1, fit, {}, 1, 1, by_token)
-    by_rank = pool.run(devices, fit, layout, devices, dp, by_token)
+    [(alone, seen)] = pool.run(1, fit, {}, 1, 1, **options)
+    by_rank = pool.run(devices, fit, layout, devices, dp, **options)
     assert_same(merged([held for held, _ in by_rank]), alone)
     for _, ours in by_rank:
         assert ours == pytest.approx(seen, rel=1e-10)

@@ -121,7 +121,8 @@ class WeighedLog:
         part = torch.where(size > 0, wide * size, 0.0)
         total, sizes = self._sum(torch.stack([part, size]))
         options["batch_size"] = sizes.to(torch.int64)
-        return (total / sizes).to(dtype)
+        mean: Tensor = total / sizes
+        return mean.to(dtype)
 
     def _weight(self, batch: Portion | None) -> float:
         """Share of this rank in a mean over samples."""
