@@ -1,14 +1,14 @@
 """Unequal parts of the batch: samples per second with a rank that is half as fast.
 
-    python -m benchmarks.batch_shares [--ranks 2] [--steps 120]      # about 1 minute
+    python -m benchmarks.batch_shares [--ranks 2] [--steps 120]      # about 2 minutes
 
-A sample takes a rank 2 ms, and the last rank 4 ms: the time of ``--slowdown`` 2. The ranks sleep
-that long, half of it in the forward and half in the backward, as a processor that ranks share would
-decide who is slow. Everything else of a step is real: the loader, ZeRO 1 over gloo, what is measured
-and exchanged. Kinds of parts take turns, round after round. A rate is the median over the steps after
-``--warmup``, which is time for two plans; the ratio is to equal parts. With ``r`` ranks of which one
-is ``s`` times as slow, the best parts take ``r / (s * (r - 1) + 1)`` of the time of equal ones: for
-two ranks and twice the time, 1.5 times the samples per second.
+A sample takes a rank 5 ms, and the last rank 10 ms: the time of ``--slowdown`` 2. The ranks sleep
+that long, half of it in the forward and half in the backward, as a processor that ranks share
+would decide who is slow. Everything else of a step is real: the loader, ZeRO 1 over gloo, what is
+measured and exchanged. Kinds of parts take turns, round after round. A rate is the median over the
+steps after ``--warmup``, which is time for two plans; the ratio is to equal parts. With ``r`` ranks
+of which one takes ``s`` times as long, the best parts give ``(s * (r - 1) + 1) / r`` times the
+samples per second of equal ones: 1.5 for two ranks and twice the time.
 """
 
 import os
@@ -26,7 +26,7 @@ from benchmarks.harness import StepTimer, parser, report
 from lightning_megatron import MeasuredShares, MegatronStrategy
 from lightning_megatron.testing import WorkerPool
 
-WIDTH, BATCH, SAMPLE_S, EVERY = 64, 12, 0.002, 20
+WIDTH, BATCH, SAMPLE_S, EVERY = 64, 12, 0.005, 20
 
 
 class Model(pl.LightningModule):

@@ -348,12 +348,12 @@ class StepRunner:
     def _with_global_loss(self, output: Any, batch: Any, portion: Portion) -> Any:
         """Output whose loss has the value of the global batch's; its gradient is this rank's."""
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor):  # without automatic optimization
-            return output
         weight = 1.0  # of tokens it has its weight
         if self._of_token is None:
             check_rows(batch_size_of(batch), portion)
             weight = portion.weight
+        if not isinstance(loss, Tensor):  # without automatic optimization
+            return output
         loss = _Valued.apply(loss, self._global_mean(loss, weight))  # type: ignore[no-untyped-call]
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 

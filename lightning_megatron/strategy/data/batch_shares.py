@@ -168,12 +168,12 @@ class BatchShares:
         problems = self._value_problems(ranks, on_host=on_host)
         if not divides:
             problems.append(
-                f"batch_shares={self._text}, use_distributed_sampler=False: it is the strategy "
+                f"batch_shares={self.text}, use_distributed_sampler=False: it is the strategy "
                 "that divides the samples; nearest valid: use_distributed_sampler=True"
             )
         if any(isinstance(m, Router) and m.config.balance == "batch" for m in module.modules()):
             problems.append(
-                f"batch_shares={self._text}, RouterConfig(balance='batch'): experts are balanced "
+                f"batch_shares={self.text}, RouterConfig(balance='batch'): experts are balanced "
                 "over ranks that count alike; nearest valid: balance='sequence'"
             )
         return problems
@@ -202,22 +202,24 @@ class BatchShares:
             ]
         if not all(isinstance(x, int | float) and 0 < x < float("inf") for x in option):
             return [
-                f"batch_shares={self._text}: each is a positive number; nearest valid: "
+                f"batch_shares={self.text}: each is a positive number; nearest valid: "
                 f"batch_shares={nearest}"
             ]
         if ranks is not None and len(option) != ranks:
             more = [*option, *[min(option, default=1)] * ranks][:ranks]
             return [
-                f"batch_shares={self._text}: there are {len(option)} shares and {ranks} "
+                f"batch_shares={self.text}: there are {len(option)} shares and {ranks} "
                 f"data-parallel ranks; nearest valid: batch_shares={more}"
             ]
         return []
 
     @property
-    def _text(self) -> str:
+    def text(self) -> str:
+        """The option as the user may have written it."""
         if isinstance(self._option, MeasuredShares):
-            return "'measured'"
-        return repr(self._option if isinstance(self._option, str) else list(self._option or ()))
+            measured = self._option == MeasuredShares()
+            return repr("measured") if measured else repr(self._option)
+        return repr(list(self._option) if isinstance(self._option, tuple) else self._option)
 
     # Reading --------------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class BatchShares:
         sampler: Any = getattr(batches, "sampler", dataloader.sampler)
         problem = _loader_problem(dataloader, batches, sampler)
         if problem is not None:
-            raise ConfigError(f"batch_shares={self._text}: the training loader {problem}")
+            raise ConfigError(f"batch_shares={self.text}: the training loader {problem}")
         ranks = topology.batch.size
         batch = batches.batch_size * ranks
         self._plan_first(ranks, batch)
@@ -285,12 +287,14 @@ class BatchShares:
         if len(loaders) != 1 or self._batches is None:
             kinds = ", ".join(type(loader).__name__ for loader in loaders)
             raise ConfigError(
-                f"batch_shares={self._text}: there are {len(loaders)} training loaders ({kinds}), "
+                f"batch_shares={self.text}: there are {len(loaders)} training loaders ({kinds}), "
                 "and the samples of exactly one can be divided; nearest valid: one DataLoader with "
                 "a map-style dataset, or no batch_shares"
             )
         self._log = WeighedLog(run.module, run.trainer, run.topology, self._batches.portions)
         self._unlog = self._log.install()
+        self._restored = None
+        run.topology.auxiliary_seeds.uneven = True
         if isinstance(self._option, MeasuredShares) and run.topology.batch.size > 1:
             self._planner = SpeedPlanner(self._option.every, run.clock, run.votes, run.topology)
 
