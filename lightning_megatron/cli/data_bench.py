@@ -60,10 +60,10 @@ class Timing:
 
     @property
     def rates(self) -> dict[str, float | None]:
-        """Samples and tokens a second of waiting, and the share of the time that was waiting."""
+        """Samples and tokens a second, and the share of the time that was waiting."""
         return {
-            "samples_per_s": self.samples / self.wait,
-            "tokens_per_s": None if self.tokens is None else self.tokens / self.wait,
+            "samples_per_s": self.samples / self.elapsed,
+            "tokens_per_s": None if self.tokens is None else self.tokens / self.elapsed,
             "wait_share": self.wait / self.elapsed,
         }
 
