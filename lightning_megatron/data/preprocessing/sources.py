@@ -129,8 +129,11 @@ def find_files(
     raise_if_any(problems)
     if not found:
         raise ConfigError("no files were named")
-    twice = sorted({path for path, _ in found if [p for p, _ in found].count(path) > 1} if
-                   len({path for path, _ in found}) < len(found) else ())
+    twice = sorted(
+        {path for path, _ in found if [p for p, _ in found].count(path) > 1}
+        if len({path for path, _ in found}) < len(found)
+        else ()
+    )
     raise_if_any([f"{path}: named twice; its text would count twice" for path in twice])
     return found
 
@@ -200,9 +203,7 @@ def _missing(name: str) -> str:
     return "does not exist" + (f"; nearest: {path.parent / near[0]}" if near else "")
 
 
-def _examined(
-    path: str, kind: Kind, reading: Reading, earlier: Mapping[str, Any] | None
-) -> Source:
+def _examined(path: str, kind: Kind, reading: Reading, earlier: Mapping[str, Any] | None) -> Source:
     stat = Path(path).stat()
     compressed = path.lower().endswith(".gz")
     same = earlier is not None and (earlier["size"], earlier["changed"]) == (
