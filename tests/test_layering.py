@@ -45,6 +45,7 @@ LAYERS = {
     "comm": 2,
     "monitoring/goodput": 2,
     "data/sampler": 2,
+    "data/preprocessing": 2,  # text to tokens on disk, without torch
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "data/preprocessing": 2,
     "fault_tolerance": 2,  # mechanisms without Lightning: what notices faults and survives them

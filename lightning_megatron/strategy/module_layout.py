@@ -125,7 +125,8 @@ class ModuleLayout:
         self._written = attempt.written()
         if self._is_written_alike():
             return
-        reason, self._written = attempt.reason, None
+        reason = _ONLY_ELSEWHERE if self._written is not None else attempt.reason
+        self._written = None
         attempt.undo()
         with torch.device("cpu"), precision.tensor_init_context(), precision.module_init_context():
             call_module_hook(module.trainer, "configure_model")
@@ -280,6 +281,13 @@ def _built_once(module: LightningModule | None) -> Iterator[None]:
             "valid: return at once where the layers are there, as in `if hasattr(self, 'net'): "
             "return`"
         )
+
+
+_ONLY_ELSEWHERE = (
+    "it needs them on another rank, or writes other values there (another default dtype, another "
+    "environment)"
+)
+"""Reason of a rank on which nothing speaks against building on the meta device."""
 
 
 def _warn_of_real_weights(reason: str) -> None:

@@ -1,6 +1,8 @@
 """What ``configure_model`` makes besides parameters, and how often and when it is called."""
 
+import os
 import re
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -183,3 +185,29 @@ def test_modules_that_spread_themselves_are_refused_with_the_remedy(pool):
     assert found[0] == found[1]
     for text, (_, pattern) in zip(found[0], FOREIGN.values(), strict=True):
         assert re.search(pattern + ".*nearest valid: .*zero=3", text)
+
+
+class WritesByRank(Small):
+    """Writes to its weights what another process writes otherwise."""
+
+    def configure_model(self):
+        if not hasattr(self, "more"):
+            self.more = nn.Linear(4, 4)
+            self.was_meta = self.more.weight.is_meta
+            nn.init.constant_(self.more.weight, float(os.environ["RANK"]))
+
+
+def _reason_of_real_weights():
+    module = WritesByRank()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        make_trainer({}, 2).fit(module, loader(dp=2))
+    assert not module.was_meta
+    return [str(w.message) for w in said if "real weights" in str(w.message)]
+
+
+def test_writes_that_differ_between_ranks_are_named_as_the_reason_of_real_weights(pool):
+    reasons, others = pool.run(2, _reason_of_real_weights)
+    assert len(reasons) == 1
+    assert "writes other values there" in reasons[0]
+    assert not others

@@ -12,6 +12,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lightning_megatron.data.preprocessing.sources import Reading, Source, import_pyarrow
@@ -49,7 +50,8 @@ class TextRanges:
     def __init__(self, path: str, compressed: bool, separator: bytes | None) -> None:
         self.path = path
         self._separator = separator
-        self._file = cast(BinaryIO, gzip.open(path) if compressed else open(path, "rb"))
+        opened = gzip.open(path) if compressed else Path(path).open("rb")
+        self._file = cast(BinaryIO, opened)
         self._buffer = bytearray()
         # The next record begins at byte `cursor` of the buffer, byte `base + cursor` of the text.
         self._base, self._cursor, self._stop = 0, 0, 0
