@@ -1,11 +1,11 @@
-"""Corpora and a tokenizer for the recipe `tokens`, from the source code of Python's standard library.
+"""Corpora and a tokenizer for the recipe `tokens`, from the source of Python's standard library.
 
 Writes two corpora to blend (``corpus/code``: modules; ``corpus/docs``: their docstrings), files of
 both that are kept for validation (``corpus/val``), and a tokenizer trained on the first two: byte
 pairs, in ``tokenizer/``. A corpus is JSON Lines, one document a line, as most published ones are.
 
-A module is for training or for validation, its docstrings with it. Which one follows from its name,
-so every machine with the same Python writes the same files.
+One module of twenty is for validation, and its docstrings with it. Every machine with the same
+Python writes the same files.
 """
 
 import argparse
@@ -13,20 +13,19 @@ import ast
 import json
 import sysconfig
 from collections.abc import Iterator
-from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 NO_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 END = "<|end|>"
 
 
-def modules() -> Iterator[tuple[str, str]]:
-    """Name and text of each module, in order."""
+def modules() -> Iterator[str]:
+    """Text of each module, in the order of their names."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if NO_TEXT.isdisjoint(name.parts):
-            yield name.as_posix(), path.read_text("utf-8", errors="replace")
+        if NO_TEXT.isdisjoint(path.relative_to(root).parts):
+            yield path.read_text("utf-8", errors="replace")
 
 
 def docstrings(source: str) -> Iterator[str]:
@@ -40,11 +39,6 @@ def docstrings(source: str) -> Iterator[str]:
             text = ast.get_docstring(node)
             if text and len(text) > 40:
                 yield text
-
-
-def held_out(name: str) -> bool:
-    """Whether a module is for validation: one of twenty."""
-    return sha256(name.encode()).digest()[0] % 20 == 0
 
 
 def write(path: Path, texts: list[str]) -> None:
@@ -80,9 +74,9 @@ def main() -> None:
     parser.add_argument("--modules", type=int, help="read the first so many modules only")
     options = parser.parse_args()
     corpora: dict[str, list[str]] = {"code": [], "docs": [], "val": []}
-    for name, source in [*modules()][: options.modules]:
+    for number, source in enumerate(islice(modules(), options.modules)):
         found = [*docstrings(source)]
-        if held_out(name):
+        if number % 20 == 0:
             corpora["val"] += [source, *found]
         else:
             corpora["code"].append(source)
