@@ -117,6 +117,10 @@ class TokenFileError(MegatronError, RuntimeError):
     """A file of tokens is missing, damaged, or in a format that is not read."""
 
 
+class NoSuchTokensError(TokenFileError, FileNotFoundError):
+    """A path holds no files of tokens."""
+
+
 class NoSuchCheckpointError(CheckpointError, FileNotFoundError):
     """A path holds no checkpoint."""
 

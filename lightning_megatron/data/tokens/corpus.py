@@ -37,7 +37,7 @@ from lightning_megatron.data.tokens.manifest import (
     Shard,
     TokenizerIdentity,
 )
-from lightning_megatron.errors import TokenFileError
+from lightning_megatron.errors import NoSuchTokensError, TokenFileError
 
 _PIECE = 1 << 24
 """Bytes that are hashed in one go."""
@@ -179,7 +179,7 @@ class Corpus:
         return list(self.faults())
 
     def faults(self) -> Iterator[str]:
-        """Yield what `verify` finds, shard by shard."""
+        """Yield what `verify` returns, shard by shard."""
         for number, entry in enumerate(self.shards):
             try:
                 shard = self.shard(number)
@@ -238,7 +238,7 @@ def _find(path: Path) -> tuple[Path, list[str] | None]:
     if not path.is_dir():
         if pair or (alone.name and token_file(alone).is_file()):
             return alone.parent, [alone.name]
-        raise TokenFileError(f"{path}: no tokens there: {_nearest(alone)}")
+        raise NoSuchTokensError(f"{path}: no tokens there: {_nearest(alone)}")
     if pair:
         raise TokenFileError(
             f"{path}: both a directory and the prefix of {index_file(alone)}; rename one of them"
@@ -249,11 +249,11 @@ def _find(path: Path) -> tuple[Path, list[str] | None]:
     lone = {f.stem for f in path.glob("*.bin") if not f.name.endswith(".mask.bin")} - {*names}
     if lone:
         raise TokenFileError(
-            f"{token_file(path / min(lone))}: has no index {min(lone)}.idx; copy it again, or write "
-            "both again with `lightning-megatron preprocess`"
+            f"{token_file(path / min(lone))}: has no index {min(lone)}.idx; copy it again, or "
+            "write both again with `lightning-megatron preprocess`"
         )
     if not names:
-        raise TokenFileError(
+        raise NoSuchTokensError(
             f"{path}: no tokens there, neither {MANIFEST_FILE} nor pairs of .bin and .idx; "
             f"{_nearest(path)}"
         )

@@ -24,10 +24,10 @@ they are read as one document here.
 ``PREFIX.mask.bin`` is an addition for conversations: one byte per token of ``.bin``, 1 where the
 token counts in the loss. Megatron does not read it; its readers find nothing changed.
 
-Both files are mapped into memory: opening costs some 100 microseconds however large they are, and
-the processes of a node share the pages that they read. The rows above are checked against the sizes
-of the files when they are opened, so a file that was cut, or whose parts do not belong together,
-ends in an error and never in other tokens.
+Both files are mapped into memory, and the processes of a node share the pages that they read.
+Opening reads the index once: documents must follow each other without a gap and end where the
+tokens end, so a file that was cut is an error and never other tokens. Changed tokens are found by
+the hashes of a manifest.
 """
 
 import hashlib
@@ -44,14 +44,13 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from lightning_megatron.data.tokens.manifest import Shard, sync_directory
+from lightning_megatron.data.tokens.manifest import TYPE_CODES, Shard, sync_directory
 from lightning_megatron.errors import TokenFileError
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Types of tokens by the number that stands for them in the file."""
+_TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in TYPE_CODES.items()}
 _FLOATS = {6: "float64", 7: "float32"}
 _OLD_MAGIC = b"TNTIDX\0\0"
 _UINT16_BELOW = 65_500
@@ -141,7 +140,7 @@ class IndexedTokens:
         self._lengths: Tokens = lengths
         self._starts: Tokens = pointers
         self._divisor = self.dtype.itemsize
-        self._check_documents(documents, count)
+        self._check_sequences()
         self._tokens = _map(token_file(self.prefix), self.dtype)
         self.total = len(self._tokens)
         self._check_end()
@@ -201,15 +200,8 @@ class IndexedTokens:
         return self._mask[first:last]
 
     def faults(self, vocab_size: int | None = None) -> Iterator[str]:
-        """Read everything and yield what is wrong: places, tokens outside of the vocabulary."""
-        lengths, starts = self._lengths.astype(np.int64), self._starts.astype(np.int64)
-        index, remedy = index_file(self.prefix), _remedy(self.prefix)
-        if len(lengths) and lengths.min() < 0:
-            yield f"{index}: document {lengths.argmin():,} has a negative length; {remedy}"
-        expected = np.cumsum(lengths) - lengths
-        if (expected * self._divisor != starts).any():
-            bad = int((expected * self._divisor != starts).argmax())
-            yield f"{index}: document {bad:,} does not begin where the one before it ends; {remedy}"
+        """Read all tokens and yield what is wrong with them: each must be in the vocabulary."""
+        remedy = _remedy(self.prefix)
         path = token_file(self.prefix)
         for first in range(0, self.total, _PIECE):
             piece = self._tokens[first : first + _PIECE]
@@ -239,20 +231,22 @@ class IndexedTokens:
             raise IndexError(
                 f"{self.prefix}: tokens {start} to {end} of document {document}, which has {length}"
             )
-        first, rest = divmod(int(self._starts[document]), self._divisor)
-        if first < 0 or rest or first + end > self.total:
-            raise TokenFileError(
-                f"{index_file(self.prefix)}: document {document:,} lies outside of "
-                f"{token_file(self.prefix).name}; {_remedy(self.prefix)}"
-            )
+        first = int(self._starts[document]) // self._divisor
         return first + start, first + end
 
-    def _check_documents(self, documents: Tokens, sequences: int) -> None:
-        if documents[0] != 0 or documents[-1] != sequences:
-            raise TokenFileError(
-                f"{index_file(self.prefix)}: damaged: its documents do not cover its {sequences:,} "
-                f"sequences; {_remedy(self.prefix)}"
-            )
+    def _check_sequences(self) -> None:
+        """Raise unless each sequence begins where the one before it ends."""
+        end = 0
+        for first in range(0, len(self._lengths), _PIECE):
+            lengths = self._lengths[first : first + _PIECE].astype(np.int64) * self._divisor
+            ends = end + np.cumsum(lengths)
+            wrong = (ends - lengths != self._starts[first : first + _PIECE]) | (lengths < 0)
+            if wrong.any():
+                raise TokenFileError(
+                    f"{index_file(self.prefix)}: damaged: sequence {first + wrong.argmax():,} does "
+                    f"not begin where the one before it ends; {_remedy(self.prefix)}"
+                )
+            end = int(ends[-1])
 
     def _check_end(self) -> None:
         count = len(self._lengths)
@@ -268,24 +262,19 @@ class IndexedTokens:
 
     def _merge(self, documents: Tokens) -> None:
         """Take the sequences of each document as one."""
-        ends = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         bounds = documents.astype(np.int64)
-        whole = (
-            (np.diff(bounds) >= 0).all()
-            and (np.diff(ends) >= 0).all()
-            and (ends[:-1] * self._divisor == self._starts).all()
-        )
-        if not whole:
+        count = len(self._lengths)
+        if bounds[0] != 0 or bounds[-1] != count or (np.diff(bounds) < 0).any():
             raise TokenFileError(
-                f"{index_file(self.prefix)}: damaged: the sequences of its documents do not follow "
-                f"each other; {_remedy(self.prefix)}"
+                f"{index_file(self.prefix)}: damaged: its documents do not cover its {count:,} "
+                f"sequences one after the other; {_remedy(self.prefix)}"
             )
-        starts = ends[bounds]
+        starts = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])[bounds]
         lengths = np.diff(starts)
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
             raise TokenFileError(
-                f"{index_file(self.prefix)}: document {lengths.argmax():,} has more than 2**31 "
-                "tokens; split it"
+                f"{index_file(self.prefix)}: document {lengths.argmax():,} has 2**31 tokens or "
+                "more; split it"
             )
         self._lengths, self._starts = lengths.astype(np.int32), starts[:-1] * self._divisor
 
@@ -307,11 +296,10 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, dtype: Any) -> None:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = {np.dtype(kind): code for code, kind in CODES.items()}
-        if self.dtype not in codes:
-            names = ", ".join(sorted(kind.name for kind in codes))
+        if self.dtype.name not in TYPE_CODES:
+            names = ", ".join(TYPE_CODES)
             raise ValueError(f"dtype={self.dtype.name}: must be one of {names}")
-        self._code = codes[self.dtype]
+        self._code = TYPE_CODES[self.dtype.name]
         self._limits = np.iinfo(self.dtype)
         self._lengths: list[NDArray[np.int64]] = []
         self._bin = _HashedFile(token_file(self.prefix))
@@ -466,10 +454,10 @@ def _header(path: Path, start: bytes, size: int) -> Header:
             f"{path}: version {version} of the format; version 1, Megatron-LM's, is the only one "
             "that is read: write the tokens again with `lightning-megatron preprocess`"
         )
-    if code not in CODES:
+    if code not in _TYPES:
         what = f"numbers of type {_FLOATS[code]}" if code in _FLOATS else f"type {code}"
         raise TokenFileError(
-            f"{path}: tokens must be whole numbers (types {', '.join(map(str, CODES))}), and it "
+            f"{path}: tokens must be whole numbers (types {', '.join(map(str, _TYPES))}), and it "
             f"says {what}; write the tokens again with `lightning-megatron preprocess`"
         )
     if bounds == 0:
@@ -485,7 +473,7 @@ def _header(path: Path, start: bytes, size: int) -> Header:
         raise TokenFileError(
             f"{path}: {what}: {size:,} bytes, and {expected:,} by its own header; {_remedy(prefix)}"
         )
-    return Header(np.dtype(CODES[code]), sequences, bounds - 1)
+    return Header(_TYPES[code], sequences, bounds - 1)
 
 
 def _map(path: Path, dtype: Any) -> Tokens:

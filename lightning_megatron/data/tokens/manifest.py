@@ -19,6 +19,8 @@ from lightning_megatron.errors import TokenFileError
 
 MANIFEST_FILE = "manifest.json"
 VERSION = 1
+TYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+"""Types that tokens can have, with the number that stands for each in an index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +145,8 @@ def _manifest(content: Any) -> Manifest:
     tokenizer = TokenizerIdentity(
         **_typed(TokenizerIdentity, content["tokenizer"], name=str, vocab_size=int, sha256=str)
     )
+    if known["dtype"] not in TYPE_CODES:
+        raise ValueError(f"dtype={known['dtype']!r} instead of one of {', '.join(TYPE_CODES)}")
     if not isinstance(tokenizer.eos_id, int | None):
         raise TypeError(f"eos_id={tokenizer.eos_id!r}")
     if not isinstance(content["shards"], list):
