@@ -189,7 +189,7 @@ def _small_corpora(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_megatron.recipes.tokens_corpus import main as write_corpora
 
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("sys.argv", ["tokens_corpus.py", "--vocab-size=300", "--modules=4"])
+    monkeypatch.setattr("sys.argv", ["tokens_corpus.py", "--vocab-size=300", "--modules=12"])
     [first, *preparation, last] = map(shlex.split, commands_of("tokens"))
     assert first == ["python", "tokens_corpus.py"]
     write_corpora()
