@@ -44,6 +44,8 @@ LAYERS = {
     # 2: bytes on wires, and what follows from events
     "comm": 2,
     "monitoring/goodput": 2,
+    "data/collate": 2,
+    "data/lengths": 2,
     "data/sampler": 2,
     "data/preprocessing": 2,  # text to tokens on disk, without torch
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it

@@ -1,6 +1,8 @@
 """Text to train on, and the order in which ranks read samples.
 
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
+* Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
+  and pieces of long samples: `Pad`, `Fragments`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
@@ -11,19 +13,29 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_megatron.data.collate import Fragments, Pad
+    from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
 
 _HOMES = {
     "ByteWindows": "text",
+    "Fragments": "collate",
+    "LengthGrouped": "lengths",
+    "Pad": "collate",
     "ResumableSampler": "sampler",
     "TextDataModule": "text",
+    "TokenBudget": "lengths",
 }
 
 __all__ = [
     "ByteWindows",
+    "Fragments",
+    "LengthGrouped",
+    "Pad",
     "ResumableSampler",
     "TextDataModule",
+    "TokenBudget",
 ]
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -45,6 +45,8 @@ from lightning_megatron._lightning import (
     training_loader,
     validates_first,
 )
+from lightning_megatron.data.lengths import TokenBudget
+from lightning_megatron.data.sampler import ResumableSampler
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
 from lightning_megatron.topology.mesh import Topology
@@ -149,7 +151,7 @@ class DataPosition:
             return {}
         share, order = reading.share, reading.share.order
         return {
-            "order": order.state_before(epoch) if isinstance(order, DrawnOrder) else None,
+            "order": _order_state(order, epoch),
             "consumed": reading.consumed(epoch, batch, cycles=cycles) * share.sets,
             "items": share.items * share.sets,
         }
@@ -268,6 +270,8 @@ class DataPosition:
             )
         if isinstance(order, DrawnOrder):
             order.load_state_dict(position["order"])
+        elif isinstance(order, TokenBudget) and position["order"] is not None:
+            order.check(position["order"])
         reading.seek(epoch, min(position["consumed"], items) // share.sets)
 
     def start(self, trainer: Trainer) -> None:
@@ -355,6 +359,13 @@ def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
             again = True
     if again:
         read_anew(trainer)
+
+
+def _order_state(order: ResumableSampler | TokenBudget | DrawnOrder, epoch: int) -> Any:
+    """State of a user's sampler as an epoch began, or what tells batches from others."""
+    if isinstance(order, DrawnOrder):
+        return order.state_before(epoch)
+    return order.state_dict() if isinstance(order, TokenBudget) else None
 
 
 def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:

@@ -31,10 +31,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
-from lightning_megatron._lightning import set_device_mesh, training_source
+from lightning_megatron._lightning import divides_data, set_device_mesh, training_source
 from lightning_megatron._torch import has_hooks
 from lightning_megatron.adoption.adapter_problems import adapter_problems
 from lightning_megatron.adoption.adapters import join_adapters
+from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.experts.mixture import MixtureOfExperts
@@ -55,6 +56,7 @@ from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_pro
 from lightning_megatron.strategy.preflight.averaging import averaging_problems
 from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.topology.context_layout import ContextConfig
+from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.degrees import (
     Degrees,
     degree_problems,
@@ -260,6 +262,7 @@ def examine(
         trainer, module, whole=world_size == 1 or (options.zero.stage != 3 and _is_flat(options))
     )
     degrees = options.degrees(world_size) if layout_is_legal else None
+    problems += _budget_problems(trainer, degrees)
     with _rehearsal(trainer, module) as outcome:
         if isinstance(outcome.error, ConfigError):
             problems += outcome.error.problems
@@ -433,6 +436,15 @@ def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
             f"that one data-parallel rank reads; nearest valid: microbatch_size={size}"
         ]
     return []
+
+
+def _budget_problems(trainer: Trainer, degrees: Degrees | None) -> list[str]:
+    """Faults of batches of tokens that data-parallel ranks are to divide."""
+    source = training_source(trainer)
+    batches = source.batch_sampler if isinstance(source, DataLoader) else None
+    if degrees is None or not isinstance(batches, TokenBudget) or not divides_data(trainer):
+        return []
+    return batches.problems(len(groups_along("batch", degrees)[0]))
 
 
 def _folder_problems(trainer: Trainer) -> list[str]:
