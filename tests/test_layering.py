@@ -40,12 +40,16 @@ LAYERS = {
     "monitoring/sections": 1,  # what a rank is doing
     "launch": 1,  # how processes find each other
     "data/__init__": 1,
+    "data/blend": 1,  # arithmetic
+    "data/packing": 1,
     "data/tokens": 1,  # files of token numbers: numpy only
     # 2: bytes on wires, and what follows from events
     "comm": 2,
     "monitoring/goodput": 2,
+    "data/blended": 2,
     "data/collate": 2,
     "data/lengths": 2,
+    "data/packed": 2,
     "data/sampler": 2,
     "data/preprocessing": 2,  # text to tokens on disk, without torch
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
@@ -64,6 +68,7 @@ LAYERS = {
     "precision": 6,
     "checkpoint": 6,
     "data/text": 6,  # a datamodule
+    "data/token_data": 6,
     "monitoring/flops": 6,
     "monitoring/rank_stats": 6,
     # 7: the strategy as callbacks see it

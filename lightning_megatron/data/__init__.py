@@ -3,6 +3,9 @@
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
 * Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
   and pieces of long samples: `Pad`, `Fragments`
+* Datamodule of token files, one corpus or a blend: `TokenData`; its dataset: `PackedTokens`
+* Tokens of a directory, by document: `Corpus`; conversations as tokens: `ChatEncoder`, by a
+  `ChatFormat`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
@@ -15,27 +18,41 @@ from lightning_megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_megatron.data.collate import Fragments, Pad
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
+    from lightning_megatron.data.packed import PackedTokens
+    from lightning_megatron.data.preprocessing.chat import ChatEncoder, ChatFormat
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
+    from lightning_megatron.data.token_data import TokenData
+    from lightning_megatron.data.tokens.corpus import Corpus
 
 _HOMES = {
     "ByteWindows": "text",
+    "ChatEncoder": "preprocessing.chat",
+    "ChatFormat": "preprocessing.chat",
+    "Corpus": "tokens.corpus",
     "Fragments": "collate",
     "LengthGrouped": "lengths",
+    "PackedTokens": "packed",
     "Pad": "collate",
     "ResumableSampler": "sampler",
     "TextDataModule": "text",
     "TokenBudget": "lengths",
+    "TokenData": "token_data",
 }
 
 __all__ = [
     "ByteWindows",
+    "ChatEncoder",
+    "ChatFormat",
+    "Corpus",
     "Fragments",
     "LengthGrouped",
+    "PackedTokens",
     "Pad",
     "ResumableSampler",
     "TextDataModule",
     "TokenBudget",
+    "TokenData",
 ]
 
 __getattr__ = lazy_names(__name__, _HOMES)
