@@ -41,7 +41,7 @@ def data(args: Sequence[str]) -> int:
 
         return bench(given[1:])
     options = _parser().parse_args(given)
-    codes = [options.run(Path(path), options) for path in options.path]
+    codes: list[_Answer] = [options.run(Path(path), options) for path in options.path]
     if options.json:
         facts = [found for _, found in codes]
         print(json.dumps(facts if len(facts) > 1 else facts[0], indent=1))

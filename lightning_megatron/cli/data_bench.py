@@ -156,7 +156,7 @@ class _Stream:
         return self
 
     def __next__(self) -> Any:
-        end = object()
+        end: Any = object()
         batch = next(self._batches, end)
         if batch is end:
             self.epochs += 1

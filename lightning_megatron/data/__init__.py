@@ -1,12 +1,12 @@
 """Text to train on, and the order in which ranks read samples.
 
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
+* Datamodule of token files, one corpus or a blend: `TokenData`; its dataset: `PackedTokens`
 * Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
   and pieces of long samples: `Pad`, `Fragments`
-* Datamodule of token files, one corpus or a blend: `TokenData`; its dataset: `PackedTokens`
-* Tokens of a directory, by document: `Corpus`; conversations as tokens: `ChatEncoder`, by a
-  `ChatFormat`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
+* Tokens on disk, in Megatron-LM's format: `Corpus`, `IndexedTokens`, `IndexedWriter`
+* Conversations as tokens: `ChatEncoder`, by a `ChatFormat`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
 """
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lightning_megatron.data.text import ByteWindows, TextDataModule
     from lightning_megatron.data.token_data import TokenData
     from lightning_megatron.data.tokens.corpus import Corpus
+    from lightning_megatron.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 _HOMES = {
     "ByteWindows": "text",
@@ -31,6 +32,8 @@ _HOMES = {
     "ChatFormat": "preprocessing.chat",
     "Corpus": "tokens.corpus",
     "Fragments": "collate",
+    "IndexedTokens": "tokens.indexed",
+    "IndexedWriter": "tokens.indexed",
     "LengthGrouped": "lengths",
     "PackedTokens": "packed",
     "Pad": "collate",
@@ -46,6 +49,8 @@ __all__ = [
     "ChatFormat",
     "Corpus",
     "Fragments",
+    "IndexedTokens",
+    "IndexedWriter",
     "LengthGrouped",
     "PackedTokens",
     "Pad",

@@ -80,7 +80,7 @@ TINY = {
         ranks=4,
         options=[
             *("--trainer.limit_train_batches=3", *SMALL, "--data.seq_len=16"),
-            *("--data.batch_size=8", "--data.num_workers=0"),
+            "--data.batch_size=8",
         ],
     ),
     "pretrain-1b": Tiny(
