@@ -4,6 +4,7 @@
 * Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
   and pieces of long samples: `Pad`, `Fragments`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
+* Tokens on disk, in Megatron-LM's format: `Corpus`, `IndexedTokens`, `IndexedWriter`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
 """
@@ -17,10 +18,15 @@ if TYPE_CHECKING:
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
+    from lightning_megatron.data.tokens.corpus import Corpus
+    from lightning_megatron.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 _HOMES = {
     "ByteWindows": "text",
+    "Corpus": "tokens.corpus",
     "Fragments": "collate",
+    "IndexedTokens": "tokens.indexed",
+    "IndexedWriter": "tokens.indexed",
     "LengthGrouped": "lengths",
     "Pad": "collate",
     "ResumableSampler": "sampler",
@@ -30,7 +36,10 @@ _HOMES = {
 
 __all__ = [
     "ByteWindows",
+    "Corpus",
     "Fragments",
+    "IndexedTokens",
+    "IndexedWriter",
     "LengthGrouped",
     "Pad",
     "ResumableSampler",

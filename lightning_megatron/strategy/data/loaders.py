@@ -16,7 +16,7 @@ from lightning_megatron._lightning import divide_data, divides_data, makes_train
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
-from lightning_megatron.strategy.data.sharding import share_of
+from lightning_megatron.strategy.data.sharding import divide_predictions, share_of
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
@@ -55,6 +55,8 @@ class DataLoading:
             return self.position.prepare(dataloader, trainer, topology, seed, divide=self._divides)
         if self._divides and trainer.state.fn != TrainerFn.PREDICTING:
             dataloader = share_of(dataloader, topology, seed, evaluates=True).loader
+        elif self._divides:
+            divide_predictions(dataloader, topology)
         seed_dataloader(dataloader, topology)
         return dataloader
 

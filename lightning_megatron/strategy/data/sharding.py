@@ -30,7 +30,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from lightning_megatron._lightning import Stateful, with_sampler
+from lightning_megatron._lightning import Stateful, replace_predicted_batches, with_sampler
 from lightning_megatron.data.augmentation import SampleSeeds
 from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.data.sampler import Division, EvenBatches, ResumableSampler
@@ -259,6 +259,16 @@ def _share_of_budget(
     # The user may give the same loader to another run, perhaps with other ranks.
     loader = with_batches(copy(dataloader), batches)
     return Share(loader=loader, order=batches, items=len(batches), per_batch=1)
+
+
+def divide_predictions(dataloader: DataLoader[Any], topology: Topology) -> None:
+    """Have predictions read this rank's part of batches that Lightning cannot divide."""
+
+    def part(batches: Any) -> Any:
+        budget = isinstance(batches, TokenBudget)
+        return batches.divided(topology.batch.rank, topology.batch.size) if budget else batches
+
+    replace_predicted_batches(dataloader, part)
 
 
 def with_batches(dataloader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
