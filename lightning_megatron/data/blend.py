@@ -114,8 +114,8 @@ class Blend:
         keys = np.repeat(_mixed(groups, key, 64), 1 << _SHUFFLED_BITS)
         slot = np.arange(BLOCK, dtype=np.uint64)
         slot += _mixed(slot, keys, _SHUFFLED_BITS) - (slot & np.uint64((1 << _SHUFFLED_BITS) - 1))
-        slot = _reversed(slot.astype(np.int32)) ^ (key & (BLOCK - 1))
-        source_of = np.repeat(np.arange(self.sources, dtype=kind), used)[slot]
+        place = _reversed(slot.astype(np.int32)) ^ (key & (BLOCK - 1))
+        source_of = np.repeat(np.arange(self.sources, dtype=kind), used)[place]
         order = np.argsort(source_of, kind="stable")
         number_of = np.empty(BLOCK, dtype=np.int32)
         first = np.cumsum(used) - used
@@ -130,7 +130,7 @@ def quotas(weights: Sequence[float]) -> Numbers:
     [699051, 349525, 0]
     """
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights) * BLOCK
-    counts = np.floor(shares).astype(np.int64)
+    counts: Numbers = np.floor(shares).astype(np.int64)
     left = BLOCK - int(counts.sum())
     counts[np.argsort(counts - shares, kind="stable")[:left]] += 1
     return counts

@@ -217,6 +217,7 @@ class IndexedTokens:
         Raises:
             TokenFileError: the index says that one lies outside of the file.
         """
+        places: NDArray[np.int64]
         places, rest = np.divmod(self._starts[documents].astype(np.int64), self._divisor)
         outside = (places < 0) | (places + self._lengths[documents] > self.total) | (rest != 0)
         if outside.any():
