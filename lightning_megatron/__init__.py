@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
+    from lightning_megatron.data.token_data import TokenData
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.fault_tolerance.hangs.detector import HangDetector
     from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard
@@ -112,6 +113,7 @@ _HOMES = {
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
     "LengthGrouped": "data.lengths",
+    "TokenData": "data.token_data",
     "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
@@ -182,6 +184,7 @@ __all__ = [
     "HangDetector",
     "TransformerConfig",
     "TextDataModule",
+    "TokenData",
     "LanguageModel",
     "LengthGrouped",
     "LocalCheckpointConfig",

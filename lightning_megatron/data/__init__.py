@@ -1,9 +1,11 @@
 """Text to train on, and the order in which ranks read samples.
 
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
+* Datamodule of token files, one corpus or a blend: `TokenData`; its dataset: `PackedTokens`
 * Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
   and pieces of long samples: `Pad`, `Fragments`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
+* Tokens on disk, in Megatron-LM's format: `Corpus`, `IndexedTokens`, `IndexedWriter`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
 """
@@ -15,27 +17,41 @@ from lightning_megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_megatron.data.collate import Fragments, Pad
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
+    from lightning_megatron.data.packed import PackedTokens
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
+    from lightning_megatron.data.token_data import TokenData
+    from lightning_megatron.data.tokens.corpus import Corpus
+    from lightning_megatron.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 _HOMES = {
     "ByteWindows": "text",
+    "Corpus": "tokens.corpus",
     "Fragments": "collate",
+    "IndexedTokens": "tokens.indexed",
+    "IndexedWriter": "tokens.indexed",
     "LengthGrouped": "lengths",
+    "PackedTokens": "packed",
     "Pad": "collate",
     "ResumableSampler": "sampler",
     "TextDataModule": "text",
     "TokenBudget": "lengths",
+    "TokenData": "token_data",
 }
 
 __all__ = [
     "ByteWindows",
+    "Corpus",
     "Fragments",
+    "IndexedTokens",
+    "IndexedWriter",
     "LengthGrouped",
+    "PackedTokens",
     "Pad",
     "ResumableSampler",
     "TextDataModule",
     "TokenBudget",
+    "TokenData",
 ]
 
 __getattr__ = lazy_names(__name__, _HOMES)

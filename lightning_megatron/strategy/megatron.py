@@ -12,7 +12,7 @@ that act own their state and are made in `MegatronStrategy.__init__`; they see t
       backward                steps bring the gradients to light, or run backward here
         post_backward         stop lets all ranks vote, checkpoints wait for copies from the device
                             precision steps on what this rank owns, unless it skips the step
-                            recovery has skipped schedules stand still, data notes its position
+                            recovery has skipped schedules stand still
     block_backward_sync     surrounds the closure instead, where gradients accumulate
 
 What parts do is decided in `strategy.preflight` (is the run legal), `parallel.apply` (put the
@@ -506,12 +506,13 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def on_train_start(self) -> None:
         """The last hook before the first batch."""
-        self.data.position.start(self.trainer)
+        self.data.position.start(self.trainer, self.topology)
         self.data.shares.start(self)
         self.random_state.restore()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.data.check(batch, self.trainer, self.topology, self.host_group)
         self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
         first = self.steps.first_of_accumulation
@@ -593,7 +594,6 @@ class MegatronStrategy(LaunchingStrategy):
         if taken:
             self.parallel.data.after_step(optimizer)
         self.steps.router_bias.after_step(optimizer, taken=taken)
-        self.data.position.after_step(self.trainer)
         self.clock.enter(sections.DATA if automatic else sections.FORWARD)
         return result
 

@@ -16,9 +16,11 @@ from lightning_megatron import env
 from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
 from lightning_megatron.errors import ConfigError, raise_if_any
 from lightning_megatron.strategy.data.batch_shares import BatchShares
+from lightning_megatron.strategy.data.first_batches import compare_batches
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
-from lightning_megatron.strategy.data.sharding import share_of
+from lightning_megatron.strategy.data.sharding import divide_predictions, share_of
+from lightning_megatron.strategy.data.streams import tell_rank
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
@@ -38,6 +40,8 @@ class DataLoading:
     def __init__(self, shares: BatchShares | None = None) -> None:
         self.shares = shares or BatchShares()
         self.position = DataPosition(self.shares)
+        self._checked = False
+        """Whether the first batches of this run were compared."""
         self._divides = False
         """Whether the Trainer was told to divide the samples (``use_distributed_sampler``)."""
 
@@ -47,6 +51,7 @@ class DataLoading:
         Lightning would shuffle what is trained on, and repeat samples that are evaluated.
         """
         self.position = DataPosition(self.shares)
+        self._checked = False
         self._divides |= divides_data(trainer)
         predicting = trainer.state.fn == TrainerFn.PREDICTING
         divide_data(trainer, divide=self._divides and predicting)
@@ -68,17 +73,31 @@ class DataLoading:
             on_host=device.type == "cpu",
         )
 
+    def check(self, batch: Any, trainer: Trainer, topology: Topology, group: Any) -> None:
+        """Compare the first batches of data that the user divides himself; collective."""
+        if self._checked:
+            return
+        self._checked = True
+        names = self.position.left_to_the_user(trainer)
+        if names and topology.world_size > 1:
+            compare_batches(batch, names, topology, group)
+
     def prepare(self, dataloader: object, trainer: Trainer, topology: Topology) -> object:
         """The loader with this rank's share of the samples, and its random streams."""
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        seed = env.global_seed() or 0
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if not isinstance(dataloader, DataLoader):
+            if fitting and trainer.training and makes_training_loader(trainer):
+                self.position.follow(dataloader, trainer, topology)
+            return dataloader
+        tell_rank(dataloader.dataset, topology)
+        seed = env.global_seed() or 0
         # The training loader comes first.
         if fitting and trainer.training and makes_training_loader(trainer):
             return self.position.prepare(dataloader, trainer, topology, seed, divide=self._divides)
         if self._divides and trainer.state.fn != TrainerFn.PREDICTING:
             dataloader = share_of(dataloader, topology, seed, evaluates=True).loader
+        elif self._divides:
+            divide_predictions(dataloader, topology)
         seed_dataloader(dataloader, topology)
         return dataloader
 
