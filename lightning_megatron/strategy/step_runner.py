@@ -327,7 +327,7 @@ class StepRunner:
         factor = self._precision.loss_factor / self._module.trainer.accumulate_grad_batches
         if self._of_token is None:
             return factor * self._weight, False
-        return self._of_token * factor if self._counts else 0.0, True
+        return self._of_token * factor, True
 
     @property
     def _weight(self) -> float:
