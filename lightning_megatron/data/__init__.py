@@ -5,6 +5,7 @@
 * Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
   and pieces of long samples: `Pad`, `Fragments`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
+* Tokens on disk, in Megatron-LM's format: `Corpus`, `IndexedTokens`, `IndexedWriter`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
 """
@@ -20,10 +21,15 @@ if TYPE_CHECKING:
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
     from lightning_megatron.data.token_data import TokenData
+    from lightning_megatron.data.tokens.corpus import Corpus
+    from lightning_megatron.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 _HOMES = {
     "ByteWindows": "text",
+    "Corpus": "tokens.corpus",
     "Fragments": "collate",
+    "IndexedTokens": "tokens.indexed",
+    "IndexedWriter": "tokens.indexed",
     "LengthGrouped": "lengths",
     "PackedTokens": "packed",
     "Pad": "collate",
@@ -35,7 +41,10 @@ _HOMES = {
 
 __all__ = [
     "ByteWindows",
+    "Corpus",
     "Fragments",
+    "IndexedTokens",
+    "IndexedWriter",
     "LengthGrouped",
     "PackedTokens",
     "Pad",

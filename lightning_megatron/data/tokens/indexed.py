@@ -450,7 +450,7 @@ class _HashedFile:
         self.size = 0
 
     def write(self, content: bytes | Tokens) -> None:
-        data = memoryview(content).cast("B") if len(content) else b""
+        data = content if isinstance(content, bytes) else content.view(np.uint8).data
         self.file.write(data)
         self.hash.update(data)
         self.size += len(data)
