@@ -215,7 +215,9 @@ class IndexedTokens:
         Raises:
             TokenFileError: the index says that one lies outside of the file.
         """
-        places, rest = np.divmod(self._starts[documents].astype(np.int64), self._divisor)
+        starts: NDArray[np.int64] = self._starts[documents].astype(np.int64)
+        places: NDArray[np.int64] = starts // self._divisor
+        rest = starts % self._divisor
         outside = (places < 0) | (places + self._lengths[documents] > self.total) | (rest != 0)
         if outside.any():
             document = int(np.asarray(documents)[outside.argmax()])
