@@ -53,7 +53,6 @@ LAYERS = {
     "data/sampler": 2,
     "data/shares": 2,
     "data/preprocessing": 2,  # text to tokens on disk, without torch
-    "data/sampler": 2,
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "fault_tolerance": 2,  # mechanisms without Lightning: what notices faults and survives them
     "testing": 2,  # starts processes; knows no layer and no strategy

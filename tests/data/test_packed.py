@@ -109,13 +109,3 @@ def test_a_token_outside_of_the_vocabulary_ends_in_an_error(tmp_path: Path) -> N
         TokenFileError, match=rf"a.bin: token .* is {highest}, .* has {highest} tok"
     ):
         data.__getitems__([*range(len(data))])
-
-
-def test_a_document_outside_of_its_file_ends_in_an_error(tmp_path: Path) -> None:
-    bare_corpus(tmp_path / "a", documents=4)
-    index = tmp_path / "a.idx"
-    content = bytearray(index.read_bytes())
-    content[34 + 16 + 8 : 34 + 16 + 16] = (10**6).to_bytes(8, "little")  # where the second begins
-    index.write_bytes(content)
-    with pytest.raises(TokenFileError, match=r"document 1 lies outside of a\.bin"):
-        packed(tmp_path / "a", "concat")[0]
