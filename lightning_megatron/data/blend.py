@@ -112,10 +112,12 @@ class Blend:
         key = key_of(self._seed, "blend", stage, block)
         groups = np.arange(BLOCK >> _SHUFFLED_BITS, dtype=np.uint64)
         keys = np.repeat(_mixed(groups, key, 64), 1 << _SHUFFLED_BITS)
-        slot = np.arange(BLOCK, dtype=np.uint64)
-        slot += _mixed(slot, keys, _SHUFFLED_BITS) - (slot & np.uint64((1 << _SHUFFLED_BITS) - 1))
-        place = _reversed(slot.astype(np.int32)) ^ (key & (BLOCK - 1))
-        source_of = np.repeat(np.arange(self.sources, dtype=kind), used)[place]
+        place = np.arange(BLOCK, dtype=np.uint64)
+        place += _mixed(place, keys, _SHUFFLED_BITS) - (
+            place & np.uint64((1 << _SHUFFLED_BITS) - 1)
+        )
+        slot = _reversed(place.astype(np.int32)) ^ (key & (BLOCK - 1))
+        source_of = np.repeat(np.arange(self.sources, dtype=kind), used)[slot]
         order = np.argsort(source_of, kind="stable")
         number_of = np.empty(BLOCK, dtype=np.int32)
         first = np.cumsum(used) - used
@@ -130,27 +132,30 @@ def quotas(weights: Sequence[float]) -> Numbers:
     [699051, 349525, 0]
     """
     shares = np.asarray(weights, dtype=np.float64) / np.sum(weights) * BLOCK
-    counts: Numbers = np.floor(shares).astype(np.int64)
+    counts = np.floor(shares).astype(np.int64)
     left = BLOCK - int(counts.sum())
     counts[np.argsort(counts - shares, kind="stable")[:left]] += 1
-    return counts
+    quota: Numbers = counts
+    return quota
 
 
-def permuted(numbers: ArrayLike, size: int, keys: Any) -> Numbers:
-    """Places of some numbers in a permutation of ``range(size)``.
+def permuted(numbers: ArrayLike, sizes: ArrayLike, keys: Any) -> Numbers:
+    """Places of some numbers in permutations of ``range(size)``.
 
     Args:
         numbers: whole numbers in [0, size).
-        size: number of all.
+        sizes: size of the permutation, or one for each number.
         keys: key of the permutation, or one for each number.
     """
-    bits = max((size - 1).bit_length(), _FEWEST_BITS)
-    places = _mixed(np.asarray(numbers).astype(np.uint64), keys, bits)
-    outside = np.flatnonzero(places >= size)
+    places = np.asarray(numbers).astype(np.uint64)
+    limits = np.broadcast_to(np.asarray(sizes, dtype=np.uint64), places.shape)
     keys = np.broadcast_to(np.asarray(keys, dtype=np.uint64), places.shape)
+    lengths = np.frexp(limits.astype(np.float64) - 1)[1]  # in bits
+    bits = np.maximum(lengths, _FEWEST_BITS).astype(np.uint64)
+    outside = np.arange(len(places))
     while len(outside):
-        places[outside] = _mixed(places[outside], keys[outside], bits)
-        outside = outside[places[outside] >= size]
+        places[outside] = _mixed(places[outside], keys[outside], bits[outside])
+        outside = outside[places[outside] >= limits[outside]]
     return places.astype(np.int64)
 
 
@@ -159,10 +164,11 @@ def key_of(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
 
 
-def _mixed(numbers: NDArray[np.uint64], keys: Any, bits: int) -> NDArray[np.uint64]:
-    """Bijection of the numbers of so many bits, by a key (or one for each)."""
-    mask = np.uint64((1 << bits) - 1)
-    fold = np.uint64(max((bits + 1) // 2, 1))
+def _mixed(numbers: NDArray[np.uint64], keys: Any, bits: Any) -> NDArray[np.uint64]:
+    """Bijection of the numbers of so many bits, by a key; both may differ between numbers."""
+    width = np.asarray(bits, dtype=np.uint64)
+    mask = np.uint64(2**64 - 1) >> (np.uint64(64) - width)
+    fold = (width + np.uint64(1)) // np.uint64(2)
     keys = np.asarray(keys, dtype=np.uint64)
     places = numbers
     with np.errstate(over="ignore"):

@@ -37,22 +37,18 @@ class BlendOrder:
         self.seed = seed
         self.samples = sum(sizes.values())
         """Number of positions in an epoch."""
-        self._offsets = dict(zip(sizes, np.cumsum([0, *sizes.values()]).tolist(), strict=False))
         self._saved: Mapping[str, Any] | None = None
         self._blend = self._make_blend()
 
     def rows(self, positions: Any) -> Numbers:
         """Number of the row at each position, counted through all sources in their order."""
         places, numbers = self._blend.at(positions)
-        rows = np.empty_like(places)
-        for place in np.unique(places).tolist():
-            name, these = self._names[place], places == place
-            size = self.sizes[name]
-            epochs, within = np.divmod(numbers[these], size)
-            known, which = np.unique(epochs, return_inverse=True)
-            keys = [key_of(self.seed, name, epoch) for epoch in known.tolist()]
-            found = permuted(within, size, np.array(keys, dtype=np.uint64)[which])
-            rows[these] = found + self._offsets[name]
+        sizes = self._sizes[places]
+        epochs, within = np.divmod(numbers, sizes)
+        passes, which = np.unique(np.stack([places, epochs]), axis=1, return_inverse=True)
+        keys = [key_of(self.seed, self._names[i], epoch) for i, epoch in passes.T.tolist()]
+        found = permuted(within, sizes, np.array(keys, dtype=np.uint64)[which.reshape(-1)])
+        rows: Numbers = found + self._offsets[places]
         return rows
 
     def epochs(self, position: int) -> dict[str, float]:
@@ -101,6 +97,9 @@ class BlendOrder:
         # Sorted, and all that ever had a weight: neither the order in which sources are named nor
         # new ones change what the others are read.
         self._names = sorted({*self.sizes, *(n for stage in self.stages.values() for n in stage)})
+        first = dict(zip(self.sizes, np.cumsum([0, *self.sizes.values()]).tolist(), strict=False))
+        self._offsets = np.array([first.get(name, 0) for name in self._names], dtype=np.int64)
+        self._sizes = np.array([self.sizes.get(name, 0) for name in self._names], dtype=np.int64)
         return Blend(
             {at: [weights.get(n, 0.0) for n in self._names] for at, weights in self.stages.items()},
             self.seed,

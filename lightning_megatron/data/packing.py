@@ -202,6 +202,12 @@ def _place(counts: NDArray[Any], capacity: int) -> NDArray[np.int32]:
                 room = capacity
                 which = np.arange(opened, opened - (-left // (room // length)), dtype=np.int32)
                 opened += len(which)
+            if left == 1:
+                row_of[done] = which[0]
+                leave(room - length, which[:1])
+                leave(room, which[1:])
+                done += 1
+                break
             each = room // length
             needed = -(-left // each)
             leave(room, which[needed:])

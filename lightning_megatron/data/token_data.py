@@ -182,12 +182,16 @@ class TokenData(pl.LightningDataModule):
         if self._saved is not None:
             self.load_state_dict(self._saved)
         epochs = self._order.epochs(self._order.samples)
-        for path, rows in sources.items():
+        largest = sorted(sources, key=lambda path: -epochs[path] * sizes[path])
+        for path in largest[:_SOURCES_TOLD]:
+            rows = sources[path]
             rank_zero_info(
                 f"{path}: {len(rows.corpus):,} documents, {rows.corpus.total:,} tokens in "
                 f"{len(rows):,} rows of {self.seq_len} ({rows.packing.fill:.2%} full), read "
                 f"{epochs[path]:.2f} times in an epoch of {self._order.samples:,} rows"
             )
+        if len(sources) > _SOURCES_TOLD:
+            rank_zero_info(f"and {len(sources) - _SOURCES_TOLD:,} other sources")
 
     def _rows(self, path: str) -> PackedTokens:
         corpus = self._corpora[path]
@@ -292,6 +296,8 @@ class TokenData(pl.LightningDataModule):
         ]
 
 
+_SOURCES_TOLD = 20
+"""Number of sources, the ones that are read most, of which a line is logged."""
 _NO_ROWS = "no document has two tokens or more, so there is nothing to predict"
 
 
