@@ -44,6 +44,7 @@ LAYERS = {
     "comm": 2,
     "monitoring/goodput": 2,
     "data/sampler": 2,
+    "data/batch_sizes": 2,
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "fault_tolerance": 2,  # mechanisms without Lightning: what notices faults and survives them
     "testing": 2,  # starts processes; knows no layer and no strategy
@@ -67,9 +68,11 @@ LAYERS = {
     "callbacks": 7,
     # 8: callbacks that others build on
     "monitoring/gradients": 8,
+    "monitoring/noise_scale": 8,
     "monitoring/window": 8,
     # 9: the Lightning face; callbacks and the strategy never import each other
     "module": 9,
+    "data/batch_schedule": 9,
     "strategy": 9,
     "monitoring": 9,
     "fault_tolerance/hangs/detector": 9,

@@ -129,6 +129,9 @@ class MegatronStrategy(LaunchingStrategy):
             the number of copies of the shards, what waits in host memory and more.
         sequence_parallel: split activations between parallel layers over tp along the sequence.
         microbatch_size: samples per microbatch.
+        global_batch_size: samples of an optimizer step over all data-parallel ranks; the strategy
+            gives the training loaders batches of each rank's equal share, whatever their own size.
+            By default the loaders' sizes are those of each rank.
         num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
             4 per pipeline rank under a pipeline.
         activations: which are computed again in the backward, or wait in host memory.
@@ -145,7 +148,7 @@ class MegatronStrategy(LaunchingStrategy):
     is_distributed = True
     num_nodes = 1
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the axes, the batch, and groups of the rest)
         self,
         tp: int = 1,
         pp: int | PipelineConfig = 1,
@@ -155,6 +158,7 @@ class MegatronStrategy(LaunchingStrategy):
         sequence_parallel: bool = False,
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
+        global_batch_size: int | None = None,
         activations: ActivationConfig = ActivationConfig(),  # noqa: B008 (frozen)
         compile: CompileConfig = CompileConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
@@ -186,13 +190,14 @@ class MegatronStrategy(LaunchingStrategy):
             num_microbatches=num_microbatches,
             activations=activations,
             compile=compile,
+            global_batch_size=global_batch_size,
         )
         self._connection = connection
         self._checkpoint = checkpoint
         self.events = EventLog()
         self.clock = SectionClock()
         self.votes = PerBatchVotes()
-        self.data = DataLoading()
+        self.data = DataLoading(global_batch_size)
         self.stop = CoordinatedStop(self, self.data)
         self.processes = Processes(self, connection, self.stop.flag)
         self.layout = ModuleLayout(self, self.options)
@@ -506,6 +511,7 @@ class MegatronStrategy(LaunchingStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
+        self.data.begin_batch(batch_idx)
         first = self.steps.first_of_accumulation
         for tuner in tuple(self.tuners):  # one may move the module to a layout with others
             tuner.before_batch(accumulated=not first)
@@ -579,7 +585,8 @@ class MegatronStrategy(LaunchingStrategy):
         if not automatic:
             self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
         closure = self.recovery.begin_update(closure)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self.data.scaled_rates(optimizer):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         taken = self.recovery.end_update()
         if taken:
             self.parallel.data.after_step(optimizer)

@@ -45,6 +45,8 @@ from lightning_megatron._lightning import (
     training_loader,
     validates_first,
 )
+from lightning_megatron.data.batch_sizes import BatchSizes
+from lightning_megatron.strategy.data.global_batch import ScheduledBatches, scheduled
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
 from lightning_megatron.topology.mesh import Topology
@@ -62,6 +64,8 @@ class _Reading:
     """Number of the first batch after that."""
     epoch: int = -1
     """Time of that."""
+    schedule: ScheduledBatches | None = None
+    """Batches of changing sizes, which know their position themselves."""
 
     def batches_after(self, consumed: int) -> int:
         """Number of batches in the rest of an epoch."""
@@ -76,6 +80,8 @@ class _Reading:
             batches: done in it.
             cycles: whether reading begins again at the end, for as long as the epoch lasts.
         """
+        if self.schedule is not None:
+            return self.schedule.position(epoch, batches)[0]
         before, done = (self.before, batches - self.first) if epoch == self.epoch else (0, batches)
         first_pass = self.batches_after(before)
         if cycles and done > first_pass:
@@ -96,6 +102,7 @@ class DataPosition:
 
     def __init__(self) -> None:
         self._readings: WeakKeyDictionary[Any, _Reading] = WeakKeyDictionary()
+        self.schedule: ScheduledBatches | None = None
         self._saved: dict[str, Any] | None = None
         self._awaits: dict[str, Any] | None = None
         """Position for when the validation at an epoch's end is over with which the run goes on."""
@@ -152,6 +159,7 @@ class DataPosition:
             "order": order.state_before(epoch) if isinstance(order, DrawnOrder) else None,
             "consumed": reading.consumed(epoch, batch, cycles=cycles) * share.sets,
             "items": share.items * share.sets,
+            "total": None if (s := reading.schedule) is None else s.position(epoch, batch)[1],
         }
 
     def _state(self, loader: Any, batch: int, rewound: bool) -> Any:
@@ -217,6 +225,7 @@ class DataPosition:
         seed: int,
         *,
         divide: bool,
+        sizes: BatchSizes | None = None,
     ) -> DataLoader[Any]:
         """A training loader's share of this rank, at the restored position if there is one.
 
@@ -226,15 +235,20 @@ class DataPosition:
             topology: who reads what.
             seed: of orders; that of a resumed run is kept.
             divide: see `share_of`.
+            sizes: of global batches, where they change.
         """
         if self._seed is None:
             self._seed = topology.seed
             self._order_seed = seed
         assert self._order_seed is not None
         share = share_of(dataloader, topology, self._order_seed, divide=divide)
+        schedule = None
+        if sizes is not None:
+            share, schedule = scheduled(share, topology, sizes, self._order_seed)
+        self.schedule = schedule
         history = trainer.accumulate_grad_batches + 2
         batches = seed_samples(share.loader, topology, self._seed, history)
-        self._readings[share.loader] = _Reading(share=share, batches=batches)
+        self._readings[share.loader] = _Reading(share=share, batches=batches, schedule=schedule)
         self._resume(share.loader)
         return share.loader
 
@@ -268,7 +282,14 @@ class DataPosition:
             )
         if isinstance(order, DrawnOrder):
             order.load_state_dict(position["order"])
-        reading.seek(epoch, min(position["consumed"], items) // share.sets)
+        consumed = min(position["consumed"], items) // share.sets
+        if reading.schedule is not None:
+            total = position.get("total")
+            total = epoch * items + consumed if total is None else total
+            assert self._saved is not None
+            reading.schedule.seek(epoch, consumed, self._saved["batch"], total)
+            return
+        reading.seek(epoch, consumed)
 
     def start(self, trainer: Trainer) -> None:
         """Finish what `load` began, when training is about to start."""

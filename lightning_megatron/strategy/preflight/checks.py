@@ -51,8 +51,10 @@ from lightning_megatron.schedules.schedule import (
     schedule_problems,
 )
 from lightning_megatron.strategy.code_inspection import names_in, own_functions
+from lightning_megatron.strategy.data.global_batch import schedule_of
 from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategy.preflight.averaging import averaging_problems
+from lightning_megatron.strategy.preflight.batch_sizes import batch_size_problems
 from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import (
@@ -80,6 +82,7 @@ class LayoutOptions:
     num_microbatches: int | None
     activations: ActivationConfig
     compile: CompileConfig
+    global_batch_size: int | None = None
 
     def degrees(self, world_size: int) -> Degrees:
         """The full layout on so many processes."""
@@ -256,6 +259,11 @@ def examine(
     if layout_is_legal:
         problems += _compile_problems(options)
     problems += _folder_problems(trainer)
+    problems += batch_size_problems(
+        trainer,
+        options.global_batch_size,
+        options.degrees(world_size).dp if layout_is_legal else None,
+    )
     problems += _data_problems(trainer, options) + averaging_problems(
         trainer, module, whole=world_size == 1 or (options.zero.stage != 3 and _is_flat(options))
     )
@@ -427,6 +435,8 @@ def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
     source = training_source(trainer)
     size = source.batch_size if isinstance(source, DataLoader) else _option(trainer, "batch_size")
     wanted = options.microbatch_size
+    if options.global_batch_size is not None or schedule_of(trainer) is not None:
+        return []  # the loader's own size has no meaning
     if isinstance(size, int) and wanted is not None and _whole(wanted) > size:
         return [
             f"microbatch_size={wanted}, batch_size={size}: a microbatch is a part of the batch "

@@ -1,0 +1,116 @@
+"""Global batches of changing sizes: one process's weights, under every layout and after a resume.
+
+The reference is a loop by hand: it cuts the order of each epoch by the schedule, and sets the
+learning rate of every step.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.data.batch_schedule import BatchSchedule
+from lightning_megatron.data.batch_sizes import BatchSizes, NoiseScale, Rampup
+from lightning_megatron.data.sampler import ResumableSampler
+from lightning_megatron.errors import ConfigError
+from lightning_megatron.testing import WorkerPool
+from tests.strategy.small import Small, assert_same, loader, make_trainer, merged, samples, weights
+
+COUNT, EPOCHS = 44, 3
+STEPS = [(0, 4), (20, 8), (60, 16)]
+LAYOUTS = {
+    "one process": (1, {"microbatch_size": 4}),
+    "zero=1": (2, {"zero": 1}),
+    "zero=3": (2, {"zero": 3, "microbatch_size": 2}),
+    "pp=2 x dp=2": (4, {"pp": 2, "num_microbatches": 2}),
+}
+
+
+class Scheduled(Small):
+    """Has a schedule of the learning rate too."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Seen(pl.Callback):
+    """Size of each step on this rank, and rate that the scheduler has set."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        self.sizes.append(len(batch[0]))
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class StopAfter(pl.Callback):
+    """Saves after so many steps, and ends the run."""
+
+    def __init__(self, steps: int, path: str) -> None:
+        self.steps, self.path = steps, path
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if trainer.global_step == self.steps:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+            trainer.limit_train_batches = 0
+
+
+def by_hand() -> tuple[dict[str, Tensor], list[int]]:
+    """Weights after all epochs, and the sizes of the steps."""
+    module, data = Scheduled().double(), samples(COUNT)
+    (optimizer,), (schedule,) = module.configure_optimizers()
+    sampler, total, sizes = ResumableSampler(COUNT), 0, []
+    table = BatchSizes(STEPS)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        order = sampler.order().tolist()
+        while order:
+            size = table.at(total)
+            batch, order = order[:size], order[size:]
+            total += len(batch)
+            sizes.append(len(batch))
+            optimizer.zero_grad()
+            module.loss([column[batch] for column in data.tensors]).backward()
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.param_groups[0]["lr"] = rate * (size / 4) ** 0.5
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = rate
+            schedule["scheduler"].step()
+    return weights(module), sizes
+
+
+def train(
+    layout: Mapping[str, Any], devices: int, *callbacks: pl.Callback, resume: str | None = None
+) -> tuple[dict[str, Tensor], list[int]]:
+    module, seen = Scheduled(), Seen()
+    schedule = BatchSchedule(STEPS, lr="sqrt")
+    trainer = make_trainer(
+        layout, devices, max_epochs=EPOCHS, callbacks=[schedule, seen, *callbacks]
+    )
+    data = DataLoader(samples(COUNT), shuffle=True, num_workers=0)
+    trainer.fit(module, data, ckpt_path=resume, weights_only=False)
+    return weights(module), seen.sizes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_of_one_process(pool: WorkerPool, layout: str) -> None:
+    devices, options = LAYOUTS[layout]
+    expected, sizes = by_hand()
+    assert sizes == [4] * 5 + [8] * 5 + [16, 12] + [16, 16, 12]  # 44 samples in each epoch
+    results = pool.run(devices, train, options, devices)
+    assert_same(merged([held for held, _ in results]), expected)
