@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
     from lightning_megatron.checkpoint.offline.upcycle import upcycle
     from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
+    from lightning_megatron.data.batch_schedule import BatchSchedule
+    from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
     from lightning_megatron.errors import ConfigError

@@ -114,3 +114,23 @@ def test_weights_of_one_process(pool: WorkerPool, layout: str) -> None:
     assert sizes == [4] * 5 + [8] * 5 + [16, 12] + [16, 16, 12]  # 44 samples in each epoch
     results = pool.run(devices, train, options, devices)
     assert_same(merged([held for held, _ in results]), expected)
+
+
+def interrupt(layout: Mapping[str, Any], devices: int, steps: int, path: str) -> None:
+    train(layout, devices, StopAfter(steps, path))
+
+
+def resume(layout: Mapping[str, Any], devices: int, path: str) -> tuple[dict[str, Tensor], Any]:
+    return train(layout, devices, resume=path)
+
+
+@pytest.mark.parametrize(("steps", "done"), [(6, "amid the first epoch"), (11, "amid the second")])
+def test_resuming_under_another_layout(
+    pool: WorkerPool, tmp_path: Path, steps: int, done: str
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    pool.run(2, interrupt, {"zero": 3}, 2, steps, path)
+    expected, sizes = by_hand()
+    [(held, seen)] = pool.run(1, resume, {}, 1, path)
+    assert seen == sizes[steps:]
+    assert_same(held, expected)
