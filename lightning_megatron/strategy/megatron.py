@@ -77,6 +77,7 @@ from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
 from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
 from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
+from lightning_megatron.strategy.fitting_microbatch import FittingMicrobatch
 from lightning_megatron.strategy.model_summary import (
     summarise_layout,
 )
@@ -86,6 +87,7 @@ from lightning_megatron.strategy.module_layout import (
     stand_ins,
 )
 from lightning_megatron.strategy.observers import looks_at_gradients
+from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
 from lightning_megatron.strategy.pretrained_models import save_together
@@ -128,7 +130,8 @@ class MegatronStrategy(LaunchingStrategy):
             them every microbatch; 3 shards parameters too (see `parallel.zero`). Or the same with
             the number of copies of the shards, what waits in host memory and more.
         sequence_parallel: split activations between parallel layers over tp along the sequence.
-        microbatch_size: samples per microbatch.
+        microbatch_size: samples per microbatch, or ``"auto"`` for as many as every rank has memory
+            for (`strategy.fitting_microbatch`).
         global_batch_size: samples of an optimizer step over all data-parallel ranks; the strategy
             gives the training loaders batches of each rank's equal share, whatever their own size.
             By default the loaders' sizes are those of each rank.
@@ -156,7 +159,7 @@ class MegatronStrategy(LaunchingStrategy):
         ep: int | ExpertConfig = 1,
         zero: Literal[0, 1, 2, 3] | ShardingConfig = 1,
         sequence_parallel: bool = False,
-        microbatch_size: int | None = None,
+        microbatch_size: int | Literal["auto"] | None = None,
         num_microbatches: int | None = None,
         global_batch_size: int | None = None,
         activations: ActivationConfig = ActivationConfig(),  # noqa: B008 (frozen)
@@ -214,6 +217,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._host_gloo: dist.ProcessGroup | None = None
         self._gave_back: ParallelModule | None = None
         self._step_state: StepState | None = None
+        self.fitting: FittingMicrobatch | None = None
 
     # Processes ---------------------------------------------------------------------------------
 
@@ -379,6 +383,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._random_state = RandomState(self.topology)
         self._host_gloo = host_group_along_pp(self.topology)
         self.tuners = []
+        self.fitting = self._new_fitting()
         self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
         save_together(module, self.host_group)
@@ -406,6 +411,14 @@ class MegatronStrategy(LaunchingStrategy):
         )
         self.setup_precision_plugin()
 
+    def _new_fitting(self) -> FittingMicrobatch | None:
+        """Search for the size of microbatches, where the user leaves it to the strategy."""
+        if self.options.microbatch_size != AUTO_SIZE:
+            return None
+        device, alone = self.root_device, self.world_size == 1
+        note = self.recovery.note
+        return FittingMicrobatch(device, self.host_group, note, alone=alone, say=rank_zero_info)
+
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
         module, precision = self.module, self.precision
@@ -418,7 +431,14 @@ class MegatronStrategy(LaunchingStrategy):
         make = self.options.make_schedule
         config = self.options.pp
         self._steps = StepRunner(
-            module, parallel, precision, rule, make, self._host_gloo, config.scatter_gather
+            module,
+            parallel,
+            precision,
+            rule,
+            make,
+            self._host_gloo,
+            config.scatter_gather,
+            self.fitting,
         )
         self._steps.executor.clock = self.clock
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.decisions import company
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.layers.sequential import PipelineSequential
@@ -35,18 +36,27 @@ from lightning_megatron.parallel.gradients import HeldGradient
 from lightning_megatron.pipeline.microbatch import (
     Microbatches,
     MicrobatchRule,
+    SplitBatch,
     batch_size_of,
     merge,
     split,
     weighted_mean,
 )
-from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
+from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline, Reduction
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.schedules.schedule import Schedule
 from lightning_megatron.strategy.code_inspection import functions_from, methods_of, names_in
 from lightning_megatron.strategy.collectives import refuse_shards
+from lightning_megatron.strategy.fitting_microbatch import (
+    FittingMicrobatch,
+    NoReduction,
+    elements_of,
+    forget_memory,
+    is_out_of_memory,
+    suggested_size,
+)
 from lightning_megatron.strategy.generation import generate_together
 from lightning_megatron.strategy.left_behind import LeftBehind
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
@@ -89,6 +99,8 @@ class StepRunner:
         rule: how batches are cut.
         schedule: from a number of microbatches, the pipeline schedule for training.
         host_group: gloo group along pp, where the device's own backend is another.
+        scatter_gather: whether pipeline stages send parts of activations; see `PipelineConfig`.
+        fitting: finds the size of microbatches, in place of ``rule``.
 
     Attributes:
         last_rank: rank on pp of the last stage.
@@ -110,8 +122,10 @@ class StepRunner:
         schedule: Callable[[int], Schedule],
         host_group: dist.ProcessGroup | None = None,
         scatter_gather: ScatterGatherChoice = "auto",
+        fitting: FittingMicrobatch | None = None,
     ) -> None:
         self._module = module
+        self._fitting = fitting
         self._parallel = parallel
         self._precision = precision
         self._rule = rule
@@ -165,7 +179,17 @@ class StepRunner:
         return any("on_train_batch_end" in methods_of(one) for one in (self._module, *callbacks))
 
     def gathers_samples(self) -> None:
-        """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch."""
+        """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch.
+
+        Raises:
+            ConfigError: a step does under ``microbatch_size="auto"``.
+        """
+        if self._in_step and self._fitting is not None:
+            raise ConfigError(
+                "microbatch_size='auto': training_step calls self.all_gather, in which a rank "
+                "would wait for one that is out of memory; nearest valid: microbatch_size=<a "
+                "number>"
+            )
         if self._in_step and self.count > 1:
             self._coupling.warn("calls self.all_gather in its step", self.count)
 
@@ -201,21 +225,84 @@ class StepRunner:
             output = self._step_on_batch("training_step", args)
             output, self._of_token = mean_over_tokens(output, self._topology)
             return output
+        data, on_trial = self._parallel.data, False
+        if self._fitting is not None:
+            on_trial = self._begin_fitting(args)
+        if on_trial:
+            batch, outputs = self._try(args)
+            data.before_backward(last=True)  # which has been, without its reduction
+        else:
+            batch, outputs = self._run_microbatches(args, data)
+        data.finish()
+        return self._finish(batch, outputs[: batch.microbatches.counted])
+
+    def _run_microbatches(
+        self, args: Sequence[Any], reduction: Reduction
+    ) -> tuple[_Batch, list[Any]]:
+        """Forward and backward of all microbatches of a batch, and what their steps returned."""
         batch = self._begin(args[0])
-        microbatches, data = batch.microbatches, self._parallel.data
         self._in_step = True
         try:
             with batch.recorder.recording(), self._seeds.batch():
                 outputs = self.executor.train(
-                    self._step("training_step", args, microbatches, batch.recorder),
+                    self._step("training_step", args, batch.microbatches, batch.recorder),
                     self._loss_of(batch),
-                    len(microbatches),
-                    data,
+                    len(batch.microbatches),
+                    reduction,
                 )
         finally:
             self._in_step = False
-        data.finish()
-        return self._finish(batch, outputs[: microbatches.counted])
+        return batch, outputs
+
+    def _begin_fitting(self, args: Sequence[Any]) -> bool:
+        """Whether the batch is on trial, which finds out how large microbatches may be."""
+        assert self._fitting is not None
+        content = args[0]
+        samples = batch_size_of(content)
+        if samples is None:
+            MicrobatchRule(size=1).count(None)  # says what to do
+        return self._fitting.begin(
+            samples or 1, elements_of(content), lambda: self._suggested(args, samples or 1)
+        )
+
+    def _try(self, args: Sequence[Any]) -> tuple[_Batch, list[Any]]:
+        """Run a batch, in smaller and smaller microbatches until all ranks have memory for it."""
+        fitting = self._fitting
+        assert fitting is not None
+        put_back = fitting.note()
+        while True:
+            ran: tuple[_Batch, list[Any]] | None = None
+            try:
+                ran = self._run_microbatches(args, NoReduction())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            if not fitting.failed_anywhere(ran is None):
+                assert ran is not None
+                fitting.passed()
+                return ran
+            ran = None
+            self._parallel.gradients.take_out()
+            put_back()
+            forget_memory(self._topology.device)
+            fitting.halve()
+
+    def _suggested(self, args: Sequence[Any], samples: int) -> int:
+        """Size of microbatches with which a GPU begins."""
+        fitting = self._fitting
+        assert fitting is not None
+        put_back = fitting.note()
+
+        def run(count: int) -> None:
+            [first, *_] = split(args[0], MicrobatchRule(size=count), self._own_split).batches
+            fitting.size = count
+            try:
+                self._run_microbatches((first, *args[1:]), NoReduction())
+            finally:
+                self._parallel.gradients.take_out()
+                put_back()
+
+        return suggested_size(run, samples, self._topology.device)
 
     def _begin(self, content: Any) -> _Batch:
         """Cut a batch, and set aside the gradients of earlier ones."""
@@ -382,8 +469,15 @@ class StepRunner:
         return whole(output) if topology.tp.size * topology.cp.size > 1 else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
-        own = getattr(self._module, "split_batch", None)
-        return split(batch, self._rule, own, at_least=at_least)
+        return split(batch, self._present_rule, self._own_split, at_least=at_least)
+
+    @property
+    def _own_split(self) -> SplitBatch | None:
+        return getattr(self._module, "split_batch", None)
+
+    @property
+    def _present_rule(self) -> MicrobatchRule:
+        return self._rule if self._fitting is None else self._fitting.rule
 
     def _common_count(self, batch: Any, *, training: bool = True) -> int:
         """The number of microbatches that every rank needs, where they have to be equal.
@@ -396,9 +490,10 @@ class StepRunner:
         together = self._parallel.data.communicates_every_microbatch or self._experts_meet
         if not (together or (training and self._balances_meet)):
             return 1
-        if self._rule.size is None:
-            return self._rule.count(None)
-        count, group = self._rule.count(batch_size_of(batch)), self._topology.batch.group
+        rule = self._present_rule
+        if rule.size is None:
+            return rule.count(None)
+        count, group = rule.count(batch_size_of(batch)), self._topology.batch.group
         if group is None:
             return count
         highest = torch.tensor(count, device=self._topology.device)

@@ -1,15 +1,65 @@
-"""Faults of ``global_batch_size`` and of a `BatchSchedule`, before any process group forms."""
+"""Faults of the options that size batches and microbatches, before any process group forms."""
 
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_megatron._lightning import training_source
+from lightning_megatron._lightning import synchronizes_batch_norm, training_source
 from lightning_megatron.data.batch_sizes import BatchSizes
 from lightning_megatron.errors import whole_numbers
+from lightning_megatron.layers.experts.router import Router
+from lightning_megatron.parallel.activations.config import ActivationConfig
+from lightning_megatron.parallel.zero import ShardingConfig
 from lightning_megatron.strategy.data.global_batch import schedule_of, sizing_problem
+from lightning_megatron.topology.degrees import Degrees
+
+AUTO_SIZE = "auto"
+"""Value of ``microbatch_size`` that leaves it to the strategy."""
+
+
+def fitting_problems(
+    trainer: Trainer,
+    module: nn.Module,
+    degrees: Degrees,
+    zero: ShardingConfig,
+    activations: ActivationConfig,
+) -> list[str]:
+    """Reasons why the size of microbatches cannot be found by trial.
+
+    A batch on trial must run without communication, so that no rank waits for one that is out of
+    memory.
+    """
+    found = {
+        f"{axis}={size}": "ranks communicate amid forward and backward"
+        for axis, size in (("tp", degrees.tp), ("pp", degrees.pp), ("cp", degrees.cp))
+        if size > 1
+    }
+    if degrees.ep > 1:
+        found[f"ep={degrees.ep}"] = "ranks communicate amid forward and backward"
+    if zero.stage == 3:
+        found["zero=3"] = "parameters are gathered amid forward and backward"
+    if degrees.dp > 1:
+        if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()) or (
+            synchronizes_batch_norm(trainer.strategy)
+        ):
+            found["synchronized batch norms"] = "they communicate in every forward"
+        routers = (part for part in module.modules() if isinstance(part, Router))
+        if any(router.config.balance == "batch" for router in routers):
+            found["RouterConfig(balance='batch')"] = "routers communicate in every forward"
+    if trainer.accumulate_grad_batches != 1:
+        found[f"accumulate_grad_batches={trainer.accumulate_grad_batches}"] = (
+            "earlier batches would have to be run again too; use global_batch_size"
+        )
+    if activations.recompute == "adaptive":
+        found["activations.recompute='adaptive'"] = "it measures memory at a given size"
+    return [
+        f"microbatch_size='auto', {what}: {why}, where a rank that is out of memory would leave "
+        "the others waiting; nearest valid: microbatch_size=<a number>"
+        for what, why in found.items()
+    ]
 
 
 def batch_size_problems(

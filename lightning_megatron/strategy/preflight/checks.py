@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -54,7 +54,11 @@ from lightning_megatron.strategy.code_inspection import names_in, own_functions
 from lightning_megatron.strategy.data.global_batch import schedule_of
 from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategy.preflight.averaging import averaging_problems
-from lightning_megatron.strategy.preflight.batch_sizes import batch_size_problems
+from lightning_megatron.strategy.preflight.batch_sizes import (
+    AUTO_SIZE,
+    batch_size_problems,
+    fitting_problems,
+)
 from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.degrees import (
@@ -78,7 +82,7 @@ class LayoutOptions:
     ep: ExpertConfig = ExpertConfig(degree=1)
     zero: ShardingConfig
     sequence_parallel: bool
-    microbatch_size: int | None
+    microbatch_size: int | Literal["auto"] | None
     num_microbatches: int | None
     activations: ActivationConfig
     compile: CompileConfig
@@ -111,9 +115,8 @@ class LayoutOptions:
     def microbatches(self) -> MicrobatchRule:
         """Rule by which batches are cut."""
         default = 1 if self.pp.degree == 1 else DEFAULT_PER_RANK * self.pp.degree
-        return MicrobatchRule(
-            size=self.microbatch_size, number=self.num_microbatches, default=default
-        )
+        size = 1 if self.microbatch_size == AUTO_SIZE else self.microbatch_size
+        return MicrobatchRule(size=size, number=self.num_microbatches, default=default)
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -221,7 +224,10 @@ class LayoutOptions:
         problems = [
             f"{name}={value!r}: must be a whole number of at least 1; nearest valid: {name}=1"
             for name, value in (
-                ("microbatch_size", self.microbatch_size),
+                (
+                    "microbatch_size",
+                    None if self.microbatch_size == AUTO_SIZE else self.microbatch_size,
+                ),
                 ("num_microbatches", self.num_microbatches),
             )
             if value is not None and _whole(value) < 1
@@ -264,6 +270,9 @@ def examine(
         options.global_batch_size,
         options.degrees(world_size).dp if layout_is_legal else None,
     )
+    if layout_is_legal and options.microbatch_size == AUTO_SIZE:
+        degrees = options.degrees(world_size)
+        problems += fitting_problems(trainer, module, degrees, options.zero, options.activations)
     problems += _data_problems(trainer, options) + averaging_problems(
         trainer, module, whole=world_size == 1 or (options.zero.stage != 3 and _is_flat(options))
     )
@@ -435,6 +444,8 @@ def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
     source = training_source(trainer)
     size = source.batch_size if isinstance(source, DataLoader) else _option(trainer, "batch_size")
     wanted = options.microbatch_size
+    if wanted == AUTO_SIZE:
+        return []
     if options.global_batch_size is not None or schedule_of(trainer) is not None:
         return []  # the loader's own size has no meaning
     if isinstance(size, int) and wanted is not None and _whole(wanted) > size:

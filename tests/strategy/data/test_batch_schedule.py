@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron import MegatronStrategy
 from lightning_megatron.data.batch_schedule import BatchSchedule
-from lightning_megatron.data.batch_sizes import BatchSizes, NoiseScale, Rampup
+from lightning_megatron.data.batch_sizes import BatchSizes, NoiseScale
 from lightning_megatron.data.sampler import ResumableSampler
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerPool
+from tests.strategy.data.loaders import Pairs
 from tests.strategy.small import Small, assert_same, loader, make_trainer, merged, samples, weights
 
 COUNT, EPOCHS = 44, 3
@@ -124,13 +124,76 @@ def resume(layout: Mapping[str, Any], devices: int, path: str) -> tuple[dict[str
     return train(layout, devices, resume=path)
 
 
-@pytest.mark.parametrize(("steps", "done"), [(6, "amid the first epoch"), (11, "amid the second")])
-def test_resuming_under_another_layout(
-    pool: WorkerPool, tmp_path: Path, steps: int, done: str
-) -> None:
+@pytest.mark.parametrize("steps", [6, 8, 11])  # the first epoch has eight
+def test_resuming_under_another_layout(pool: WorkerPool, tmp_path: Path, steps: int) -> None:
     path = str(tmp_path / "last.ckpt")
     pool.run(2, interrupt, {"zero": 3}, 2, steps, path)
     expected, sizes = by_hand()
     [(held, seen)] = pool.run(1, resume, {}, 1, path)
     assert seen == sizes[steps:]
+    assert_same(held, expected)
+
+
+def test_sizes_that_ranks_cannot_share() -> None:
+    trainer = make_trainer({}, 2, callbacks=[BatchSchedule([(0, 4), (8, 7)])])
+    with pytest.raises(ConfigError, match="7 cannot be divided so; nearest valid: 6 or 8"):
+        trainer.fit(Scheduled(), loader())
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy", "text"),
+    [
+        ([(0, 4)], {"global_batch_size": 4}, "the schedule gives all sizes"),
+        (NoiseScale(max=8), {}, "no size to begin with"),
+        (NoiseScale(max=8, start=2), {"global_batch_size": 4}, "both are the first size"),
+        (NoiseScale(max=8), {"global_batch_size": 16}, "nearest valid: max=16"),
+    ],
+)
+def test_where_sizes_come_from(given: Any, strategy: dict[str, Any], text: str) -> None:
+    trainer = make_trainer(strategy, callbacks=[BatchSchedule(given)])
+    with pytest.raises(ConfigError, match=text):
+        trainer.fit(Scheduled(), loader())
+
+
+def test_batches_of_the_users() -> None:
+    data = DataLoader(samples(), batch_sampler=Pairs(4))
+    trainer = make_trainer({}, callbacks=[BatchSchedule([(0, 4)])])
+    with pytest.raises(ConfigError, match="batch_sampler=Pairs.: batches are not made of batch_si"):
+        trainer.fit(Scheduled(), data)
+
+
+def test_reading_ahead_of_decisions() -> None:
+    schedule = BatchSchedule(NoiseScale(max=16, start=4, every=8, delay=1))
+    trainer = make_trainer({}, callbacks=[schedule])
+    with pytest.raises(ConfigError, match="2 batches may have been drawn"):
+        trainer.fit(Scheduled(), loader())
+
+
+def by_noise(
+    layout: Mapping[str, Any], devices: int, path: str, resume: bool, workers: int
+) -> tuple[dict[str, Tensor], list[int], list[tuple[int, int]]]:
+    """Train with sizes that follow the noise; save after 21 steps, or begin there."""
+    module, seen = Scheduled(), Seen()
+    noise = NoiseScale(max=16, start=4, every=8, delay=6)
+    schedule = BatchSchedule(noise, lr="linear")
+    callbacks = [schedule, seen] if resume else [schedule, seen, StopAfter(21, path)]
+    if not path:
+        callbacks = [schedule, seen]
+    trainer = make_trainer(layout, devices, max_epochs=8, callbacks=callbacks)
+    data = DataLoader(samples(COUNT), shuffle=True, num_workers=workers)
+    trainer.fit(module, data, ckpt_path=path if resume else None, weights_only=False)
+    return weights(module), seen.sizes, schedule.batch_sizes.steps
+
+
+def test_sizes_that_follow_the_noise(pool: WorkerPool, tmp_path: Path) -> None:
+    [(expected, sizes, steps)] = pool.run(1, by_noise, {}, 1, "", False, 0)
+    assert [size for _, size in steps] == [4, 8, 16]
+    assert steps[1][0] == (16 + 6) * 4  # decided after 16 steps, and saved before it held
+    assert set(sizes) >= {4, 8, 16}
+    path = str(tmp_path / "noise.ckpt")
+    before = pool.run(2, by_noise, {"zero": 3}, 2, path, False, 1)
+    assert [2 * size for size in before[0][1]] == sizes[:21]
+    [(held, after, again)] = pool.run(1, by_noise, {}, 1, path, True, 0)
+    assert again == steps
+    assert after == sizes[21:]
     assert_same(held, expected)
