@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
     from lightning_megatron.data.batch_schedule import BatchSchedule
     from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
+    from lightning_megatron.data.collate import Fragments, Pad
+    from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
     from lightning_megatron.errors import ConfigError
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from lightning_megatron.monitoring.communication import CommunicationMonitor
     from lightning_megatron.monitoring.console import ConsoleLine
     from lightning_megatron.monitoring.context_monitor import ContextMonitor
+    from lightning_megatron.monitoring.data_monitor import DataMonitor
     from lightning_megatron.monitoring.event_log import EventLogWriter
     from lightning_megatron.monitoring.expert_monitor import ExpertMonitor
     from lightning_megatron.monitoring.gradients import GradientMonitor
@@ -96,17 +99,20 @@ _HOMES = {
     "ConsoleLine": "monitoring.console",
     "ContextConfig": "topology.context_layout",
     "ContextMonitor": "monitoring.context_monitor",
+    "DataMonitor": "monitoring.data_monitor",
     "EventLogWriter": "monitoring.event_log",
     "ExpertConfig": "topology.expert_layout",
     "ExpertMonitor": "monitoring.expert_monitor",
     "FaultTolerance": "fault_tolerance.suite",
     "Fp16Precision": "precision.fp16",
     "Fp8Precision": "precision.fp8",
+    "Fragments": "data.collate",
     "GradientMonitor": "monitoring.gradients",
     "GradientNoiseScale": "monitoring.noise_scale",
     "HangDetector": "fault_tolerance.hangs.detector",
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
+    "LengthGrouped": "data.lengths",
     "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
@@ -115,6 +121,7 @@ _HOMES = {
     "MemoryMonitor": "monitoring.memory",
     "Monitor": "monitoring.monitor",
     "NumberGuard": "fault_tolerance.numbers.guard",
+    "Pad": "data.collate",
     "ParameterNorm": "monitoring.parameter_norm",
     "PipelineConfig": "parallel.plan",
     "PipelineMonitor": "monitoring.pipeline_monitor",
@@ -136,6 +143,7 @@ _HOMES = {
     "SlowRankDetector": "fault_tolerance.slow_ranks.detector",
     "SpikeConfig": "fault_tolerance.numbers.spikes",
     "ThroughputMonitor": "monitoring.throughput",
+    "TokenBudget": "data.lengths",
     "WorkerGuard": "fault_tolerance.workers.guard",
     "convert_to_lightning": "checkpoint.offline.export",
     "export_hugging_face": "checkpoint.offline.huggingface.export_model",
@@ -165,18 +173,21 @@ __all__ = [
     "ConsoleLine",
     "ContextConfig",
     "ContextMonitor",
+    "DataMonitor",
     "EventLogWriter",
     "ExpertConfig",
     "ExpertMonitor",
     "FaultTolerance",
     "Fp16Precision",
     "Fp8Precision",
+    "Fragments",
     "GradientMonitor",
     "GradientNoiseScale",
     "HangDetector",
     "TransformerConfig",
     "TextDataModule",
     "LanguageModel",
+    "LengthGrouped",
     "LocalCheckpointConfig",
     "LoggerGuard",
     "MegatronStrategy",
@@ -185,6 +196,7 @@ __all__ = [
     "Monitor",
     "NoiseScale",
     "NumberGuard",
+    "Pad",
     "ParameterNorm",
     "PipelineConfig",
     "PipelineMonitor",
@@ -204,6 +216,7 @@ __all__ = [
     "SlowRankDetector",
     "SpikeConfig",
     "ThroughputMonitor",
+    "TokenBudget",
     "WorkerGuard",
     "convert_to_lightning",
     "export_hugging_face",

@@ -1,6 +1,8 @@
 """The only file that reads environment variables."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -181,3 +183,20 @@ def error_file() -> str | None:
 def expanded(path: str) -> str:
     """Return a path in which variables of this process' environment have their values."""
     return os.path.expandvars(path)
+
+
+_TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+
+@contextmanager
+def sequential_tokenizers() -> Iterator[None]:
+    """Let the tokenizers library use one thread, here and in processes that are started within."""
+    before = os.environ.get(_TOKENIZERS_PARALLELISM)
+    os.environ[_TOKENIZERS_PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TOKENIZERS_PARALLELISM]
+        else:
+            os.environ[_TOKENIZERS_PARALLELISM] = before

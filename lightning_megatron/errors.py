@@ -113,6 +113,14 @@ class DamagedCheckpointError(CheckpointError):
     """The content of a checkpoint is not what was written: looking again will not help."""
 
 
+class TokenFileError(MegatronError, RuntimeError):
+    """A file of tokens is missing, damaged, or in a format that is not read."""
+
+
+class NoSuchTokensError(TokenFileError, FileNotFoundError):
+    """A path holds no files of tokens."""
+
+
 class NoSuchCheckpointError(CheckpointError, FileNotFoundError):
     """A path holds no checkpoint."""
 

@@ -40,11 +40,15 @@ LAYERS = {
     "monitoring/sections": 1,  # what a rank is doing
     "launch": 1,  # how processes find each other
     "data/__init__": 1,
+    "data/tokens": 1,  # files of token numbers: numpy only
     # 2: bytes on wires, and what follows from events
     "comm": 2,
     "monitoring/goodput": 2,
+    "data/collate": 2,
+    "data/lengths": 2,
     "data/sampler": 2,
     "data/batch_sizes": 2,
+    "data/preprocessing": 2,  # text to tokens on disk, without torch
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "fault_tolerance": 2,  # mechanisms without Lightning: what notices faults and survives them
     "testing": 2,  # starts processes; knows no layer and no strategy
@@ -130,6 +134,7 @@ PURE = (
     "schedules/partition",
     "schedules/layout_string",
     "schedules/repartition",
+    "data/tokens/manifest",
     "layers/context_choice",
     "layers/experts/config",
     "models/config",

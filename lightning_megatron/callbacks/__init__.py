@@ -14,6 +14,7 @@ Faults: `FaultTolerance` is all of these as one callback.
 Monitoring: `Monitor` is all of these as one callback.
 
 - `ThroughputMonitor`: tokens/s, MFU, time of a step.
+- `DataMonitor`: share of padding, lengths of samples, the longest wait for data.
 - `LossMonitor`: mean and highest loss of the ranks, learning rates.
 - `MemoryMonitor`: memory of devices and hosts.
 - `CommunicationMonitor`: bytes and time of collectives, by axis.
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     )
     from lightning_megatron.monitoring.console import ConsoleLine as ConsoleLine
     from lightning_megatron.monitoring.context_monitor import ContextMonitor as ContextMonitor
+    from lightning_megatron.monitoring.data_monitor import DataMonitor as DataMonitor
     from lightning_megatron.monitoring.event_log import EventLogWriter as EventLogWriter
     from lightning_megatron.monitoring.expert_monitor import ExpertMonitor as ExpertMonitor
     from lightning_megatron.monitoring.gradients import GradientMonitor as GradientMonitor
@@ -88,6 +90,7 @@ _HOMES = {
     "CommunicationMonitor": ".monitoring.communication",
     "ConsoleLine": ".monitoring.console",
     "ContextMonitor": ".monitoring.context_monitor",
+    "DataMonitor": ".monitoring.data_monitor",
     "EventLogWriter": ".monitoring.event_log",
     "ExpertMonitor": ".monitoring.expert_monitor",
     "FaultTolerance": ".fault_tolerance.suite",
@@ -123,6 +126,7 @@ __all__ = [
     "CommunicationMonitor",
     "ConsoleLine",
     "ContextMonitor",
+    "DataMonitor",
     "EventLogWriter",
     "ExpertMonitor",
     "FaultTolerance",

@@ -33,6 +33,7 @@ _COMMANDS = {
     "convert": "take weights to and from Hugging Face, Lightning and one file",
     "adopt": "say how a model of another library would be split",
     "ckpt": "list, show and verify checkpoints",
+    "preprocess": "turn text into tokens on disk",
     "schedule": "draw a pipeline schedule and say what it costs",
     "context": "say what attention sends when sequences are split over GPUs",
     "report": "make an HTML page of a run from the events it left",

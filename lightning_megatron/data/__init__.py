@@ -3,6 +3,8 @@
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
 * Size of the global batch that changes in the course of a run: `BatchSchedule`, by a list,
   `Rampup` or `NoiseScale`
+* Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
+  and pieces of long samples: `Pad`, `Fragments`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
@@ -15,25 +17,35 @@ from lightning_megatron.lazy_names import lazy_names
 if TYPE_CHECKING:
     from lightning_megatron.data.batch_schedule import BatchSchedule
     from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
+    from lightning_megatron.data.collate import Fragments, Pad
+    from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
 
 _HOMES = {
     "BatchSchedule": "batch_schedule",
     "ByteWindows": "text",
+    "Fragments": "collate",
+    "LengthGrouped": "lengths",
     "NoiseScale": "batch_sizes",
+    "Pad": "collate",
     "Rampup": "batch_sizes",
     "ResumableSampler": "sampler",
     "TextDataModule": "text",
+    "TokenBudget": "lengths",
 }
 
 __all__ = [
     "BatchSchedule",
     "ByteWindows",
+    "Fragments",
+    "LengthGrouped",
     "NoiseScale",
+    "Pad",
     "Rampup",
     "ResumableSampler",
     "TextDataModule",
+    "TokenBudget",
 ]
 
 __getattr__ = lazy_names(__name__, _HOMES)

@@ -20,6 +20,7 @@ same as there.
 """
 
 from collections.abc import Iterator, Mapping, Sized
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,7 @@ class ResumableSampler(Sampler[int]):
 
     def divided(self, division: Division) -> "ResumableSampler":
         """Return a sampler of one rank's share of the same order."""
-        part = ResumableSampler(self._samples, shuffle=self._shuffle, seed=self._seed)
+        part = copy(self)  # a subclass has an order of its own
         part.seek(self._epoch, self._start)
         part._division = division
         return part

@@ -14,6 +14,7 @@ from lightning_megatron.monitoring.checkpoint_monitor import CheckpointMonitor
 from lightning_megatron.monitoring.communication import CommunicationMonitor
 from lightning_megatron.monitoring.console import ConsoleLine
 from lightning_megatron.monitoring.context_monitor import ContextMonitor
+from lightning_megatron.monitoring.data_monitor import DataMonitor
 from lightning_megatron.monitoring.event_log import EventLogWriter
 from lightning_megatron.monitoring.expert_monitor import ExpertMonitor
 from lightning_megatron.monitoring.gradients import GradientMonitor
@@ -28,13 +29,13 @@ from lightning_megatron.monitoring.throughput import ThroughputMonitor
 
 
 class Monitor(CallbackGroup):
-    """Throughput, loss, memory, communication, norms, pipeline, experts, saves, goodput, event log.
+    """Throughput, data, loss, memory, communication, norms, pipeline, experts, saves, events.
 
     Works under `MegatronStrategy`. The names of the metrics begin with ``perf/``, ``time/``,
-    ``mem/``, ``comm/``, ``pp/``, ``cp/``, ``moe/``, ``optim/``, ``loss/``, ``ckpt/`` and ``ft/``;
-    they go to the Trainer's loggers, to one line of the console each time that these are written,
-    and to the event log, of which ``lightning-megatron report`` makes a page. A logger that fails
-    costs a warning.
+    ``data/``, ``mem/``, ``comm/``, ``pp/``, ``cp/``, ``moe/``, ``optim/``, ``loss/``, ``ckpt/`` and
+    ``ft/``; they go to the Trainer's loggers, to one line of the console each time that these are
+    written, and to the event log, of which ``lightning-megatron report`` makes a page. A logger
+    that fails costs a warning.
 
     Args:
         run_dir: where events go; None: the Trainer's ``default_root_dir``. All attempts of a run
@@ -68,6 +69,7 @@ class Monitor(CallbackGroup):
             LoggerGuard(),
             EventLogWriter(run_dir),
             ThroughputMonitor(window, peak_tflops=peak_tflops),
+            DataMonitor(every),
             LossMonitor(),
             MemoryMonitor(every, None if run_dir is None else os.fspath(run_dir)),
             CommunicationMonitor(every),

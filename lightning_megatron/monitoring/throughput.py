@@ -143,7 +143,7 @@ class ThroughputMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._marks.clear()
         self._left_out = self._waited = 0.0
-        self._saving = _seconds_saving(trainer)
+        self._saving = seconds_saving(trainer)
         self._batches = 0
         self._peak = self._find_peak(trainer)
         self._model = None
@@ -169,7 +169,7 @@ class ThroughputMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        replicas = _data_parallel_size(trainer)
+        replicas = data_parallel_size(trainer)
         tokens, samples = count_both(batch)
         tokens *= replicas
         if self._counter is not None:
@@ -274,18 +274,18 @@ class ThroughputMonitor(pl.Callback):
         return peak_flops(torch.cuda.get_device_name(device))
 
     def _leave_out_saving(self, trainer: pl.Trainer) -> None:
-        saving = _seconds_saving(trainer)
+        saving = seconds_saving(trainer)
         self._left_out += saving - self._saving
         self._saving = saving
 
 
-def _seconds_saving(trainer: pl.Trainer) -> float:
+def seconds_saving(trainer: pl.Trainer) -> float:
     """Seconds this run has spent on checkpoints, where the strategy counts them."""
     services = services_if_any(trainer)
     return 0.0 if services is None else services.clock.seconds_in(CHECKPOINT)
 
 
-def _data_parallel_size(trainer: pl.Trainer) -> int:
+def data_parallel_size(trainer: pl.Trainer) -> int:
     """Number of ranks with different batches."""
     strategy = trainer.strategy
     if not isinstance(strategy, ParallelStrategy):

@@ -23,11 +23,13 @@ for which that leaves `_MARGIN` of the memory is tried first.
 import gc
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_megatron._torch import tree_flatten
 from lightning_megatron.errors import ConfigError
@@ -44,6 +46,39 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+class Memory(Protocol):
+    """Memory of a device."""
+
+    @property
+    def total(self) -> int:
+        """Bytes that the device has."""
+        ...
+
+    def peak_of(self, call: Callable[[], None]) -> int:
+        """Bytes that are held at most while something runs."""
+        ...
+
+
+class CudaMemory(Memory):
+    """Memory of a GPU, as PyTorch's allocator counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    @override
+    def total(self) -> int:
+        return int(torch.cuda.get_device_properties(self._device).total_memory)
+
+    @override
+    def peak_of(self, call: Callable[[], None]) -> int:
+        forget_memory(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        call()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
 
 
 class NoReduction:
@@ -71,6 +106,7 @@ class FittingMicrobatch:
 
     Attributes:
         note: see above.
+        memory: of the device; None where nothing measures it.
         size: samples of a microbatch; None before the first batch.
         attempts: batches on trial so far, those that did not fit included.
     """
@@ -84,7 +120,7 @@ class FittingMicrobatch:
         alone: bool,
         say: Callable[[str], None],
     ) -> None:
-        self._device = device
+        self.memory: Memory | None = CudaMemory(device) if device.type == "cuda" else None
         self._group = host_group
         self._alone = alone
         self._say = say
@@ -110,7 +146,7 @@ class FittingMicrobatch:
         if self.size is None:
             most = self._most(samples)
             # The first guess must be one that all ranks share.
-            size = most if self._device.type != "cuda" else -self._most(-measured())
+            size = most if self.memory is None else -self._most(-measured())
             self.size = max(min(size, most), 1)
         mine = math.ceil(elements / max(samples, 1)) * min(self.size, samples)
         new = mine > self._largest or self._passed < _TRIALS
@@ -169,28 +205,22 @@ def forget_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def suggested_size(run: Callable[[int], None], samples: int, device: torch.device) -> int:
-    """Size that the memory of a GPU suggests, from microbatches of one and two samples.
+def suggested_size(run: Callable[[int], None], samples: int, memory: Memory) -> int:
+    """Size that the memory of a device suggests, from microbatches of one and two samples.
 
     Args:
         run: forward and backward of so many samples, leaving nothing behind.
         samples: of the whole batch.
-        device: that runs them.
+        memory: of the device that runs them.
     """
-    torch.cuda.synchronize(device)
     peaks = []
     for count in (1, 1, 2):  # what is made once (handles, workspaces) is made in the first
-        forget_memory(device)
-        torch.cuda.reset_peak_memory_stats(device)
         try:
-            run(min(count, samples))
+            peaks.append(memory.peak_of(partial(run, min(count, samples))))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return 1
-        torch.cuda.synchronize(device)
-        peaks.append(torch.cuda.max_memory_allocated(device))
-    total = torch.cuda.get_device_properties(device).total_memory
     for_one, for_sample = peaks[1], max(peaks[2] - peaks[1], 1)
-    fits = 1 + int(max(total * (1 - _MARGIN) - for_one, 0) // for_sample)
+    fits = 1 + int(max(memory.total * (1 - _MARGIN) - for_one, 0) // for_sample)
     return int(min(2 ** int(math.log2(fits)), samples))

@@ -240,7 +240,7 @@ class StepRunner:
         self, args: Sequence[Any], reduction: Reduction
     ) -> tuple[_Batch, list[Any]]:
         """Forward and backward of all microbatches of a batch, and what their steps returned."""
-        batch = self._begin(args[0])
+        batch = self._begin(args[0], on_trial=isinstance(reduction, NoReduction))
         self._in_step = True
         try:
             with batch.recorder.recording(), self._seeds.batch():
@@ -302,11 +302,13 @@ class StepRunner:
                 self._parallel.gradients.take_out()
                 put_back()
 
-        return suggested_size(run, samples, self._topology.device)
+        assert fitting.memory is not None
+        return suggested_size(run, samples, fitting.memory)
 
-    def _begin(self, content: Any) -> _Batch:
+    def _begin(self, content: Any, *, on_trial: bool) -> _Batch:
         """Cut a batch, and set aside the gradients of earlier ones."""
-        microbatches = self._split(content, at_least=self._common_count(content))
+        at_least = 1 if on_trial else self._common_count(content)
+        microbatches = self._split(content, at_least=at_least)
         self.count = len(microbatches)
         if microbatches.counted > 1:
             self._coupling.check(microbatches.counted)

@@ -96,7 +96,10 @@ def deleted(directory: Path) -> Iterator[None]:
     write = FileSystemWriter.write_data
 
     def after_deletion(*args: Any) -> Any:
-        shutil.rmtree(directory, ignore_errors=True)
+        # At once: another rank may write a file while a tree is being emptied, and so keep it.
+        with contextlib.suppress(FileNotFoundError):
+            aside = directory.rename(directory.with_name(f"{directory.name}-of-{os.getpid()}"))
+            shutil.rmtree(aside)
         return write(*args)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -42,6 +42,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
 ELSEWHERE = {
     *("mem/peak_allocated_gib", "mem/peak_reserved_gib", "mem/peak_allocated_fraction"),
     *("mem/alloc_retries", "mem/ooms"),
+    *("data/padding_fraction", "data/length_mean", "data/length_max", "data/tokens_per_batch"),
     "cp/imbalance",
     *("moe/load_max_over_mean", "moe/dead_experts", "moe/dropped_fraction", "moe/entropy"),
     *("moe/balance_loss", "moe/z_loss"),
@@ -53,7 +54,7 @@ ELSEWHERE = {
     *(f"comm/{what}/{axis}" for what in ("calls", "mib") for axis in ("cp", "ep")),
     *(f"time/{what}/{axis}" for what in ("comm_s", "comm_exposed_s") for axis in ("cp", "ep")),
 }
-"""Metrics of GPUs, of several nodes, of the cp axis and of experts, which no run here has."""
+"""Metrics of GPUs, several nodes, the cp axis, experts and padding, which no run here has."""
 LEFT_OUT = {
     "comm_calls_": "MiB and seconds say more",
     "straggler_worst_": "straggler_score has all ranks and sections",

@@ -32,6 +32,7 @@ LOGGED = [
     "mem/worst_rank",
     "time/data_wait_s",
     "time/data_wait_fraction",
+    "data/wait_s",
     "time/comm_s/pp",
     "time/comm_exposed_s/pp",
     "comm/calls/pp",

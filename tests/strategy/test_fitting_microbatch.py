@@ -1,6 +1,6 @@
 """``microbatch_size="auto"``: all ranks halve together, and nothing is left of what did not fit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -109,6 +109,51 @@ def test_one_rank_out_of_memory(pool: WorkerPool, devices: int, zero: int, where
             torch.testing.assert_close({**held, **kept}[name], value, rtol=precise, atol=precise)
 
 
+class Made:
+    """Memory of a device that is made up: so many samples fit, and the module says how many ran."""
+
+    def __init__(self, module: "Measured", fit: int) -> None:
+        self.module = module
+        self.total = round((100 + 10 * fit) / 0.9)
+
+    def peak_of(self, call: Any) -> int:
+        self.module.sizes.clear()
+        call()
+        return 100 + 10 * max(self.module.sizes)
+
+
+class Measured(Limited):
+    """Notes the sizes of its microbatches."""
+
+    def __init__(self, fit: int) -> None:
+        super().__init__({}, "forward")
+        self.fit, self.sizes = fit, list[int]()
+
+    def on_train_start(self) -> None:
+        strategy: Any = self.trainer.strategy
+        if strategy.fitting is not None:
+            strategy.fitting.memory = Made(self, self.fit)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sizes.append(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def measure(devices: int, size: Any, fits: Sequence[int]) -> tuple[dict[str, Tensor], Any]:
+    trainer = make_trainer({"zero": 2, "microbatch_size": size, "global_batch_size": 32}, devices)
+    module = Measured(fits[trainer.global_rank])
+    trainer.fit(module, DataLoader(samples(64)))
+    assert max(module.sizes) == 4
+    return weights(module), module.statistics.batches.item()
+
+
+def test_first_size_by_measurement(pool: WorkerPool) -> None:
+    found, plain = (pool.run(2, measure, 2, size, [7, 100]) for size in ("auto", 4))
+    for (held, batches), (expected, count) in zip(found, plain, strict=True):
+        assert batches == count  # what was measured has left nothing
+        assert_same(held, expected)
+
+
 def test_no_memory_for_one_sample(pool: WorkerPool) -> None:
     with pytest.raises(Exception, match="no memory for a single sample"):
         pool.run(2, train, 2, "auto", {1: 0}, "forward", 1)
@@ -149,3 +194,16 @@ def plainly(devices: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], i
     trainer = make_trainer({"global_batch_size": 8, **options}, devices)
     trainer.fit(module, DataLoader(samples(), batch_size=3, shuffle=True))
     return weights(module), seen[0]
+
+
+class Gathering(Small):
+    """Asks the other ranks for their samples in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.all_gather(self.loss(batch), sync_grads=True).mean()
+
+
+def test_gathering_in_a_step() -> None:
+    trainer = make_trainer({"microbatch_size": "auto"})
+    with pytest.raises(ConfigError, match=r"training_step calls self.all_gather, in which a rank"):
+        trainer.fit(Gathering(), DataLoader(samples(), batch_size=4))

@@ -173,7 +173,8 @@ def scheduled(
             loader reads further ahead than decisions of the schedule are made.
     """
     loader, order = share.loader, share.order
-    if order is None or share.sets > 1 or type(loader.batch_sampler) is not BatchSampler:
+    known = isinstance(order, ResumableSampler | DrawnOrder) and share.sets == 1
+    if not known or type(loader.batch_sampler) is not BatchSampler:
         raise ConfigError(
             f"BatchSchedule, {type(loader.dataset).__name__} with {type(loader.sampler).__name__}: "
             "the strategy counts and divides the samples of a map-style dataset only; nearest "
@@ -191,6 +192,7 @@ def scheduled(
     )
     drop_last = bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
     division = replace(division, drop_last=drop_last)
+    assert isinstance(order, ResumableSampler | DrawnOrder)
     if isinstance(order, ResumableSampler):
         whole: ResumableSampler | DrawnOrder = order.divided(Division())
     else:

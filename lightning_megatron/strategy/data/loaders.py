@@ -50,7 +50,8 @@ class DataLoading:
         Lightning would shuffle what is trained on, and repeat samples that are evaluated.
         """
         self.position = DataPosition()
-        self._schedule = schedule_of(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._schedule = schedule_of(trainer) if fitting else None
         if self._schedule is not None:
             self._schedule.begin(self._global_batch_size)
         self._divides |= divides_data(trainer)

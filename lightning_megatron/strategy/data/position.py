@@ -46,6 +46,8 @@ from lightning_megatron._lightning import (
     validates_first,
 )
 from lightning_megatron.data.batch_sizes import BatchSizes
+from lightning_megatron.data.lengths import TokenBudget
+from lightning_megatron.data.sampler import ResumableSampler
 from lightning_megatron.strategy.data.global_batch import ScheduledBatches, scheduled
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
@@ -156,7 +158,7 @@ class DataPosition:
             return {}
         share, order = reading.share, reading.share.order
         return {
-            "order": order.state_before(epoch) if isinstance(order, DrawnOrder) else None,
+            "order": _order_state(order, epoch),
             "consumed": reading.consumed(epoch, batch, cycles=cycles) * share.sets,
             "items": share.items * share.sets,
             "total": None if (s := reading.schedule) is None else s.position(epoch, batch)[1],
@@ -282,6 +284,8 @@ class DataPosition:
             )
         if isinstance(order, DrawnOrder):
             order.load_state_dict(position["order"])
+        elif isinstance(order, TokenBudget) and position["order"] is not None:
+            order.check(position["order"])
         consumed = min(position["consumed"], items) // share.sets
         if reading.schedule is not None:
             total = position.get("total")
@@ -376,6 +380,13 @@ def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
             again = True
     if again:
         read_anew(trainer)
+
+
+def _order_state(order: ResumableSampler | TokenBudget | DrawnOrder, epoch: int) -> Any:
+    """State of a user's sampler as an epoch began, or what tells batches from others."""
+    if isinstance(order, DrawnOrder):
+        return order.state_before(epoch)
+    return order.state_dict() if isinstance(order, TokenBudget) else None
 
 
 def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:

@@ -14,6 +14,7 @@ that epoch, the same order is drawn again, and sliced.
 """
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.utils.data import (
 
 from lightning_megatron._lightning import Stateful, with_sampler
 from lightning_megatron.data.augmentation import SampleSeeds
+from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.data.sampler import Division, EvenBatches, ResumableSampler
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import HostRandomness, seed_generators
@@ -131,7 +133,7 @@ class Share:
 
     loader: DataLoader[Any]
     """Reads this part only."""
-    order: ResumableSampler | DrawnOrder | None
+    order: ResumableSampler | TokenBudget | DrawnOrder | None
     """Sampler that knows the position; None where the user's loader knows it itself."""
     items: int = 0
     """Samples (or batches, where a batch sampler of the user's makes them) in an epoch."""
@@ -163,6 +165,8 @@ def share_of(
     sampler: Any = getattr(batches, "sampler", dataloader.sampler)
     if has_iterable_dataset(dataloader) or not hasattr(sampler, "__len__"):
         return Share(loader=dataloader, order=None)
+    if isinstance(batches, TokenBudget):
+        return _share_of_budget(dataloader, batches, topology, divide=divide)
     divide = divide and not isinstance(sampler, DistributedSampler)
     # Where an item is a batch, those that the ranks read together are one batch of the job.
     sets = 1 if divide or dataloader.batch_size is None else topology.batch.size
@@ -244,6 +248,17 @@ def _share_of_batches(
         division = replace(division, ranks=1, rank=0)
     drawn = DrawnOrder(batches, seed, replace(division, batch_size=1, drop_last=False))
     return with_batches(dataloader, drawn), drawn, len(batches)
+
+
+def _share_of_budget(
+    dataloader: DataLoader[Any], batches: TokenBudget, topology: Topology, *, divide: bool
+) -> Share:
+    """A part of each of the batches, which are those of the whole job."""
+    if divide:
+        batches = batches.divided(topology.batch.rank, topology.batch.size)
+    # The user may give the same loader to another run, perhaps with other ranks.
+    loader = with_batches(copy(dataloader), batches)
+    return Share(loader=loader, order=batches, items=len(batches), per_batch=1)
 
 
 def with_batches(dataloader: DataLoader[Any], batches: Any) -> DataLoader[Any]:

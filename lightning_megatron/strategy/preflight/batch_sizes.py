@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -43,7 +44,8 @@ def fitting_problems(
         found["zero=3"] = "parameters are gathered amid forward and backward"
     if degrees.dp > 1:
         if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()) or (
-            synchronizes_batch_norm(trainer.strategy)
+            isinstance(trainer.strategy, ParallelStrategy)
+            and synchronizes_batch_norm(trainer.strategy)
         ):
             found["synchronized batch norms"] = "they communicate in every forward"
         routers = (part for part in module.modules() if isinstance(part, Router))

@@ -31,10 +31,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.data import DataLoader
 
-from lightning_megatron._lightning import set_device_mesh, training_source
+from lightning_megatron._lightning import divides_data, set_device_mesh, training_source
 from lightning_megatron._torch import has_hooks
 from lightning_megatron.adoption.adapter_problems import adapter_problems
 from lightning_megatron.adoption.adapters import join_adapters
+from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.errors import ConfigError, switches
 from lightning_megatron.layers.base import ParallelLayer
 from lightning_megatron.layers.experts.mixture import MixtureOfExperts
@@ -61,6 +62,7 @@ from lightning_megatron.strategy.preflight.batch_sizes import (
 )
 from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.topology.context_layout import ContextConfig
+from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.degrees import (
     Degrees,
     degree_problems,
@@ -115,7 +117,9 @@ class LayoutOptions:
     def microbatches(self) -> MicrobatchRule:
         """Rule by which batches are cut."""
         default = 1 if self.pp.degree == 1 else DEFAULT_PER_RANK * self.pp.degree
-        size = 1 if self.microbatch_size == AUTO_SIZE else self.microbatch_size
+        size = self.microbatch_size if isinstance(self.microbatch_size, int) else None
+        if self.microbatch_size == AUTO_SIZE:
+            size = 1  # until the first batch
         return MicrobatchRule(size=size, number=self.num_microbatches, default=default)
 
     @cached_property
@@ -271,12 +275,14 @@ def examine(
         options.degrees(world_size).dp if layout_is_legal else None,
     )
     if layout_is_legal and options.microbatch_size == AUTO_SIZE:
-        degrees = options.degrees(world_size)
-        problems += fitting_problems(trainer, module, degrees, options.zero, options.activations)
+        problems += fitting_problems(
+            trainer, module, options.degrees(world_size), options.zero, options.activations
+        )
     problems += _data_problems(trainer, options) + averaging_problems(
         trainer, module, whole=world_size == 1 or (options.zero.stage != 3 and _is_flat(options))
     )
     degrees = options.degrees(world_size) if layout_is_legal else None
+    problems += _budget_problems(trainer, degrees)
     with _rehearsal(trainer, module) as outcome:
         if isinstance(outcome.error, ConfigError):
             problems += outcome.error.problems
@@ -454,6 +460,15 @@ def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
             f"that one data-parallel rank reads; nearest valid: microbatch_size={size}"
         ]
     return []
+
+
+def _budget_problems(trainer: Trainer, degrees: Degrees | None) -> list[str]:
+    """Faults of batches of tokens that data-parallel ranks are to divide."""
+    source = training_source(trainer)
+    batches = source.batch_sampler if isinstance(source, DataLoader) else None
+    if degrees is None or not isinstance(batches, TokenBudget) or not divides_data(trainer):
+        return []
+    return batches.problems(len(groups_along("batch", degrees)[0]))
 
 
 def _folder_problems(trainer: Trainer) -> list[str]:

@@ -19,7 +19,7 @@ from lightning_megatron.data.batch_sizes import BatchSizes, NoiseScale
 from lightning_megatron.data.sampler import ResumableSampler
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.testing import WorkerPool
-from tests.strategy.data.loaders import Pairs
+from tests.strategy.data.loaders import Pairs, Stream
 from tests.strategy.small import Small, assert_same, loader, make_trainer, merged, samples, weights
 
 COUNT, EPOCHS = 44, 3
@@ -197,3 +197,36 @@ def test_sizes_that_follow_the_noise(pool: WorkerPool, tmp_path: Path) -> None:
     assert again == steps
     assert after == sizes[21:]
     assert_same(held, expected)
+
+
+def test_epochs_that_end_early() -> None:
+    seen = Seen()
+    schedule = BatchSchedule(STEPS)
+    trainer = make_trainer(
+        {}, max_epochs=3, limit_train_batches=2, callbacks=[schedule, seen], log_every_n_steps=1
+    )
+    trainer.fit(Scheduled(), DataLoader(samples(COUNT), num_workers=2))
+    assert seen.sizes == [4, 4, 4, 4, 4, 8]  # what workers have read ahead is not consumed
+    assert trainer.callback_metrics["data/global_batch_size"] == 8
+
+
+def test_rates_are_the_schedulers_between_steps() -> None:
+    seen = Seen()
+    callbacks = [BatchSchedule([(0, 4), (8, 16)], lr="linear"), seen]
+    trainer = make_trainer({}, callbacks=callbacks)
+    trainer.fit(Scheduled(), DataLoader(samples(40)))
+    assert seen.sizes == [4, 4, 16, 16]
+    assert seen.rates == pytest.approx([0.01 * 0.9 ** (step + 1) for step in range(4)])
+    assert trainer.callback_metrics["optim/lr_scale"] == 4
+
+
+def test_a_schedule_is_not_read_for_iterable_datasets() -> None:
+    trainer = make_trainer({}, callbacks=[BatchSchedule([(0, 4)])])
+    with pytest.raises(ConfigError, match="Stream: an iterable dataset is divided by its own"):
+        trainer.fit(Scheduled(), DataLoader(Stream(), batch_size=4))
+
+
+def test_several_loaders() -> None:
+    trainer = make_trainer({}, callbacks=[BatchSchedule([(0, 4)])])
+    with pytest.raises(ConfigError, match="several training loaders"):
+        trainer.fit(Scheduled(), [loader(), loader()])
