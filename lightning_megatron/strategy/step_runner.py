@@ -282,7 +282,7 @@ class StepRunner:
                 fitting.passed()
                 return ran
             ran = None
-            self._parallel.gradients.take_out()
+            self._parallel.gradients.take_out()  # for the memory; `_begin` would drop them too
             put_back()
             forget_memory(self._topology.device)
             fitting.halve()
