@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import TextDataModule
+    from lightning_megatron.data.token_data import TokenData
     from lightning_megatron.errors import ConfigError
     from lightning_megatron.fault_tolerance.hangs.detector import HangDetector
     from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from lightning_megatron.precision.bf16 import Bf16MixedPrecision, Bf16TruePrecision
     from lightning_megatron.precision.fp8 import Fp8Precision
     from lightning_megatron.precision.fp16 import Fp16Precision
+    from lightning_megatron.strategy.data.batch_shares import MeasuredShares
     from lightning_megatron.strategy.megatron import MegatronStrategy
     from lightning_megatron.strategy.processes.connection import ConnectionConfig
     from lightning_megatron.testing.chaos.monkey import ChaosMonkey
@@ -113,9 +115,11 @@ _HOMES = {
     "TransformerConfig": "models.config",
     "TextDataModule": "data.text",
     "LengthGrouped": "data.lengths",
+    "TokenData": "data.token_data",
     "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
+    "MeasuredShares": "strategy.data.batch_shares",
     "MegatronStrategy": "strategy.megatron",
     "LossMonitor": "monitoring.loss_monitor",
     "MemoryMonitor": "monitoring.memory",
@@ -186,10 +190,12 @@ __all__ = [
     "HangDetector",
     "TransformerConfig",
     "TextDataModule",
+    "TokenData",
     "LanguageModel",
     "LengthGrouped",
     "LocalCheckpointConfig",
     "LoggerGuard",
+    "MeasuredShares",
     "MegatronStrategy",
     "LossMonitor",
     "MemoryMonitor",

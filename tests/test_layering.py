@@ -44,10 +44,15 @@ LAYERS = {
     # 2: bytes on wires, and what follows from events
     "comm": 2,
     "monitoring/goodput": 2,
+    "data/blend": 1,  # arithmetic
+    "data/blended": 2,
     "data/collate": 2,
     "data/lengths": 2,
+    "data/packed": 2,
+    "data/packing": 1,
     "data/sampler": 2,
     "data/batch_sizes": 2,
+    "data/shares": 2,
     "data/preprocessing": 2,  # text to tokens on disk, without torch
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "fault_tolerance": 2,  # mechanisms without Lightning: what notices faults and survives them
@@ -65,6 +70,7 @@ LAYERS = {
     "precision": 6,
     "checkpoint": 6,
     "data/text": 6,  # a datamodule
+    "data/token_data": 6,
     "monitoring/flops": 6,
     "monitoring/rank_stats": 6,
     # 7: the strategy as callbacks see it

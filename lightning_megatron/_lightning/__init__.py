@@ -60,6 +60,9 @@ from lightning_megatron._lightning.loaders import forget_loader_states as forget
 from lightning_megatron._lightning.loaders import makes_training_loader as makes_training_loader
 from lightning_megatron._lightning.loaders import read_anew as read_anew
 from lightning_megatron._lightning.loaders import repeats_short_loaders as repeats_short_loaders
+from lightning_megatron._lightning.loaders import (
+    replace_predicted_batches as replace_predicted_batches,
+)
 from lightning_megatron._lightning.loaders import training_fetcher as training_fetcher
 from lightning_megatron._lightning.loaders import training_loader as training_loader
 from lightning_megatron._lightning.loaders import training_source as training_source

@@ -4,11 +4,13 @@
 and the fetcher that may have read ahead, have no public name.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader
@@ -95,6 +97,17 @@ def forget_loader_states(trainer: Trainer) -> None:
     ended in another process is loaded, which no fit goes on from.
     """
     trainer.fit_loop._combined_loader_states_to_load.clear()
+
+
+def replace_predicted_batches(loader: DataLoader[Any], replaced: Callable[[Any], Any]) -> None:
+    """Have predictions read other batches than those of the user's batch sampler.
+
+    Changed: `_IndexBatchSamplerWrapper._batch_sampler`. Lightning has put the wrapper, which notes
+    the indices for whoever writes predictions, around a batch sampler that it cannot divide.
+    """
+    wrapper = loader.batch_sampler
+    if isinstance(wrapper, _IndexBatchSamplerWrapper):
+        wrapper._batch_sampler = replaced(wrapper._batch_sampler)
 
 
 def with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:

@@ -32,6 +32,7 @@ _COMMANDS = {
     "generate": "continue a text with the model of a checkpoint",
     "convert": "take weights to and from Hugging Face, Lightning and one file",
     "adopt": "say how a model of another library would be split",
+    "data": "show and verify tokens on disk, time a datamodule",
     "ckpt": "list, show and verify checkpoints",
     "preprocess": "turn text into tokens on disk",
     "schedule": "draw a pipeline schedule and say what it costs",

@@ -1,17 +1,19 @@
 """`lightning-megatron preprocess`: text files to tokens on disk, in parallel."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lightning_megatron.data.preprocessing.chat import ChatFormat
 from lightning_megatron.data.preprocessing.run import Outcome, PreprocessOptions
 from lightning_megatron.data.preprocessing.run import preprocess as run
 from lightning_megatron.data.preprocessing.sources import Reading
 from lightning_megatron.data.preprocessing.work import Report
-from lightning_megatron.errors import MegatronError
+from lightning_megatron.errors import ConfigError, MegatronError, raise_if_any
 
 _INTERRUPTED = 130
 """Exit code of a command that was ended from the keyboard, as a shell reports it."""
@@ -53,7 +55,7 @@ def _options(options: argparse.Namespace) -> PreprocessOptions:
     return PreprocessOptions(
         tokenizer=options.tokenizer,
         reading=Reading(
-            text_key=options.text_key,
+            text_key=options.text_key or "text",
             separator=separator.encode().decode("unicode_escape") if separator else separator,
         ),
         kind=options.format,
@@ -62,8 +64,61 @@ def _options(options: argparse.Namespace) -> PreprocessOptions:
         eos=options.eos,
         append_eos=not options.no_eos,
         special_tokens=options.special_tokens,
+        chat=_chat(options),
         shard_bytes=None if options.shard_mb is None else int(options.shard_mb * 2**20),
     )
+
+
+def _chat(options: argparse.Namespace) -> ChatFormat | None:
+    given = {
+        "--chat-template": options.chat_template,
+        "--chat-markers": options.chat_markers,
+        "--chat-end": options.chat_end,
+        "--chat-option": options.chat_option,
+        "--chat-date": options.chat_date,
+        "--answers": options.answers,
+    }
+    if not options.chat:
+        raise_if_any([f"{name} needs --chat" for name, value in given.items() if value])
+        return None
+    if options.text_key is not None:
+        raise ConfigError("--text-key with --chat: conversations are read from whole records")
+    return ChatFormat(
+        template=None if options.chat_template is None else _read(options.chat_template),
+        markers=None if options.chat_markers is None else _mapping(options.chat_markers),
+        end=options.chat_end,
+        answers=options.answers or "all",
+        template_options=dict(map(_variable, options.chat_option)),
+        date=options.chat_date,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template={path}: cannot be read ({error})") from error
+
+
+def _mapping(text: str) -> dict[str, str]:
+    with suppress(ValueError):
+        content = json.loads(text)
+        if isinstance(content, dict) and all(isinstance(v, str) for v in content.values()):
+            return content
+    raise ConfigError(
+        f"--chat-markers={text}: must be a JSON object of texts; nearest valid: "
+        """'{"user": "<|user|>", "assistant": "<|assistant|>"}'"""
+    )
+
+
+def _variable(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--chat-option={text}: must be NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers",
         type=int,
-        default=len(os.sched_getaffinity(0)),
+        default=_cores(),
         metavar="N",
         help="processes; default: the cores of this machine (%(default)s)",
     )
@@ -103,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
         "--overwrite", action="store_true", help="remove what an earlier run made of other text"
     )
     _add_text_options(parser)
+    _add_chat_options(parser)
     parser.add_argument(
         "--shard-mb",
         type=float,
@@ -113,13 +169,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _add_text_options(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("text")
     text.add_argument(
         "--text-key",
-        default="text",
         metavar="NAME",
-        help="field or column that holds the text; default: %(default)s",
+        help="field or column that holds the text; default: text",
     )
     text.add_argument(
         "--separator",
@@ -147,6 +209,43 @@ def _add_text_options(parser: argparse.ArgumentParser) -> None:
         "--special-tokens",
         action="store_true",
         help="add the tokens that the tokenizer's post-processor puts around a text",
+    )
+
+
+def _add_chat_options(parser: argparse.ArgumentParser) -> None:
+    chat = parser.add_argument_group("conversations, of which only answers have a loss")
+    chat.add_argument(
+        "--chat",
+        action="store_true",
+        help="records are conversations (messages, conversations, prompt and completion, "
+        "instruction and output)",
+    )
+    chat.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template; default: that of the tokenizer's directory",
+    )
+    chat.add_argument(
+        "--chat-markers",
+        metavar="JSON",
+        help="text before a message, by role, in place of a template",
+    )
+    chat.add_argument(
+        "--chat-end",
+        metavar="TEXT",
+        help="text behind a message, with markers; default: the tokenizer's end-of-text token",
+    )
+    chat.add_argument(
+        "--chat-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variable for the template (enable_thinking=false)",
+    )
+    chat.add_argument("--chat-date", metavar="TEXT", help="date, for a template that asks for it")
+    chat.add_argument(
+        "--answers", choices=("all", "last"), help="which answers have a loss; default: all"
     )
 
 

@@ -225,7 +225,7 @@ def _with_recipes(args: Sequence[str]) -> list[str]:
         if option not in ("-c", "--config"):
             continue
         place = index if equals else index + 1
-        path = _config_file(name if equals else "".join(replaced[place : place + 1]))
+        path = config_file(name if equals else "".join(replaced[place : place + 1]))
         if path is not None:
             replaced[place] = f"{option}={path}" if equals else str(path)
             if (folder := str(path.resolve().parent)) not in sys.path:
@@ -233,7 +233,7 @@ def _with_recipes(args: Sequence[str]) -> list[str]:
     return replaced
 
 
-def _config_file(name: str) -> Path | None:
+def config_file(name: str) -> Path | None:
     """File that a configuration's name stands for; None if there is none."""
     file = name if name.endswith(".yaml") else f"{name}.yaml"
     candidates = [Path(name), Path(file)]

@@ -3,9 +3,11 @@
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
 * Size of the global batch that changes in the course of a run: `BatchSchedule`, by a list,
   `Rampup` or `NoiseScale`
+* Datamodule of token files, one corpus or a blend: `TokenData`; its dataset: `PackedTokens`
 * Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
   and pieces of long samples: `Pad`, `Fragments`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
+* Tokens on disk, in Megatron-LM's format: `Corpus`, `IndexedTokens`, `IndexedWriter`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
 """
@@ -19,33 +21,47 @@ if TYPE_CHECKING:
     from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
     from lightning_megatron.data.collate import Fragments, Pad
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
+    from lightning_megatron.data.packed import PackedTokens
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
+    from lightning_megatron.data.token_data import TokenData
+    from lightning_megatron.data.tokens.corpus import Corpus
+    from lightning_megatron.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 _HOMES = {
     "BatchSchedule": "batch_schedule",
     "ByteWindows": "text",
+    "Corpus": "tokens.corpus",
     "Fragments": "collate",
+    "IndexedTokens": "tokens.indexed",
+    "IndexedWriter": "tokens.indexed",
     "LengthGrouped": "lengths",
     "NoiseScale": "batch_sizes",
+    "PackedTokens": "packed",
     "Pad": "collate",
     "Rampup": "batch_sizes",
     "ResumableSampler": "sampler",
     "TextDataModule": "text",
     "TokenBudget": "lengths",
+    "TokenData": "token_data",
 }
 
 __all__ = [
     "BatchSchedule",
     "ByteWindows",
+    "Corpus",
     "Fragments",
+    "IndexedTokens",
+    "IndexedWriter",
     "LengthGrouped",
     "NoiseScale",
+    "PackedTokens",
     "Pad",
     "Rampup",
     "ResumableSampler",
     "TextDataModule",
     "TokenBudget",
+    "TokenData",
 ]
 
 __getattr__ = lazy_names(__name__, _HOMES)

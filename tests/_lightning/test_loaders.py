@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import RandomDataset
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, SequentialSampler
 from typing_extensions import override
@@ -17,6 +18,7 @@ from lightning_megatron._lightning import (
     makes_training_loader,
     read_anew,
     repeats_short_loaders,
+    replace_predicted_batches,
     training_fetcher,
     training_loader,
     training_source,
@@ -132,6 +134,29 @@ def test_with_sampler() -> None:
     made: Any = with_sampler(given, sampler)
     assert type(made) is Special
     assert (made.depth, made.batch_size, made.drop_last, made.sampler) == (3, 2, True, sampler)
+
+
+class Threes(list[list[int]]):
+    """Batch sampler that Lightning has never seen."""
+
+
+class Pairs(SingleDeviceStrategy):
+    """Reads the first two samples of each batch."""
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        replace_predicted_batches(dataloader, lambda batches: [batch[:2] for batch in batches])
+        return dataloader
+
+
+@pytest.mark.filterwarnings("ignore:.*custom batch sampler")
+def test_replace_predicted_batches() -> None:
+    batches = Threes([[0, 3, 5], [1, 2, 4]])
+    given = DataLoader(RandomDataset(32, 8), batch_sampler=batches)
+    trainer = make_trainer(strategy=Pairs("cpu"), accelerator="auto")
+    assert [len(output) for output in trainer.predict(Module(), given) or []] == [2, 2]
+    replace_predicted_batches(given, list)  # no loader of predictions
+    assert given.batch_sampler is batches
 
 
 def test_stateful() -> None:

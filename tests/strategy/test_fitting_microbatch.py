@@ -207,3 +207,10 @@ def test_gathering_in_a_step() -> None:
     trainer = make_trainer({"microbatch_size": "auto"})
     with pytest.raises(ConfigError, match=r"training_step calls self.all_gather, in which a rank"):
         trainer.fit(Gathering(), DataLoader(samples(), batch_size=4))
+
+
+def test_unequal_parts_of_the_global_batch(pool: WorkerPool) -> None:
+    [(one, _)] = pool.run(1, plainly, 1, {})
+    several = pool.run(2, plainly, 2, {"batch_shares": [3, 1]})
+    assert [size for _, size in several] == [6, 2]
+    assert_same(merged([held for held, _ in several]), one)

@@ -38,10 +38,12 @@ class Part:
     Attributes:
         number: number of the shard.
         pieces: its pieces, in the order of their documents.
+        text_bytes: bytes of their text.
     """
 
     number: int
     pieces: tuple[Piece, ...]
+    text_bytes: int
 
     @property
     def name(self) -> str:
@@ -49,12 +51,9 @@ class Part:
         return f"shard-{self.number:05d}"
 
 
-def default_shard_bytes(text_bytes: int) -> int:
-    """Return the bytes of text of a shard for a corpus of some size.
-
-    >>> default_shard_bytes(10**6), default_shard_bytes(10**10), default_shard_bytes(10**13)
-    (4194304, 39062500, 1073741824)
-    """
+def default_shard_bytes(sources: Sequence[Source]) -> int:
+    """Return the bytes of text of a shard: a 256th of all, between 4 MiB and 1 GiB."""
+    text_bytes = sum(source.text_bytes for source in sources)
     return min(max(text_bytes // SHARDS, _SMALLEST), _LARGEST)
 
 
@@ -75,10 +74,10 @@ def divide(sources: Sequence[Source], shard_bytes: int) -> list[Part]:
             start = stop
             room -= size
             if room <= 0:
-                parts.append(Part(len(parts), tuple(pieces)))
+                parts.append(Part(len(parts), tuple(pieces), shard_bytes - room))
                 pieces, room = [], shard_bytes
     if pieces:
-        parts.append(Part(len(parts), tuple(pieces)))
+        parts.append(Part(len(parts), tuple(pieces), shard_bytes - room))
     return parts
 
 

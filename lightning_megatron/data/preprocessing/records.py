@@ -28,14 +28,21 @@ class Record:
     """One document.
 
     Attributes:
+        source: file that it is in.
         place: where it begins: a byte of the text, or a row of the table.
         content: its text, or all its fields.
         cost: bytes of the source that it took.
     """
 
+    source: Source
     place: int
     content: Any
     cost: int
+
+    @property
+    def name(self) -> str:
+        """File and line or row, for a message."""
+        return where(self.source, self.place)
 
 
 class TextRanges:
@@ -50,7 +57,7 @@ class TextRanges:
     def __init__(self, path: str, compressed: bool, separator: bytes | None) -> None:
         self.path = path
         self._separator = separator
-        opened = gzip.open(path) if compressed else Path(path).open("rb")  # noqa: SIM115 (closed by `close`)
+        opened = gzip.open(path) if compressed else Path(path).open("rb")  # noqa: SIM115
         self._file = cast(BinaryIO, opened)
         self._buffer = bytearray()
         # The next record begins at byte `cursor` of the buffer, byte `base + cursor` of the text.
@@ -144,7 +151,7 @@ class Records:
             self._ranges = TextRanges(source.path, source.compressed, boundary)
         for place, line in self._ranges.records(start, stop):
             content = self._content(source, place, line)
-            yield Record(place, content, len(line) + len(boundary or b""))
+            yield Record(source, place, content, len(line) + len(boundary or b""))
 
     def _content(self, source: Source, place: int, line: bytes) -> Any:
         try:
@@ -197,7 +204,7 @@ class Records:
                 # A block's cost is counted with its last row: rows have no size of their own.
                 cost = source.blocks[block] if last and index == len(rows) - 1 else 0
                 content = row if key is None else self._text(source, first + index, row)
-                yield Record(first + index, content, cost)
+                yield Record(source, first + index, content, cost)
 
 
 def where(source: Source, place: int) -> str:

@@ -17,10 +17,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.data.preprocessing.chat import ChatEncoder, ChatFormat
 from lightning_megatron.data.preprocessing.parts import Part, default_shard_bytes, divide
 from lightning_megatron.data.preprocessing.sources import (
     Kind,
@@ -31,7 +33,9 @@ from lightning_megatron.data.preprocessing.sources import (
 )
 from lightning_megatron.data.preprocessing.tokenizer import (
     find_tokenizer,
+    folder,
     identify,
+    load_tokenizer,
     special_tokens,
 )
 from lightning_megatron.data.preprocessing.work import Job, Made, Report
@@ -67,9 +71,11 @@ class PreprocessOptions:
     eos: str | None = None
     """Token that ends a document; None: the one that the tokenizer's directory names."""
     append_eos: bool = True
-    """Whether each document ends with that token."""
+    """Whether each document ends with that token; a conversation ends as its template says."""
     special_tokens: bool = False
     """Whether the tokenizer adds the tokens that its post-processor names."""
+    chat: ChatFormat | None = None
+    """How conversations become text, of which only answers have a loss; None: records are texts."""
     shard_bytes: int | None = None
     """Bytes of text of a shard; None: a 256th of all, but 4 MiB at least and 1 GiB at most."""
 
@@ -121,50 +127,85 @@ def preprocess(
             of other sources or options.
     """
     _refuse(options, workers, resume, overwrite)
-    tokenizer = find_tokenizer(options.tokenizer)
-    identity = identify(tokenizer, options.tokenizer, options.eos)
-    if options.append_eos and identity.eos_id is None:
-        raise ConfigError(_no_eos(tokenizer, options.tokenizer))
+    way = _way(options)
     files = find_files(sources, options.kind, config=options.hub_config, split=options.hub_split)
+    if options.chat is not None:
+        raise_if_any([_no_records(path) for path, kind in files if kind == "txt"])
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
     with _alone(directory):
+        earlier = None if overwrite else _manifest(directory)
+        before = earlier.options if earlier is not None else {}
+        found = examine(files, way.reading, before.get("sources", ()), workers)
         if overwrite:
             _remove(directory)
-        earlier = _manifest(directory)
-        before = earlier.options if earlier is not None else {}
-        found = examine(files, options.reading, before.get("sources", ()), workers)
-        text_bytes = sum(source.text_bytes for source in found)
-        shard_bytes = options.shard_bytes or before.get("shard_bytes")
-        shard_bytes = shard_bytes or default_shard_bytes(text_bytes)
+        shard_bytes = options.shard_bytes or before.get("shard_bytes") or default_shard_bytes(found)
         manifest = Manifest(
-            tokenizer=identity,
-            dtype=token_dtype(identity.vocab_size).name,
+            tokenizer=way.identity,
+            dtype=token_dtype(way.identity.vocab_size).name,
             shards=(),
             complete=False,
-            options=_options(options, found, shard_bytes),
+            options={**way.options, "shard_bytes": shard_bytes, "sources": [*map(_entry, found)]},
         )
         run = _Run(directory, manifest, divide(found, shard_bytes), resume)
         if earlier is not None:
             run.take_over(earlier)
-        if not run.waiting and earlier is not None and earlier.complete:
-            run.clear()
-            return Outcome(earlier, 0, 0)
+            if earlier.complete and not run.waiting:
+                run.clear()
+                return Outcome(earlier, 0, 0)
         job = Job(
             sources=tuple(found),
-            reading=options.reading,
-            tokenizer=tokenizer,
-            eos_id=identity.eos_id if options.append_eos else None,
+            reading=way.reading,
+            tokenizer=way.tokenizer,
+            eos_id=way.identity.eos_id if way.options["append_eos"] else None,
             special_tokens=options.special_tokens,
+            chat=options.chat,
             dtype=manifest.dtype,
             directory=run.begin(),
         )
         waiting = run.waiting
-        left = sum(_size(part, found) for part in waiting)
-        bar = progress(text_bytes, text_bytes - left) if progress else nullcontext(_silent)
-        with bar as report:
+        total = sum(source.text_bytes for source in found)
+        left = sum(part.text_bytes for part in waiting)
+        with progress(total, total - left) if progress else nullcontext(_silent) as report:
             make_shards(job, waiting, workers, report, run.keep)
         return Outcome(run.finish(), len(waiting), run.empty)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How text becomes tokens.
+
+    Attributes:
+        tokenizer: its directory or file.
+        identity: what the manifest says of it.
+        reading: which part of a record is read.
+        options: what the manifest says of all else.
+    """
+
+    tokenizer: Path
+    identity: TokenizerIdentity
+    reading: Reading
+    options: Mapping[str, Any]
+
+
+def _way(options: PreprocessOptions) -> _Way:
+    tokenizer = find_tokenizer(options.tokenizer)
+    identity = identify(tokenizer, options.tokenizer, options.eos)
+    append_eos = options.append_eos and options.chat is None
+    if append_eos and identity.eos_id is None:
+        raise ConfigError(_no_eos(tokenizer, options.tokenizer))
+    reading, chat = options.reading, None
+    if options.chat is not None:
+        reading = replace(reading, text_key=None)
+        chat = ChatEncoder(folder(tokenizer), options.chat, load_tokenizer(tokenizer)).identity()
+    said = {
+        **asdict(reading),
+        "append_eos": append_eos,
+        "special_tokens": options.special_tokens,
+        "chat": chat,
+        "tokenizers": version("tokenizers"),
+    }
+    return _Way(tokenizer, identity, reading, said)
 
 
 class _Run:
@@ -300,6 +341,11 @@ def _refuse(options: PreprocessOptions, workers: int, resume: bool, overwrite: b
         problems.append("--shard-mb: must be above 0")
     if options.reading.separator == "":
         problems.append("--separator='': must be some text; without it each file is one document")
+    if options.chat is not None and options.special_tokens:
+        problems.append(
+            "--special-tokens with --chat: the template of conversations writes these tokens; "
+            "leave out --special-tokens"
+        )
     if resume and overwrite:
         problems.append("--resume keeps what is there and --overwrite removes it: say one of them")
     raise_if_any(problems)
@@ -314,26 +360,14 @@ def _no_eos(path: Path, name: str) -> str:
     )
 
 
-def _options(
-    options: PreprocessOptions, sources: Sequence[Source], shard_bytes: int
-) -> dict[str, Any]:
-    import tokenizers
+def _no_records(path: str) -> str:
+    return f"{path}: is plain text; conversations are read from JSON lines, Parquet and Arrow files"
 
-    return {
-        **asdict(options.reading),
-        "append_eos": options.append_eos,
-        "special_tokens": options.special_tokens,
-        "shard_bytes": shard_bytes,
-        "tokenizers": tokenizers.__version__,
-        "sources": [
-            {
-                key: value
-                for key, value in asdict(source).items()
-                if key not in ("blocks", "compressed")
-            }
-            for source in sources
-        ],
-    }
+
+def _entry(source: Source) -> dict[str, Any]:
+    """Source in the manifest."""
+    left_out = ("blocks", "compressed")
+    return {key: value for key, value in asdict(source).items() if key not in left_out}
 
 
 def _differences(earlier: Manifest, now: Manifest) -> list[str]:
@@ -405,17 +439,6 @@ def _remove(directory: Path) -> None:
 def _read_shard(note: Path) -> Shard | None:
     content = json.loads(note.read_text("utf-8"))
     return None if content is None else Shard(**content)
-
-
-def _size(part: Part, sources: Sequence[Source]) -> int:
-    """Bytes of text of a part."""
-    total = 0
-    for piece in part.pieces:
-        blocks = sources[piece.source].blocks
-        total += (
-            piece.stop - piece.start if blocks is None else sum(blocks[piece.start : piece.stop])
-        )
-    return total
 
 
 def _silent(size: int, tokens: int) -> None:

@@ -12,6 +12,7 @@ import glob
 import gzip
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -129,11 +130,8 @@ def find_files(
     raise_if_any(problems)
     if not found:
         raise ConfigError("no files were named")
-    twice = sorted(
-        {path for path, _ in found if [p for p, _ in found].count(path) > 1}
-        if len({path for path, _ in found}) < len(found)
-        else ()
-    )
+    counts = Counter(path for path, _ in found)
+    twice = [path for path, count in counts.items() if count > 1]
     raise_if_any([f"{path}: named twice; its text would count twice" for path in twice])
     return found
 

@@ -49,6 +49,11 @@ def find_tokenizer(name: str) -> Path:
         ) from error
 
 
+def folder(path: Path) -> Path:
+    """Return the directory of a tokenizer, in which its other files are."""
+    return path if path.is_dir() else path.parent
+
+
 def load_tokenizer(path: Path) -> "Tokenizer":
     """Return the tokenizer of a directory or of a `tokenizer.json`, which cuts and pads nothing.
 
@@ -130,7 +135,7 @@ def _eos_id(path: Path, vocabulary: Mapping[str, int], eos: str | None) -> int |
                 + (f"; nearest: {', '.join(near)}" if near else "")
             )
         return vocabulary[eos]
-    directory = path if path.is_dir() else path.parent
+    directory = folder(path)
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _json(directory / file).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from lightning_megatron.data.preprocessing.chat import ChatEncoder, ChatFormat, RecordError
 from lightning_megatron.data.preprocessing.parts import Part
 from lightning_megatron.data.preprocessing.records import Record, Records
 from lightning_megatron.data.preprocessing.sources import Reading, Source
-from lightning_megatron.data.preprocessing.tokenizer import load_tokenizer
+from lightning_megatron.data.preprocessing.tokenizer import folder, load_tokenizer
 from lightning_megatron.data.tokens.indexed import IndexedWriter
 from lightning_megatron.data.tokens.manifest import Shard
+from lightning_megatron.errors import ConfigError
 
 _BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 19, 1024
 """Bytes and documents after which a batch goes to the tokenizer."""
@@ -37,6 +39,7 @@ class Job:
         tokenizer: its directory or file.
         eos_id: token that is put behind each document, if any.
         special_tokens: whether the tokenizer adds those that its post-processor names.
+        chat: how conversations become text; None: records are texts.
         dtype: type of the tokens on disk.
         directory: where shards are written before they get their place.
     """
@@ -46,6 +49,7 @@ class Job:
     tokenizer: Path
     eos_id: int | None
     special_tokens: bool
+    chat: ChatFormat | None
     dtype: str
     directory: Path
 
@@ -73,6 +77,9 @@ class Worker:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._tokenizer = load_tokenizer(job.tokenizer)
+        self._chat: ChatEncoder | None = None
+        if job.chat is not None:
+            self._chat = ChatEncoder(folder(job.tokenizer), job.chat, self._tokenizer)
         self._records = Records(job.reading)
 
     def make(self, part: Part, report: Report) -> Made:
@@ -119,7 +126,10 @@ class Worker:
 
     def _write(self, writer: IndexedWriter, batch: list[Record]) -> tuple[int, int]:
         """Write documents; their number and that of their tokens."""
-        texts = [record.content for record in batch if record.content]
+        filled = [record for record in batch if record.content]
+        if self._chat is not None:
+            return self._write_chats(writer, filled, self._chat)
+        texts = [record.content for record in filled]
         encodings = self._tokenizer.encode_batch_fast(
             texts, add_special_tokens=self._job.special_tokens
         )
@@ -132,6 +142,17 @@ class Worker:
         flat: Any = np.fromiter(chain.from_iterable(rows), self._job.dtype, total)
         writer.add_many(flat, lengths)
         return len(rows), total
+
+    def _write_chats(
+        self, writer: IndexedWriter, batch: list[Record], encoder: ChatEncoder
+    ) -> tuple[int, int]:
+        try:
+            chats = encoder.encode([record.content for record in batch])
+        except RecordError as error:
+            raise ConfigError(f"{batch[error.index].name}: {error.why}") from None
+        for chat in chats:
+            writer.add(chat.ids, chat.answers)
+        return len(chats), sum(len(chat.ids) for chat in chats)
 
 
 def _description(part: Part, job: Job) -> str:

@@ -199,6 +199,32 @@ class IndexedTokens:
         first, last = self._range(document, start, stop)
         return self._mask[first:last]
 
+    @property
+    def tokens(self) -> Tokens:
+        """Tokens of all documents, as a view of the file."""
+        return self._tokens
+
+    @property
+    def answers(self) -> Tokens | None:
+        """Whether each token counts in the loss, uint8; None without a mask file."""
+        return self._mask
+
+    def places(self, documents: Any) -> NDArray[np.int64]:
+        """Return where some documents begin in `tokens`.
+
+        Raises:
+            TokenFileError: the index says that one lies outside of the file.
+        """
+        places, rest = np.divmod(self._starts[documents].astype(np.int64), self._divisor)
+        outside = (places < 0) | (places + self._lengths[documents] > self.total) | (rest != 0)
+        if outside.any():
+            document = int(np.asarray(documents)[outside.argmax()])
+            raise TokenFileError(
+                f"{index_file(self.prefix)}: document {document:,} lies outside of "
+                f"{token_file(self.prefix).name}; {_remedy(self.prefix)}"
+            )
+        return places
+
     def faults(self, vocab_size: int | None = None) -> Iterator[str]:
         """Read all tokens and yield what is wrong with them: each must be in the vocabulary."""
         remedy = _remedy(self.prefix)
@@ -424,7 +450,7 @@ class _HashedFile:
         self.size = 0
 
     def write(self, content: bytes | Tokens) -> None:
-        data = memoryview(content).cast("B") if len(content) else b""
+        data = content if isinstance(content, bytes) else content.view(np.uint8).data
         self.file.write(data)
         self.hash.update(data)
         self.size += len(data)

@@ -230,3 +230,11 @@ def test_several_loaders() -> None:
     trainer = make_trainer({}, callbacks=[BatchSchedule([(0, 4)])])
     with pytest.raises(ConfigError, match="several training loaders"):
         trainer.fit(Scheduled(), [loader(), loader()])
+
+
+@pytest.mark.parametrize("callbacks", [[BatchSchedule([(0, 4)])], []])
+def test_unequal_parts_have_one_size(callbacks: list[pl.Callback]) -> None:
+    strategy = {"batch_shares": [2, 1]} | ({} if callbacks else {"microbatch_size": "auto"})
+    trainer = make_trainer(strategy, 2, callbacks=callbacks)
+    with pytest.raises(ConfigError, match="only one of them may size what a rank runs"):
+        trainer.fit(Scheduled(), loader())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -144,9 +145,12 @@ def resume_with_another_budget(path: str) -> str:
     return str(raised.value)
 
 
-def too_many_ranks() -> str:
+def too_many_ranks(early: bool) -> str:
+    module = Reader("budget", 2, samples_multiple=1)
+    loader = module.train_dataloader() if early else None  # or Lightning asks the module later
     with pytest.raises(ConfigError) as raised:
-        fit({"zero": 1}, 2, samples_multiple=1, tokens_per_batch=TOKENS)
+        make_trainer({"zero": 1}, 2).fit(module, loader)
+    assert dist.is_initialized() != early
     return str(raised.value)
 
 
@@ -157,6 +161,47 @@ def test_batches_that_cannot_be_found_again_or_shared_are_refused(
     pool.run(1, fit, {}, 1, save=path)
     [text] = pool.run(1, resume_with_another_budget, path)
     assert "other lengths or options" in text
-    for text in pool.run(2, too_many_ranks):
-        assert "with 2 data-parallel ranks" in text
-        assert "samples_multiple=2" in text
+    for early in (False, True):
+        for text in pool.run(2, too_many_ranks, early):
+            assert "with 2 data-parallel ranks" in text
+            assert "samples_multiple=2" in text
+
+
+def evaluate_twice(layout: Mapping[str, Any], devices: int) -> list[tuple[float, int]]:
+    """Loss of the same loader, and the number of batches, in two runs."""
+    budget = TokenBudget(LENGTHS, tokens_per_batch=TOKENS, samples_multiple=2, shuffle=False)
+    loader = DataLoader(Sentences(), batch_sampler=budget, collate_fn=Pad())
+    module = Reader("budget", 1)
+    found = []
+    for _ in range(2):
+        trainer = make_trainer(layout, devices)
+        [metrics] = trainer.validate(module, loader, verbose=False)
+        found.append((metrics["val_loss"], int(trainer.num_val_batches[0])))
+    return found
+
+
+def test_evaluation_counts_each_sample_once(pool: WorkerPool) -> None:
+    [[one, again]] = pool.run(1, evaluate_twice, {}, 1)
+    assert one == again
+    for found in pool.run(2, evaluate_twice, {"zero": 1}, 2):
+        assert found == [(pytest.approx(one[0], rel=1e-6), one[1])] * 2  # means are float32
+
+
+class Indices(Reader):
+    """Predicts which samples it reads."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch["index"].tolist()
+
+
+def predict(layout: Mapping[str, Any], devices: int) -> Any:
+    module = Indices("budget", 1)
+    return make_trainer(layout, devices).predict(module, module.train_dataloader())
+
+
+def test_predictions_are_divided_like_batches(pool: WorkerPool) -> None:
+    """Lightning divides no batch sampler, and each rank would predict for all samples."""
+    [alone] = pool.run(1, predict, {}, 1)
+    parts = pool.run(2, predict, {"zero": 1}, 2)
+    assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == [sorted(one) for one in alone]
+    assert sorted(sum(alone, [])) == list(range(len(LENGTHS)))
