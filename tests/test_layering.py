@@ -40,16 +40,16 @@ LAYERS = {
     "monitoring/sections": 1,  # what a rank is doing
     "launch": 1,  # how processes find each other
     "data/__init__": 1,
+    "data/blend": 1,  # arithmetic
+    "data/packing": 1,
     "data/tokens": 1,  # files of token numbers: numpy only
     # 2: bytes on wires, and what follows from events
     "comm": 2,
     "monitoring/goodput": 2,
-    "data/blend": 1,  # arithmetic
     "data/blended": 2,
     "data/collate": 2,
     "data/lengths": 2,
     "data/packed": 2,
-    "data/packing": 1,
     "data/sampler": 2,
     "data/batch_sizes": 2,
     "data/shares": 2,

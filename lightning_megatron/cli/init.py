@@ -1,8 +1,8 @@
 """`lightning-megatron init`: a recipe of this package, as files of one's own.
 
 A recipe is a YAML file. With it come the files that it needs: modules of Python that it names
-(`class_path: denoiser.Denoiser` is in `denoiser.py`), and files of its own name with another
-suffix, such as the batch script of a Slurm job.
+(`class_path: denoiser.Denoiser` is in `denoiser.py`) or that a command at its head runs, and files
+of its own name with another suffix, such as the batch script of a Slurm job.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from lightning_megatron.errors import EXIT_CODE, ConfigError
 RECIPES = Path(__file__).parents[1] / "recipes"
 """Folder of the recipes."""
 
-_MODULE = re.compile(r"^\s*(?:- )?class_path: (\w+)\.\w+\s*$", re.MULTILINE)
+_MODULE = re.compile(r"^\s*(?:- )?class_path: (\w+)\.\w+\s*$|^#\s+python (\w+)\.py\b", re.MULTILINE)
 
 
 def init(args: Sequence[str]) -> int:
@@ -66,7 +66,8 @@ def files_of(recipe: str) -> list[Path]:
         hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
         raise ConfigError(f"no recipe {name!r}; {hint}")
     main = RECIPES / f"{name}.yaml"
-    modules = {RECIPES / f"{module}.py" for module in _MODULE.findall(main.read_text("utf-8"))}
+    found = _MODULE.findall(main.read_text("utf-8"))
+    modules = {RECIPES / f"{named or run}.py" for named, run in found}
     others = {path for path in RECIPES.glob(f"{name}.*") if path.suffix not in (".yaml", ".py")}
     return [main, *sorted(path for path in modules | others if path.is_file())]
 

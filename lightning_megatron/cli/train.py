@@ -24,6 +24,7 @@ from lightning_megatron.cli.end_summary import Outcome, report
 from lightning_megatron.cli.init import RECIPES
 from lightning_megatron.cli.option_errors import explain, unknown_strategy
 from lightning_megatron.data.text import TextDataModule as TextDataModule
+from lightning_megatron.data.token_data import TokenData as TokenData
 from lightning_megatron.errors import ConfigError
 from lightning_megatron.fault_tolerance.suite import FaultTolerance as FaultTolerance
 from lightning_megatron.module import LanguageModel as LanguageModel

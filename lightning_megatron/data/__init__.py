@@ -8,6 +8,7 @@
   and pieces of long samples: `Pad`, `Fragments`
 * Sampler that continues after a resume where it stopped: `ResumableSampler`
 * Tokens on disk, in Megatron-LM's format: `Corpus`, `IndexedTokens`, `IndexedWriter`
+* Conversations as tokens: `ChatEncoder`, by a `ChatFormat`
 
 Names are imported when they are first used: workers of a DataLoader load nothing heavy.
 """
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_megatron.data.collate import Fragments, Pad
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.packed import PackedTokens
+    from lightning_megatron.data.preprocessing.chat import ChatEncoder, ChatFormat
     from lightning_megatron.data.sampler import ResumableSampler
     from lightning_megatron.data.text import ByteWindows, TextDataModule
     from lightning_megatron.data.token_data import TokenData
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "BatchSchedule": "batch_schedule",
     "ByteWindows": "text",
+    "ChatEncoder": "preprocessing.chat",
+    "ChatFormat": "preprocessing.chat",
     "Corpus": "tokens.corpus",
     "Fragments": "collate",
     "IndexedTokens": "tokens.indexed",
@@ -49,6 +53,8 @@ _HOMES = {
 __all__ = [
     "BatchSchedule",
     "ByteWindows",
+    "ChatEncoder",
+    "ChatFormat",
     "Corpus",
     "Fragments",
     "IndexedTokens",

@@ -30,6 +30,8 @@ def test_a_recipe_is_written_with_what_it_needs(
     assert main(["init", "fault-tolerant", "--folder", "run"]) == 0
     assert sorted(path.suffix for path in (tmp_path / "run").iterdir()) == [".sbatch", ".yaml"]
     assert "in that folder" in capsys.readouterr().out
+    assert main(["init", "tokens", "--folder", "text"]) == 0
+    assert (tmp_path / "text" / "tokens_corpus.py").exists()  # which a command runs
 
 
 def test_nothing_is_overwritten_unless_asked_for(

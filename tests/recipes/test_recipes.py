@@ -6,6 +6,7 @@ and `TINY` what is replaced to train it here; everything else is the recipe's.
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from lightning_megatron.cli import main
+from lightning_megatron.cli.init import commands_of
 from lightning_megatron.testing import WorkerPool
 from tests.recipes.dry_run import RECIPES, dry_run, problems
 from tests.recipes.memory import gigabytes
@@ -74,6 +76,13 @@ TINY = {
         ranks=2,
         options=["--trainer.limit_train_batches=3", *SMALL, *BYTES],
     ),
+    "tokens": Tiny(
+        ranks=4,
+        options=[
+            *("--trainer.limit_train_batches=3", *SMALL, "--data.seq_len=16"),
+            "--data.batch_size=8",
+        ],
+    ),
     "pretrain-1b": Tiny(
         ranks=2,
         options=[
@@ -124,6 +133,8 @@ def test_the_layout_is_legal_on_the_devices_that_the_recipe_names(
     monkeypatch.chdir(tmp_path)  # where a dry run looks for folders to write to
     if recipe == "finetune-adopted":
         _small_qwen3(tmp_path)
+    if recipe == "tokens":
+        _small_corpora(tmp_path, monkeypatch)
     given = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())["trainer"]
     cli = dry_run(recipe, *OTHERWISE.get(recipe, []))
     assert cli.trainer.world_size == given["devices"] * given.get("num_nodes", 1)
@@ -153,8 +164,12 @@ def fit(recipe: str, folder: str, options: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", TINY)
-def test_a_small_copy_trains_and_saves(recipe: str, tmp_path: Path, pool: WorkerPool) -> None:
+def test_a_small_copy_trains_and_saves(
+    recipe: str, tmp_path: Path, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny = TINY[recipe]
+    if recipe == "tokens":
+        _small_corpora(tmp_path, monkeypatch)
     if recipe.startswith("finetune"):
         _small_qwen3(tmp_path)
     options = [*SHORT, f"--trainer.devices={tiny.ranks}", *tiny.options]
@@ -166,6 +181,22 @@ def test_a_small_copy_trains_and_saves(recipe: str, tmp_path: Path, pool: Worker
         assert main([*command, "--like", str(tmp_path / "qwen")]) == 0
     if recipe.startswith("finetune"):
         assert list((tmp_path / "tuned").glob("*.safetensors"))
+
+
+def _small_corpora(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of a few modules, by the commands at the recipe's head."""
+    pytest.importorskip("tokenizers")
+    from lightning_megatron.recipes.tokens_corpus import main as write_corpora
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["tokens_corpus.py", "--vocab-size=300", "--modules=12"])
+    [first, *preparation, last] = map(shlex.split, commands_of("tokens"))
+    assert first == ["python", "tokens_corpus.py"]
+    write_corpora()
+    for program, *arguments in preparation:
+        assert program == "lightning-megatron"
+        assert main([*arguments, "--workers=1", "--no-progress"]) == 0
+    assert last == ["lightning-megatron", "fit", "--config", "tokens.yaml"]
 
 
 def _small_qwen3(folder: Path) -> None:

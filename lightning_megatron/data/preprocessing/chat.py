@@ -200,7 +200,9 @@ def _message(given: Mapping[str, Any]) -> Message:
             f"{_short(dict(given))}: a message without a role; nearest valid: {{'role': 'user', "
             "'content': ...}"
         )
-    return {**given, "role": _ROLES.get(given["role"], given["role"])}
+    # Tables have a column for every key of any message: what is None is not there.
+    said = {key: value for key, value in given.items() if value is not None or key == "content"}
+    return {**said, "role": _ROLES.get(given["role"], given["role"])}
 
 
 class ChatEncoder:
@@ -434,12 +436,14 @@ class _Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self.options, **how}
+        conversations: Any = [list(messages)]
         try:
-            texts, spans = render_jinja_template(
-                conversations=[list(messages)], tools=tools, chat_template=self.text, **options
+            made: Any = render_jinja_template(
+                conversations, tools, chat_template=self.text, **options
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise _RecordProblem(f"{self.name} refuses it: {error}") from None
+        texts, spans = made
         return (texts[0], spans[0]) if "return_assistant_tokens_mask" in how else texts[0]
 
     def _dated(self, text: str, date: str | None) -> str:

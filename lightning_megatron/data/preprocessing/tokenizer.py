@@ -139,7 +139,7 @@ def _eos_id(path: Path, vocabulary: Mapping[str, int], eos: str | None) -> int |
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _json(directory / file).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
-        if token in vocabulary:
+        if isinstance(token, str) and token in vocabulary:
             return vocabulary[token]
     number = _json(directory / "config.json").get("eos_token_id")
     return number if isinstance(number, int) and number in vocabulary.values() else None

@@ -1,6 +1,6 @@
 """Work of one process: a part of the text becomes a shard.
 
-Documents go through `encode_batch_fast` some hundred kilobytes at a time: that call, unlike the
+Documents go through `encode_batch_fast` a hundred kilobytes at a time: that call, unlike the
 one for single documents, does not keep the place of each token in the text, and crosses from Python
 to the tokenizer once for many documents.
 """
@@ -22,7 +22,7 @@ from lightning_megatron.data.tokens.indexed import IndexedWriter
 from lightning_megatron.data.tokens.manifest import Shard
 from lightning_megatron.errors import ConfigError
 
-_BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 19, 1024
+_BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 17, 1024
 """Bytes and documents after which a batch goes to the tokenizer."""
 
 Report = Callable[[int, int], None]

@@ -206,6 +206,12 @@ def test_without_a_template_markers_are_named(directory: Path) -> None:
     "record",
     [
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "a", "tool_calls": None},
+                {"role": "model", "content": "b", "name": None},
+            ]
+        },
         {"prompt": "a", "completion": "b"},
         {"prompt": [{"role": "user", "content": "a"}], "completion": "b"},
         {"instruction": "a", "input": "", "output": "b"},
