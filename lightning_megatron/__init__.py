@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lightning_megatron.checkpoint.offline.lightning_import import import_lightning
     from lightning_megatron.checkpoint.offline.upcycle import upcycle
     from lightning_megatron.cli.checkpoint_cli import CheckpointCLI
+    from lightning_megatron.data.batch_schedule import BatchSchedule
+    from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
     from lightning_megatron.data.collate import Fragments, Pad
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.sampler import ResumableSampler
@@ -133,6 +135,9 @@ _HOMES = {
     "PrometheusEndpoint": "monitoring.prometheus",
     "RestartPolicy": "fault_tolerance.restarts.policy",
     "ReplicaCheck": "fault_tolerance.replicas.check",
+    "BatchSchedule": "data.batch_schedule",
+    "NoiseScale": "data.batch_sizes",
+    "Rampup": "data.batch_sizes",
     "ResumableSampler": "data.sampler",
     "RollbackConfig": "fault_tolerance.numbers.responses",
     "Rule": "monitoring.alert_rules",
@@ -159,6 +164,7 @@ __all__ = [
     "ActivationConfig",
     "Alerts",
     "Bf16MixedPrecision",
+    "BatchSchedule",
     "Bf16TruePrecision",
     "ChaosMonkey",
     "CheckpointCLI",
@@ -194,6 +200,7 @@ __all__ = [
     "LossMonitor",
     "MemoryMonitor",
     "Monitor",
+    "NoiseScale",
     "NumberGuard",
     "Pad",
     "ParameterNorm",
@@ -203,6 +210,7 @@ __all__ = [
     "Preemption",
     "ProfilerWindow",
     "PrometheusEndpoint",
+    "Rampup",
     "RestartPolicy",
     "ReplicaCheck",
     "ResumableSampler",

@@ -103,6 +103,20 @@ class Stopping(Protocol):
         ...
 
 
+class Reading(Protocol):
+    """Progress in the training data, in samples of all ranks together."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the present optimizer step, as a `BatchSchedule` gives them."""
+        ...
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that the run has read up to the end of the present step."""
+        ...
+
+
 class MegatronServices(Protocol):
     """Attributes and methods of `MegatronStrategy` that callbacks may use.
 
@@ -167,6 +181,11 @@ class MegatronServices(Protocol):
     @property
     def votes(self) -> PerBatchVotes:
         """Numbers that ranks tell each other in every batch."""
+        ...
+
+    @property
+    def data(self) -> Reading:
+        """Progress in the training data."""
         ...
 
     @property

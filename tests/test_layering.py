@@ -51,6 +51,7 @@ LAYERS = {
     "data/lengths": 2,
     "data/packed": 2,
     "data/sampler": 2,
+    "data/batch_sizes": 2,
     "data/shares": 2,
     "data/preprocessing": 2,  # text to tokens on disk, without torch
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
@@ -77,9 +78,11 @@ LAYERS = {
     "callbacks": 7,
     # 8: callbacks that others build on
     "monitoring/gradients": 8,
+    "monitoring/noise_scale": 8,
     "monitoring/window": 8,
     # 9: the Lightning face; callbacks and the strategy never import each other
     "module": 9,
+    "data/batch_schedule": 9,
     "strategy": 9,
     "monitoring": 9,
     "fault_tolerance/hangs/detector": 9,

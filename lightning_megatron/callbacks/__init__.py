@@ -29,8 +29,9 @@ Monitoring: `Monitor` is all of these as one callback.
 - `PrometheusEndpoint`: ``/metrics`` and ``/healthz`` over HTTP.
 - `Alerts`, with `Rule`: a log line, webhook or function when a metric crosses a threshold.
 
-Others: `ProfilerWindow` traces some steps with torch.profiler, `ChaosMonkey` injects faults, and
-`CallbackGroup` is several callbacks as one. Names are imported when they are first used.
+Others: `BatchSchedule` changes the size of global batches, `ProfilerWindow` traces some steps with
+torch.profiler, `ChaosMonkey` injects faults, and `CallbackGroup` is several callbacks as one. Names
+are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from lightning_megatron.callbacks.group import CallbackGroup as CallbackGroup
+    from lightning_megatron.data.batch_schedule import BatchSchedule as BatchSchedule
     from lightning_megatron.fault_tolerance.hangs.detector import HangDetector as HangDetector
     from lightning_megatron.fault_tolerance.numbers.guard import NumberGuard as NumberGuard
     from lightning_megatron.fault_tolerance.numbers.responses import (
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Alerts": ".monitoring.alerts",
+    "BatchSchedule": ".data.batch_schedule",
     "CallbackGroup": "group",
     "ChaosMonkey": ".testing.chaos.monkey",
     "CheckpointMonitor": ".monitoring.checkpoint_monitor",
@@ -116,6 +119,7 @@ _HOMES = {
 
 __all__ = [
     "Alerts",
+    "BatchSchedule",
     "CallbackGroup",
     "ChaosMonkey",
     "CheckpointMonitor",

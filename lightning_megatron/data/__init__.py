@@ -1,6 +1,8 @@
 """Text to train on, and the order in which ranks read samples.
 
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
+* Size of the global batch that changes in the course of a run: `BatchSchedule`, by a list,
+  `Rampup` or `NoiseScale`
 * Datamodule of token files, one corpus or a blend: `TokenData`; its dataset: `PackedTokens`
 * Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
   and pieces of long samples: `Pad`, `Fragments`
@@ -16,6 +18,8 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from lightning_megatron.data.batch_schedule import BatchSchedule
+    from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
     from lightning_megatron.data.collate import Fragments, Pad
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
     from lightning_megatron.data.packed import PackedTokens
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_megatron.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 _HOMES = {
+    "BatchSchedule": "batch_schedule",
     "ByteWindows": "text",
     "ChatEncoder": "preprocessing.chat",
     "ChatFormat": "preprocessing.chat",
@@ -35,8 +40,10 @@ _HOMES = {
     "IndexedTokens": "tokens.indexed",
     "IndexedWriter": "tokens.indexed",
     "LengthGrouped": "lengths",
+    "NoiseScale": "batch_sizes",
     "PackedTokens": "packed",
     "Pad": "collate",
+    "Rampup": "batch_sizes",
     "ResumableSampler": "sampler",
     "TextDataModule": "text",
     "TokenBudget": "lengths",
@@ -44,6 +51,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchSchedule",
     "ByteWindows",
     "ChatEncoder",
     "ChatFormat",
@@ -52,8 +60,10 @@ __all__ = [
     "IndexedTokens",
     "IndexedWriter",
     "LengthGrouped",
+    "NoiseScale",
     "PackedTokens",
     "Pad",
+    "Rampup",
     "ResumableSampler",
     "TextDataModule",
     "TokenBudget",

@@ -57,7 +57,7 @@ class GradientNoiseScale(pl.Callback):
         raise_if_any(problems)
         self._every = every
         self._keep = 1.0 - 1.0 / window
-        self._first: tuple[list[Tensor], float] | None = None
+        self._first: tuple[list[Tensor], float, int] | None = None
         self._samples = self._steps = 0
         self._weight = self._signal = self._noise = 0.0
 
@@ -94,8 +94,8 @@ class GradientNoiseScale(pl.Callback):
         self._steps += 1
         if self._steps % self._every == 0:
             own = [gradient.detach().clone() for gradient in gradients.counted()]
-            self._first = own, float(gradients.norm()) ** 2
-        elif first is not None:
+            self._first = own, float(gradients.norm()) ** 2, samples
+        elif first is not None and first[2] == samples:  # not where the batch size changed
             # A parameter may have had no gradient in one of the two, but not on some ranks only.
             pairs = zip(first[0], gradients.counted(), strict=False)
             together = [earlier.add_(later) for earlier, later in pairs]

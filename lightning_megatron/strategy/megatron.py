@@ -78,6 +78,7 @@ from lightning_megatron.strategy.checkpointing import Checkpointing
 from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
 from lightning_megatron.strategy.data.batch_shares import BatchShares, MeasuredShares
 from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
+from lightning_megatron.strategy.fitting_microbatch import FittingMicrobatch
 from lightning_megatron.strategy.model_summary import (
     summarise_layout,
 )
@@ -87,6 +88,7 @@ from lightning_megatron.strategy.module_layout import (
     stand_ins,
 )
 from lightning_megatron.strategy.observers import looks_at_gradients
+from lightning_megatron.strategy.preflight.batch_sizes import AUTO_SIZE
 from lightning_megatron.strategy.preflight.checks import LayoutOptions, examine
 from lightning_megatron.strategy.preflight.shared_directories import check_shared
 from lightning_megatron.strategy.pretrained_models import save_together
@@ -129,7 +131,11 @@ class MegatronStrategy(LaunchingStrategy):
             them every microbatch; 3 shards parameters too (see `parallel.zero`). Or the same with
             the number of copies of the shards, what waits in host memory and more.
         sequence_parallel: split activations between parallel layers over tp along the sequence.
-        microbatch_size: samples per microbatch.
+        microbatch_size: samples per microbatch, or ``"auto"`` for as many as every rank has memory
+            for (`strategy.fitting_microbatch`).
+        global_batch_size: samples of an optimizer step over all data-parallel ranks; the strategy
+            gives the training loaders batches of each rank's equal share, whatever their own size.
+            By default the loaders' sizes are those of each rank.
         num_microbatches: microbatches per batch, in place of ``microbatch_size``. By default 1, and
             4 per pipeline rank under a pipeline.
         activations: which are computed again in the backward, or wait in host memory.
@@ -149,7 +155,7 @@ class MegatronStrategy(LaunchingStrategy):
     is_distributed = True
     num_nodes = 1
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 (the axes, the batch, and groups of the rest)
         self,
         tp: int = 1,
         pp: int | PipelineConfig = 1,
@@ -157,8 +163,9 @@ class MegatronStrategy(LaunchingStrategy):
         ep: int | ExpertConfig = 1,
         zero: Literal[0, 1, 2, 3] | ShardingConfig = 1,
         sequence_parallel: bool = False,
-        microbatch_size: int | None = None,
+        microbatch_size: int | Literal["auto"] | None = None,
         num_microbatches: int | None = None,
+        global_batch_size: int | None = None,
         activations: ActivationConfig = ActivationConfig(),  # noqa: B008 (frozen)
         compile: CompileConfig = CompileConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
@@ -191,13 +198,14 @@ class MegatronStrategy(LaunchingStrategy):
             num_microbatches=num_microbatches,
             activations=activations,
             compile=compile,
+            global_batch_size=global_batch_size,
         )
         self._connection = connection
         self._checkpoint = checkpoint
         self.events = EventLog()
         self.clock = SectionClock()
         self.votes = PerBatchVotes()
-        self.data = DataLoading(BatchShares(batch_shares))
+        self.data = DataLoading(BatchShares(batch_shares), global_batch_size)
         self.stop = CoordinatedStop(self, self.data)
         self.processes = Processes(self, connection, self.stop.flag)
         self.layout = ModuleLayout(self, self.options)
@@ -214,6 +222,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._host_gloo: dist.ProcessGroup | None = None
         self._gave_back: ParallelModule | None = None
         self._step_state: StepState | None = None
+        self.fitting: FittingMicrobatch | None = None
 
     # Processes ---------------------------------------------------------------------------------
 
@@ -381,6 +390,7 @@ class MegatronStrategy(LaunchingStrategy):
         self._random_state = RandomState(self.topology)
         self._host_gloo = host_group_along_pp(self.topology)
         self.tuners = []
+        self.fitting = self._new_fitting()
         self.adopt(self.layout.put(sync_batch_norm=synchronizes_batch_norm(self)))
         self.model = module
         save_together(module, self.host_group)
@@ -408,6 +418,14 @@ class MegatronStrategy(LaunchingStrategy):
         )
         self.setup_precision_plugin()
 
+    def _new_fitting(self) -> FittingMicrobatch | None:
+        """Search for the size of microbatches, where the user leaves it to the strategy."""
+        if self.options.microbatch_size != AUTO_SIZE:
+            return None
+        device, alone = self.root_device, self.world_size == 1
+        note = self.recovery.note
+        return FittingMicrobatch(device, self.host_group, note, alone=alone, say=rank_zero_info)
+
     def adopt(self, parallel: ParallelModule) -> None:
         """Run the module on this layout from now on; collective over all processes."""
         module, precision = self.module, self.precision
@@ -420,7 +438,14 @@ class MegatronStrategy(LaunchingStrategy):
         make = self.options.make_schedule
         config = self.options.pp
         self._steps = StepRunner(
-            module, parallel, precision, rule, make, self._host_gloo, config.scatter_gather
+            module,
+            parallel,
+            precision,
+            rule,
+            make,
+            self._host_gloo,
+            config.scatter_gather,
+            self.fitting,
         )
         self._steps.executor.clock = self.clock
         kept = [tuner for tuner in self.tuners if tuner.outlives_layout]
@@ -515,6 +540,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.data.check(batch, self.trainer, self.topology, self.host_group)
         self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
+        self.data.begin_batch(batch_idx)
         first = self.steps.first_of_accumulation
         for tuner in tuple(self.tuners):  # one may move the module to a layout with others
             tuner.before_batch(accumulated=not first)
@@ -589,7 +615,8 @@ class MegatronStrategy(LaunchingStrategy):
         if not automatic:
             self.clock.enter(sections.OPTIMIZER)  # else its closure runs forward and backward
         closure = self.recovery.begin_update(closure)
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self.data.scaled_rates(optimizer):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
         taken = self.recovery.end_update()
         if taken:
             self.parallel.data.after_step(optimizer)

@@ -17,6 +17,7 @@ progress, but nothing is computed. Its loss is zero, and no callback is asked ab
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,9 +67,7 @@ class StepRecovery:
             # Of batches whose gradients are added up, all or none.
             self.skips_batch = self.batches_to_skip > 0
             if self.can_undo:
-                moment, results = self._run.random_state.now(), self._results()
-                counted = self._run.steps.router_bias.counted()
-                self._before = _Before(moment, self._statistics(), results, counted)
+                self._before = self._noted()
         if self.skips_batch:
             self.batches_to_skip = max(0, self.batches_to_skip - 1)
 
@@ -107,8 +106,19 @@ class StepRecovery:
 
     def undo_batch(self) -> None:
         """Undo what the present batch has changed, but for its gradients."""
-        before = self._before
-        assert before is not None
+        assert self._before is not None
+        self._return_to(self._before)
+
+    def note(self) -> Callable[[], None]:
+        """Note what a batch may change besides gradients; the function returned puts it back."""
+        return partial(self._return_to, self._noted())
+
+    def _noted(self) -> "_Before":
+        moment, results = self._run.random_state.now(), self._results()
+        counted = self._run.steps.router_bias.counted()
+        return _Before(moment, self._statistics(), results, counted)
+
+    def _return_to(self, before: "_Before") -> None:
         self._run.random_state.return_to(before.moment)
         with torch.no_grad():
             for held, value in zip(self._statistics_now(), before.statistics, strict=True):

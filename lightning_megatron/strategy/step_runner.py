@@ -39,18 +39,27 @@ from lightning_megatron.parallel.gradients import HeldGradient
 from lightning_megatron.pipeline.microbatch import (
     Microbatches,
     MicrobatchRule,
+    SplitBatch,
     batch_size_of,
     merge,
     split,
     weighted_mean,
 )
-from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline
+from lightning_megatron.pipeline.runner import Executor, NoPipeline, Pipeline, Reduction
 from lightning_megatron.pipeline.scatter_gather import ScatterGatherChoice
 from lightning_megatron.pipeline.sequence_lengths import SequenceLengths
 from lightning_megatron.precision.sharded import ShardedPrecision
 from lightning_megatron.schedules.schedule import Schedule
 from lightning_megatron.strategy.code_inspection import functions_from, methods_of, names_in
 from lightning_megatron.strategy.collectives import refuse_shards
+from lightning_megatron.strategy.fitting_microbatch import (
+    FittingMicrobatch,
+    NoReduction,
+    elements_of,
+    forget_memory,
+    is_out_of_memory,
+    suggested_size,
+)
 from lightning_megatron.strategy.generation import generate_together
 from lightning_megatron.strategy.left_behind import LeftBehind
 from lightning_megatron.strategy.microbatch_logging import LogRecorder, LogReplay
@@ -95,6 +104,8 @@ class StepRunner:
         rule: how batches are cut.
         schedule: from a number of microbatches, the pipeline schedule for training.
         host_group: gloo group along pp, where the device's own backend is another.
+        scatter_gather: whether pipeline stages send parts of activations; see `PipelineConfig`.
+        fitting: finds the size of microbatches, in place of ``rule``.
 
     Attributes:
         last_rank: rank on pp of the last stage.
@@ -118,8 +129,10 @@ class StepRunner:
         schedule: Callable[[int], Schedule],
         host_group: dist.ProcessGroup | None = None,
         scatter_gather: ScatterGatherChoice = "auto",
+        fitting: FittingMicrobatch | None = None,
     ) -> None:
         self._module = module
+        self._fitting = fitting
         self._parallel = parallel
         self._precision = precision
         self._rule = rule
@@ -177,8 +190,15 @@ class StepRunner:
         """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch.
 
         Raises:
-            ConfigError: it is the step, and ranks have different numbers of samples.
+            ConfigError: it is the step, and ranks have different numbers of samples, or may have
+                to give it up under ``microbatch_size="auto"``.
         """
+        if self._in_step and self._fitting is not None:
+            raise ConfigError(
+                "microbatch_size='auto': training_step calls self.all_gather, in which a rank "
+                "would wait for one that is out of memory; nearest valid: microbatch_size=<a "
+                "number>"
+            )
         if self._in_step and self.portion is not None:
             raise ConfigError(
                 "batch_shares, self.all_gather in training_step: ranks have different numbers of "
@@ -226,25 +246,90 @@ class StepRunner:
             if self.portion is None:
                 return output
             return self._with_global_loss(output, args[0], self.portion)
-        batch = self._begin(args[0])
-        microbatches, data = batch.microbatches, self._parallel.data
+        data, on_trial = self._parallel.data, False
+        if self._fitting is not None:
+            on_trial = self._begin_fitting(args)
+        if on_trial:
+            batch, outputs = self._try(args)
+            data.before_backward(last=True)  # which has been, without its reduction
+        else:
+            batch, outputs = self._run_microbatches(args, data)
+        data.finish()
+        return self._finish(batch, outputs[: batch.microbatches.counted])
+
+    def _run_microbatches(
+        self, args: Sequence[Any], reduction: Reduction
+    ) -> tuple[_Batch, list[Any]]:
+        """Forward and backward of all microbatches of a batch, and what their steps returned."""
+        batch = self._begin(args[0], on_trial=isinstance(reduction, NoReduction))
         self._in_step = True
         try:
             with batch.recorder.recording(), self._seeds.batch():
                 outputs = self.executor.train(
-                    self._step("training_step", args, microbatches, batch.recorder),
+                    self._step("training_step", args, batch.microbatches, batch.recorder),
                     self._loss_of(batch),
-                    len(microbatches),
-                    data,
+                    len(batch.microbatches),
+                    reduction,
                 )
         finally:
             self._in_step = False
-        data.finish()
-        return self._finish(batch, outputs[: microbatches.counted])
+        return batch, outputs
 
-    def _begin(self, content: Any) -> _Batch:
+    def _begin_fitting(self, args: Sequence[Any]) -> bool:
+        """Whether the batch is on trial, which finds out how large microbatches may be."""
+        assert self._fitting is not None
+        content = args[0]
+        samples = batch_size_of(content)
+        if samples is None:
+            MicrobatchRule(size=1).count(None)  # says what to do
+        return self._fitting.begin(
+            samples or 1, elements_of(content), lambda: self._suggested(args, samples or 1)
+        )
+
+    def _try(self, args: Sequence[Any]) -> tuple[_Batch, list[Any]]:
+        """Run a batch, in smaller and smaller microbatches until all ranks have memory for it."""
+        fitting = self._fitting
+        assert fitting is not None
+        put_back = fitting.note()
+        while True:
+            ran: tuple[_Batch, list[Any]] | None = None
+            try:
+                ran = self._run_microbatches(args, NoReduction())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            if not fitting.failed_anywhere(ran is None):
+                assert ran is not None
+                fitting.passed()
+                return ran
+            ran = None
+            self._parallel.gradients.take_out()  # for the memory; `_begin` would drop them too
+            put_back()
+            forget_memory(self._topology.device)
+            fitting.halve()
+
+    def _suggested(self, args: Sequence[Any], samples: int) -> int:
+        """Size of microbatches with which a GPU begins."""
+        fitting = self._fitting
+        assert fitting is not None
+        put_back = fitting.note()
+
+        def run(count: int) -> None:
+            [first, *_] = split(args[0], MicrobatchRule(size=count), self._own_split).batches
+            fitting.size = count
+            try:
+                self._run_microbatches((first, *args[1:]), NoReduction())
+            finally:
+                self._parallel.gradients.take_out()
+                put_back()
+
+        assert fitting.memory is not None
+        return suggested_size(run, samples, fitting.memory)
+
+    def _begin(self, content: Any, *, on_trial: bool) -> _Batch:
         """Cut a batch, and set aside the gradients of earlier ones."""
-        microbatches = self._split(content, at_least=self._common_count(content))
+        at_least = 1 if on_trial else self._common_count(content)
+        microbatches = self._split(content, at_least=at_least)
         self.count = len(microbatches)
         if microbatches.counted > 1:
             self._coupling.check(microbatches.counted)
@@ -452,8 +537,15 @@ class StepRunner:
         return whole(output) if topology.tp.size * topology.cp.size > 1 else output
 
     def _split(self, batch: Any, at_least: int = 1) -> Microbatches:
-        own = getattr(self._module, "split_batch", None)
-        return split(batch, self._rule, own, at_least=at_least)
+        return split(batch, self._present_rule, self._own_split, at_least=at_least)
+
+    @property
+    def _own_split(self) -> SplitBatch | None:
+        return getattr(self._module, "split_batch", None)
+
+    @property
+    def _present_rule(self) -> MicrobatchRule:
+        return self._rule if self._fitting is None else self._fitting.rule
 
     def _common_count(self, batch: Any, *, training: bool = True) -> int:
         """The number of microbatches that every rank needs, where they have to be equal.
@@ -466,9 +558,10 @@ class StepRunner:
         together = self._parallel.data.communicates_every_microbatch or self._experts_meet
         if not (together or (training and self._balances_meet)):
             return 1
-        if self._rule.size is None:
-            return self._rule.count(None)
-        count, group = self._rule.count(batch_size_of(batch)), self._topology.batch.group
+        rule = self._present_rule
+        if rule.size is None:
+            return rule.count(None)
+        count, group = rule.count(batch_size_of(batch)), self._topology.batch.group
         if group is None:
             return count
         highest = torch.tensor(count, device=self._topology.device)

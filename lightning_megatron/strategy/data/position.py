@@ -45,9 +45,11 @@ from lightning_megatron._lightning import (
     training_loader,
     validates_first,
 )
+from lightning_megatron.data.batch_sizes import BatchSizes
 from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.data.sampler import ResumableSampler
 from lightning_megatron.strategy.data.batch_shares import BatchShares
+from lightning_megatron.strategy.data.global_batch import ScheduledBatches, scheduled
 from lightning_megatron.strategy.data.loader_states import LoaderStates
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
@@ -74,6 +76,8 @@ class _Reading:
     """Number of the first batch after that."""
     epoch: int = -1
     """Time of that."""
+    schedule: ScheduledBatches | None = None
+    """Batches of changing sizes, which know their position themselves."""
     samples: int = 0
     """Samples in a batch of all ranks together, where the user's loader knows its position."""
 
@@ -90,6 +94,8 @@ class _Reading:
             batches: done in it.
             cycles: whether reading begins again at the end, for as long as the epoch lasts.
         """
+        if self.schedule is not None:
+            return self.schedule.position(epoch, batches)[0]
         before, done = (self.before, batches - self.first) if epoch == self.epoch else (0, batches)
         first_pass = self.batches_after(before)
         if cycles and done > first_pass:
@@ -124,6 +130,7 @@ class DataPosition:
     def __init__(self, shares: BatchShares | None = None) -> None:
         self._shares = shares or BatchShares()
         self._readings: WeakKeyDictionary[Any, _Reading] = WeakKeyDictionary()
+        self.schedule: ScheduledBatches | None = None
         self._saved: dict[str, Any] | None = None
         self._awaits: dict[str, Any] | None = None
         """Position for when the validation at an epoch's end is over with which the run goes on."""
@@ -186,6 +193,7 @@ class DataPosition:
             "order": _order_state(order, epoch),
             "consumed": reading.consumed(epoch, batch, cycles=cycles) * share.sets,
             "items": share.items * share.sets,
+            "total": None if (s := reading.schedule) is None else s.position(epoch, batch)[1],
         }
 
     def _state(self, loader: Any, batch: int, over: int) -> Any:
@@ -256,6 +264,7 @@ class DataPosition:
         seed: int,
         *,
         divide: bool,
+        sizes: BatchSizes | None = None,
     ) -> DataLoader[Any]:
         """A training loader's share of this rank, at the restored position if there is one.
 
@@ -265,6 +274,7 @@ class DataPosition:
             topology: who reads what.
             seed: of orders; that of a resumed run is kept.
             divide: see `share_of`.
+            sizes: of global batches, where they change.
         """
         if self._seed is None:
             self._seed = topology.seed
@@ -273,10 +283,16 @@ class DataPosition:
         share = self._shares.share_of(dataloader, topology, self._order_seed) or share_of(
             dataloader, topology, self._order_seed, divide=divide
         )
+        schedule = None
+        if sizes is not None:
+            share, schedule = scheduled(share, topology, sizes, self._order_seed)
+        self.schedule = schedule
         history = trainer.accumulate_grad_batches + 2
         batches = seed_samples(share.loader, topology, self._seed, history)
         samples = topology.batch.size * (share.loader.batch_size or 1)
-        self._readings[share.loader] = _Reading(share=share, batches=batches, samples=samples)
+        self._readings[share.loader] = _Reading(
+            share=share, batches=batches, samples=samples, schedule=schedule
+        )
         if share.order is None:
             self.follow(share.loader, trainer, topology)
         else:
@@ -326,7 +342,14 @@ class DataPosition:
             order.load_state_dict(position["order"])
         elif isinstance(order, TokenBudget) and position["order"] is not None:
             order.check(position["order"])
-        reading.seek(epoch, min(position["consumed"], items) // share.sets)
+        consumed = min(position["consumed"], items) // share.sets
+        if reading.schedule is not None:
+            total = position.get("total")
+            total = epoch * items + consumed if total is None else total
+            assert self._saved is not None
+            reading.schedule.seek(epoch, consumed, self._saved["batch"], total)
+            return
+        reading.seek(epoch, consumed)
 
     def start(self, trainer: Trainer, topology: Topology) -> None:
         """Finish what `load` began, when training is about to start."""

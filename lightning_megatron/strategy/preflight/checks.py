@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -52,8 +52,14 @@ from lightning_megatron.schedules.schedule import (
     schedule_problems,
 )
 from lightning_megatron.strategy.code_inspection import names_in, own_functions
+from lightning_megatron.strategy.data.global_batch import schedule_of
 from lightning_megatron.strategy.meta_build import OTHER_AXES, Attempt, axis_problem
 from lightning_megatron.strategy.preflight.averaging import averaging_problems
+from lightning_megatron.strategy.preflight.batch_sizes import (
+    AUTO_SIZE,
+    batch_size_problems,
+    fitting_problems,
+)
 from lightning_megatron.strategy.tuners.schedule import AUTO, PLACED, first_schedule
 from lightning_megatron.topology.context_layout import ContextConfig
 from lightning_megatron.topology.coordinates import groups_along
@@ -78,10 +84,11 @@ class LayoutOptions:
     ep: ExpertConfig = ExpertConfig(degree=1)
     zero: ShardingConfig
     sequence_parallel: bool
-    microbatch_size: int | None
+    microbatch_size: int | Literal["auto"] | None
     num_microbatches: int | None
     activations: ActivationConfig
     compile: CompileConfig
+    global_batch_size: int | None = None
 
     def degrees(self, world_size: int) -> Degrees:
         """The full layout on so many processes."""
@@ -110,9 +117,10 @@ class LayoutOptions:
     def microbatches(self) -> MicrobatchRule:
         """Rule by which batches are cut."""
         default = 1 if self.pp.degree == 1 else DEFAULT_PER_RANK * self.pp.degree
-        return MicrobatchRule(
-            size=self.microbatch_size, number=self.num_microbatches, default=default
-        )
+        size = self.microbatch_size if isinstance(self.microbatch_size, int) else None
+        if self.microbatch_size == AUTO_SIZE:
+            size = 1  # until the first batch
+        return MicrobatchRule(size=size, number=self.num_microbatches, default=default)
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -220,7 +228,10 @@ class LayoutOptions:
         problems = [
             f"{name}={value!r}: must be a whole number of at least 1; nearest valid: {name}=1"
             for name, value in (
-                ("microbatch_size", self.microbatch_size),
+                (
+                    "microbatch_size",
+                    None if self.microbatch_size == AUTO_SIZE else self.microbatch_size,
+                ),
                 ("num_microbatches", self.num_microbatches),
             )
             if value is not None and _whole(value) < 1
@@ -258,6 +269,15 @@ def examine(
     if layout_is_legal:
         problems += _compile_problems(options)
     problems += _folder_problems(trainer)
+    problems += batch_size_problems(
+        trainer,
+        options.global_batch_size,
+        options.degrees(world_size).dp if layout_is_legal else None,
+    )
+    if layout_is_legal and options.microbatch_size == AUTO_SIZE:
+        problems += fitting_problems(
+            trainer, module, options.degrees(world_size), options.zero, options.activations
+        )
     problems += _data_problems(trainer, options) + averaging_problems(
         trainer, module, whole=world_size == 1 or (options.zero.stage != 3 and _is_flat(options))
     )
@@ -430,6 +450,10 @@ def _data_problems(trainer: Trainer, options: LayoutOptions) -> list[str]:
     source = training_source(trainer)
     size = source.batch_size if isinstance(source, DataLoader) else _option(trainer, "batch_size")
     wanted = options.microbatch_size
+    if wanted == AUTO_SIZE:
+        return []
+    if options.global_batch_size is not None or schedule_of(trainer) is not None:
+        return []  # the loader's own size has no meaning
     if isinstance(size, int) and wanted is not None and _whole(wanted) > size:
         return [
             f"microbatch_size={wanted}, batch_size={size}: a microbatch is a part of the batch "
