@@ -213,7 +213,7 @@ def _parts(dataset: Any) -> list[Any]:
 
 def load_loader(loader: Any, state: Any, topology: Topology) -> None:
     """Give a loader a state of its own, which stays what it is."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     if not is_litdata(dataset) and not _parts(dataset):
         loader.load_state_dict(copy.deepcopy(state))
         return
