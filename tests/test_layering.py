@@ -50,6 +50,8 @@ LAYERS = {
     "data/lengths": 2,
     "data/packed": 2,
     "data/packing": 1,
+    "data/sampler": 2,
+    "data/shares": 2,
     "data/preprocessing": 2,  # text to tokens on disk, without torch
     "data/sampler": 2,
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it

@@ -52,6 +52,8 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in TYPE_CODES.items()}
 _FLOATS = {6: "float64", 7: "float32"}
+_OTHERS = dict.fromkeys((2, 3), ", Fast-LLM's with spans of documents")
+"""Whose other versions are."""
 _OLD_MAGIC = b"TNTIDX\0\0"
 _UINT16_BELOW = 65_500
 """Vocabularies below this size are written as uint16, as Megatron does."""
@@ -477,8 +479,9 @@ def _header(path: Path, start: bytes, size: int) -> Header:
     _, version, code, sequences, bounds = HEADER.unpack(start)
     if version != VERSION:
         raise TokenFileError(
-            f"{path}: version {version} of the format; version 1, Megatron-LM's, is the only one "
-            "that is read: write the tokens again with `lightning-megatron preprocess`"
+            f"{path}: version {version} of the format{_OTHERS.get(version, '')}; version 1, "
+            "Megatron-LM's, is the only one that is read: write the tokens again with "
+            "`lightning-megatron preprocess`"
         )
     if code not in _TYPES:
         what = f"numbers of type {_FLOATS[code]}" if code in _FLOATS else f"type {code}"

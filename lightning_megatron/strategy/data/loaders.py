@@ -7,13 +7,15 @@ draw at random in `data.seeding`.
 
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
 from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
 from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.strategy.data.batch_shares import BatchShares
 from lightning_megatron.strategy.data.first_batches import compare_batches
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
@@ -27,12 +29,17 @@ from lightning_megatron.topology.mesh import Topology
 class DataLoading:
     """Shares and random streams of the loaders of a run.
 
+    Args:
+        shares: parts of the ranks.
+
     Attributes:
         position: of this run in its training data; a new one for each run.
+        shares: parts of the ranks.
     """
 
-    def __init__(self) -> None:
-        self.position = DataPosition()
+    def __init__(self, shares: BatchShares | None = None) -> None:
+        self.shares = shares or BatchShares()
+        self.position = DataPosition(self.shares)
         self._checked = False
         """Whether the first batches of this run were compared."""
         self._divides = False
@@ -43,7 +50,7 @@ class DataLoading:
 
         Lightning would shuffle what is trained on, and repeat samples that are evaluated.
         """
-        self.position = DataPosition()
+        self.position = DataPosition(self.shares)
         self._checked = False
         self._divides |= divides_data(trainer)
         predicting = trainer.state.fn == TrainerFn.PREDICTING
@@ -57,6 +64,23 @@ class DataLoading:
         names = self.position.left_to_the_user(trainer)
         if names and topology.world_size > 1:
             compare_batches(batch, names, topology, group)
+
+    def share_problems(
+        self,
+        module: LightningModule,
+        options: LayoutOptions,
+        world_size: int,
+        device: torch.device,
+    ) -> list[str]:
+        """Faults of ``batch_shares``, before there are processes."""
+        legal = not options.problems(world_size)
+        readers = groups_along("batch", options.degrees(world_size))[0] if legal else None
+        return self.shares.problems(
+            None if readers is None else len(readers),
+            module,
+            divides=divides_data(module.trainer) or self._divides,
+            on_host=device.type == "cpu",
+        )
 
     def prepare(self, dataloader: object, trainer: Trainer, topology: Topology) -> object:
         """The loader with this rank's share of the samples, and its random streams."""

@@ -47,6 +47,7 @@ from lightning_megatron._lightning import (
 )
 from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.data.sampler import ResumableSampler
+from lightning_megatron.strategy.data.batch_shares import BatchShares
 from lightning_megatron.strategy.data.loader_states import LoaderStates
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
@@ -114,9 +115,14 @@ _DISCARDS = "{} has no position to return to: {} batches are read and discarded;
 
 
 class DataPosition:
-    """Position in the training data: noted for a checkpoint, and found again."""
+    """Position in the training data: noted for a checkpoint, and found again.
 
-    def __init__(self) -> None:
+    Args:
+        shares: parts of the ranks; with equal ones if None.
+    """
+
+    def __init__(self, shares: BatchShares | None = None) -> None:
+        self._shares = shares or BatchShares()
         self._readings: WeakKeyDictionary[Any, _Reading] = WeakKeyDictionary()
         self._saved: dict[str, Any] | None = None
         self._awaits: dict[str, Any] | None = None
@@ -156,6 +162,7 @@ class DataPosition:
         return {
             "seed": self._seed,
             "order_seed": self._order_seed,
+            "shares": self._shares.planned,
             "epoch": epoch,
             "batch": batch,
             "loaders": [
@@ -223,6 +230,7 @@ class DataPosition:
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         self._seed = saved["seed"]
         self._order_seed = saved["order_seed"]
+        self._shares.restore(saved.get("shares"))
         self._moved = 0
         self._discard = []
         self._loaded = {}
@@ -262,7 +270,9 @@ class DataPosition:
             self._seed = topology.seed
             self._order_seed = seed
         assert self._order_seed is not None
-        share = share_of(dataloader, topology, self._order_seed, divide=divide)
+        share = self._shares.share_of(dataloader, topology, self._order_seed) or share_of(
+            dataloader, topology, self._order_seed, divide=divide
+        )
         history = trainer.accumulate_grad_batches + 2
         batches = seed_samples(share.loader, topology, self._seed, history)
         samples = topology.batch.size * (share.loader.batch_size or 1)

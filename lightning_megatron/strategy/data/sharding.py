@@ -183,7 +183,7 @@ def share_of(
     if evaluates and type(batches) is BatchSampler:
         division = _without_repeats(division, len(sampler))
     if type(batches) in (BatchSampler, type(None)):
-        order = _order_of(sampler, dataloader, seed, division, divide)
+        order = order_of(sampler, dataloader, seed, division, divide)
         items = len(sampler)
         loader = _with_order(dataloader, order)
         if not division.repeats:
@@ -219,9 +219,18 @@ def _without_repeats(division: Division, samples: int) -> Division:
     return division
 
 
-def _order_of(
+def order_of(
     sampler: Any, dataloader: DataLoader[Any], seed: int, division: Division, divide: bool
 ) -> ResumableSampler | DrawnOrder:
+    """Order of a sampler of the user's, and this rank's part of it.
+
+    Args:
+        sampler: the user's.
+        dataloader: that it belongs to.
+        seed: of the order, if it shuffles.
+        division: what of the order this rank reads.
+        divide: whether the ranks are to read different samples.
+    """
     if isinstance(sampler, ResumableSampler):
         return sampler.divided(division)
     shuffle = _is_permutation(sampler)
@@ -244,7 +253,7 @@ def _share_of_batches(
         division = replace(
             division, batch_size=batches.batch_size, drop_last=bool(batches.drop_last)
         )
-        order = _order_of(sampler, dataloader, seed, division, divide=True)
+        order = order_of(sampler, dataloader, seed, division, divide=True)
         dataloader = with_sampler(dataloader, order)
         batches = dataloader.batch_sampler
         division = replace(division, ranks=1, rank=0)
