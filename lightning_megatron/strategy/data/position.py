@@ -448,10 +448,11 @@ def _remedy(loader: Any) -> str:
     dataset = getattr(loader, "dataset", None)
     if has_shuffle_buffer(getattr(dataset, "stream", dataset)):
         return (
-            "its shuffle buffer is no part of its state; shuffled by shards alone "
-            "(buffer_size=1) or before it was made a stream, it would need no time for it"
+            "its shuffle buffer is no part of its state; a dataset that is shuffled before it is "
+            "made a stream needs no time for it"
         )
-    if isinstance(dataset, Stateful) and int(getattr(loader, "num_workers", 0)) > 0:
+    workers: int = getattr(loader, "num_workers", 0)
+    if isinstance(dataset, Stateful) and workers:
         return (
             "its dataset has a state_dict, but it is the copies in the workers that are read: "
             "torchdata's StatefulDataLoader in place of DataLoader needs no time for it, nor does "

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_megatron import env
@@ -111,7 +112,17 @@ class SeededStream(IterableDataset[Any]):
     """
 
     _OWN = frozenset(
-        {"stream", "draws_random_numbers", "_seed", "_rank", "_random", "_epoch", "_ran", "_items"}
+        {
+            "stream",
+            "draws_random_numbers",
+            "_seed",
+            "_rank",
+            "_random",
+            "_epoch",
+            "_ran",
+            "_items",
+            "_ended",
+        }
     )
 
     def __init__(self, stream: Any, seed: int, rank: int, *, in_process: bool) -> None:
@@ -121,7 +132,7 @@ class SeededStream(IterableDataset[Any]):
         self._random = random and not in_process
         self._seed, self._rank = seed, rank
         self._epoch = self._items = 0
-        self._ran = False
+        self._ran = self._ended = False
 
     def __getattr__(self, name: str) -> Any:
         if name in SeededStream._OWN or name.startswith("__"):
@@ -136,13 +147,16 @@ class SeededStream(IterableDataset[Any]):
 
     def begin(self, epoch: int) -> None:
         """Begin the next pass at the start of an epoch."""
-        self._epoch, self._items, self._ran = epoch, 0, False
+        self._epoch, self._items = epoch, 0
+        self._ran = self._ended = False
         begin_anew(self.stream)
 
     def __iter__(self) -> Iterator[Any]:
         if self._ran:  # in a worker that stays for the next epoch
             self.begin(self._epoch + 1)
         self._ran = True
+        if self._ended:  # a stream at its end may have a state that begins anew
+            return
         rest = iter(self.stream)
         for _ in range(0 if keeps_position(self.stream) else self._items):
             next(rest, None)
@@ -155,6 +169,7 @@ class SeededStream(IterableDataset[Any]):
             try:
                 item = next(rest)
             except StopIteration:
+                self._ended = True
                 return
             self._items += 1
             yield item
@@ -166,11 +181,11 @@ class SeededStream(IterableDataset[Any]):
         """Number of samples read in this pass, and the state of the stream if it has one."""
         keeps = keeps_position(self.stream)
         state = state_at(self.stream, begun=self._items > 0) if keeps else None
-        return {"items": self._items, "stream": state}
+        return {"items": self._items, "ended": self._ended, "stream": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there; of a stream without a state so many samples are read and discarded."""
-        self._items = state["items"]
+        self._items, self._ended = state["items"], state["ended"]
         if state["stream"] is not None:
             go_to(self.stream, state["stream"])
 
@@ -179,6 +194,12 @@ def wrap_stream(loader: DataLoader[Any], seed: int, rank: int) -> SeededStream |
     """Put a `SeededStream` into a loader of torchdata's; None for any other loader."""
     if not is_torchdata(loader):
         return None
+    if loader.persistent_workers:
+        rank_zero_warn(
+            f"{name_of(loader)}: persistent_workers=True is taken for False: workers that stay hold "
+            "a place in the stream that a run resumed between two epochs could not find again"
+        )
+        vars(loader)["persistent_workers"] = False
     dataset = loader.dataset
     if isinstance(dataset, SeededStream):
         dataset = dataset.stream

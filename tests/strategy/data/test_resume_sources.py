@@ -190,3 +190,12 @@ def test_ranks_that_read_the_same_or_should_are_named(pool: WorkerPool) -> None:
     assert pool.run(2, shares, {"zero": 1}, "all") == [[], []]
     assert pool.run(2, shares, {"tp": 2}, "none") == [[], []]
     pool.run(2, refused, {"tp": 2}, "all")
+
+
+@pytest.mark.parametrize("kill", [STEPS - 1, STEPS])
+def test_a_stream_that_some_worker_has_read_to_its_end(
+    pool: WorkerPool, tmp_path: Path, kill: int
+) -> None:
+    """Its state there may be that of the start, and torchdata reads on in each worker."""
+    source = "torchdata: stream with a state", str(tmp_path), 2
+    assert pool.run(1, kill_and_resume, source, 1, {}, kill, 1) == [[]]
