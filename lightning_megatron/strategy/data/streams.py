@@ -196,7 +196,7 @@ def wrap_stream(loader: DataLoader[Any], seed: int, rank: int) -> SeededStream |
         return None
     if loader.persistent_workers:
         rank_zero_warn(
-            f"{name_of(loader)}: persistent_workers=True is taken for False: workers that stay hold "
+            f"{name_of(loader)}: persistent_workers=True counts as False: workers that stay keep "
             "a place in the stream that a run resumed between two epochs could not find again"
         )
         vars(loader)["persistent_workers"] = False
