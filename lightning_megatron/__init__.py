@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from lightning_megatron.precision.bf16 import Bf16MixedPrecision, Bf16TruePrecision
     from lightning_megatron.precision.fp8 import Fp8Precision
     from lightning_megatron.precision.fp16 import Fp16Precision
+    from lightning_megatron.strategy.data.batch_shares import MeasuredShares
     from lightning_megatron.strategy.megatron import MegatronStrategy
     from lightning_megatron.strategy.processes.connection import ConnectionConfig
     from lightning_megatron.testing.chaos.monkey import ChaosMonkey
@@ -116,6 +117,7 @@ _HOMES = {
     "LocalCheckpointConfig": "checkpoint.config",
     "LanguageModel": "module",
     "LoggerGuard": "monitoring.logger_guard",
+    "MeasuredShares": "strategy.data.batch_shares",
     "MegatronStrategy": "strategy.megatron",
     "LossMonitor": "monitoring.loss_monitor",
     "MemoryMonitor": "monitoring.memory",
@@ -187,6 +189,7 @@ __all__ = [
     "LengthGrouped",
     "LocalCheckpointConfig",
     "LoggerGuard",
+    "MeasuredShares",
     "MegatronStrategy",
     "LossMonitor",
     "MemoryMonitor",

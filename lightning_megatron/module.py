@@ -178,17 +178,17 @@ class LanguageModel(pl.LightningModule):
         return {"loss": total, "num_tokens": tokens}
 
     @override
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log `val_loss`."""
-        self._log_mean("val_loss", *self._batch_loss(batch), sync_dist=True)
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log `val_loss`; of several loaders, `val_loss/NAME` if the datamodule names them."""
+        self._log_evaluation("val", batch, dataloader_idx)
 
     @override
-    def test_step(self, batch: Any, batch_idx: int) -> None:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log `test_loss`."""
-        self._log_mean("test_loss", *self._batch_loss(batch), sync_dist=True)
+        self._log_evaluation("test", batch, dataloader_idx)
 
     @override
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Return the logits `[b, s, vocab_size]` of the whole vocabulary, padding included."""
         tokens = batch if isinstance(batch, Tensor) else _tokens_and_labels(batch)[0]
         logits: Tensor = whole(self(tokens, **_keywords(batch)))
@@ -248,10 +248,22 @@ class LanguageModel(pl.LightningModule):
         weight: Any = tokens
         self.log(name, _mean(total, tokens), prog_bar=True, batch_size=weight, **options)
 
+    def _log_evaluation(self, split: str, batch: Any, dataloader_idx: int) -> None:
+        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", [])
+        named = len(names) > 1
+        self._log_mean(
+            f"{split}_loss/{names[dataloader_idx]}" if named else f"{split}_loss",
+            *self._batch_loss(batch),
+            sync_dist=True,
+            add_dataloader_idx=not named,
+        )
+
     def _log_perplexity(self, split: str) -> None:
-        loss = self.trainer.callback_metrics.get(f"{split}_loss")
-        if loss is not None:
-            self.log(f"{split}_perplexity", loss.detach().exp(), sync_dist=True)
+        for name, loss in [*self.trainer.callback_metrics.items()]:
+            metric, slash, which = name.partition("/")
+            if metric == f"{split}_loss":
+                perplexity = f"{split}_perplexity{slash}{which}"
+                self.log(perplexity, loss.detach().exp(), sync_dist=True)
 
 
 def _mean(total: Tensor, tokens: Tensor) -> Tensor:

@@ -128,6 +128,11 @@ class MegatronServices(Protocol):
         ...
 
     @property
+    def global_batch_factor(self) -> float:
+        """Number of batches of the size of this rank's latest one in the global batch."""
+        ...
+
+    @property
     def parallel(self) -> ParallelModule:
         """The module on its layout."""
         ...

@@ -51,6 +51,7 @@ LAYERS = {
     "data/lengths": 2,
     "data/packed": 2,
     "data/sampler": 2,
+    "data/shares": 2,
     "data/preprocessing": 2,  # text to tokens on disk, without torch
     "data/augmentation": 2,  # loaded by DataLoader workers: nothing heavy below it
     "fault_tolerance": 2,  # mechanisms without Lightning: what notices faults and survives them

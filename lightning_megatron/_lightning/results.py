@@ -23,11 +23,14 @@ def replaced_log(module: LightningModule, ours: Callable[..., None]) -> Iterator
     a step on microbatches calls it several times. ``log_dict`` calls it, too. Unnecessary when the
     Trainer lets a strategy receive what is logged.
     """
+    before = vars(module).get("log")
     vars(module)["log"] = ours
     try:
         yield
     finally:
         vars(module).pop("log", None)
+        if before is not None:
+            vars(module)["log"] = before
 
 
 # Of what it collects

@@ -85,6 +85,7 @@ from lightning_megatron._torch.loader import LoaderIterator as LoaderIterator
 from lightning_megatron._torch.loader import StandInIterator as StandInIterator
 from lightning_megatron._torch.loader import copy_with_indices as copy_with_indices
 from lightning_megatron._torch.loader import end_queue as end_queue
+from lightning_megatron._torch.loader import has_plain_iterators as has_plain_iterators
 from lightning_megatron._torch.loader import replace_iterator as replace_iterator
 from lightning_megatron._torch.safetensors_dtypes import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from lightning_megatron._torch.state_dicts import DCP_METADATA_GLOBALS as DCP_METADATA_GLOBALS

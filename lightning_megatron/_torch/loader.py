@@ -100,6 +100,14 @@ class StandInIterator:
         self.begin_epoch(first=first_iter)
 
 
+def has_plain_iterators(loader: DataLoader[Any]) -> bool:
+    """Whether a loader makes torch's own iterators, and not some that know more, like torchdata's.
+
+    Private: `DataLoader._get_iterator` (2.11-2.13).
+    """
+    return type(loader)._get_iterator is DataLoader._get_iterator
+
+
 def replace_iterator(loader: DataLoader[Any], make: Callable[[], StandInIterator]) -> None:
     """Have a loader's iterators be made by a function; changes `_get_iterator` of this loader."""
     vars(loader)["_get_iterator"] = make

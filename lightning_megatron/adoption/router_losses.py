@@ -95,6 +95,8 @@ def _refuse(topology: Topology, trains: bool) -> None:
         problem = f"cp={topology.cp.size}: no rank has the router logits of whole sequences"
     elif topology.sequence_parallel and topology.tp.size > 1:
         problem = "sequence_parallel=True: no rank has the router logits of whole sequences"
+    elif trains and topology.auxiliary_seeds.uneven:
+        problem = "batch_shares: the loss that balances experts counts all ranks alike"
     elif trains and (count := topology.auxiliary_seeds.counted) > 1:
         problem = (
             f"num_microbatches={count}: the loss that balances experts is a product of means over "

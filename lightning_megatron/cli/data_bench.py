@@ -60,19 +60,20 @@ class Timing:
 
     @property
     def rates(self) -> dict[str, float | None]:
-        """Samples and tokens a second of waiting, and the share of the time that was waiting."""
+        """Samples and tokens a second, and the share of the time that was waiting."""
         return {
-            "samples_per_s": self.samples / self.wait,
-            "tokens_per_s": None if self.tokens is None else self.tokens / self.wait,
+            "samples_per_s": self.samples / self.elapsed,
+            "tokens_per_s": None if self.tokens is None else self.tokens / self.elapsed,
             "wait_share": self.wait / self.elapsed,
         }
 
 
-def bench(args: Sequence[str]) -> int:
+def bench(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run the subcommand.
 
     Args:
-        args: the command line after `data bench`.
+        options: those of the command.
+        rest: arguments that are options of the datamodule.
 
     Returns:
         The exit code, 0.
@@ -80,11 +81,11 @@ def bench(args: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is wrong, or the datamodule gives no batches.
     """
-    options = _parse(args)
+    parser, config = _parse(options, rest)
     begin = time.perf_counter()
     # jsonargparse renamed it in 4.49.
-    make = getattr(options.parser, "instantiate", None) or options.parser.instantiate_classes
-    made = make(options.config).data
+    make = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    made = make(config).data
     found = measure(made, begin, options.batches, warmup=options.warmup, step=options.step_ms / 1e3)
     if options.json:
         print(json.dumps({**asdict(found), **found.rates}, indent=1))
@@ -183,23 +184,8 @@ def _tokens(batch: Any) -> int | None:
     return None
 
 
-def _parse(args: Sequence[str]) -> argparse.Namespace:
-    """Options of this command, and those of the datamodule in `config`, for `parser`."""
-    own = argparse.ArgumentParser(
-        prog="lightning-megatron data bench",
-        description="Take batches of a datamodule and print samples/s and tokens/s. The datamodule "
-        "is that of a YAML file of `fit`, or --data CLASS, with its options as for `fit` "
-        "(--data.batch_size 8).",
-        allow_abbrev=False,
-    )
-    add = own.add_argument
-    add("-c", "--config", metavar="FILE", help="YAML file whose `data` is taken, or a recipe")
-    add("--data", metavar="CLASS", help="datamodule, by its name or import path")
-    add("--batches", type=int, default=200, help="batches that are timed; default 200")
-    add("--warmup", type=int, default=10, help="batches before them; default 10")
-    add("--step-ms", type=float, default=0.0, help="rest after each batch; default 0")
-    add("--json", action="store_true", help="print JSON")
-    options, rest = own.parse_known_args(list(args))
+def _parse(options: argparse.Namespace, rest: Sequence[str]) -> tuple[Any, Any]:
+    """Parser of the datamodule's options, and what it read."""
     wrong = whole_numbers(1, batches=options.batches) + whole_numbers(0, warmup=options.warmup)
     if not options.step_ms >= 0:
         wrong.append(f"step_ms={options.step_ms}: must be at least 0; nearest valid: step_ms=0")
@@ -215,15 +201,14 @@ def _parse(args: Sequence[str]) -> argparse.Namespace:
         parser.set_defaults({"data": _data_of(options.config)})
     given = [*(["--data", options.data] if options.data is not None else []), *rest]
     try:
-        options.config = parser.parse_args(given)
+        config = parser.parse_args(given)
     except ArgumentError as error:
         raise ConfigError(explain(str(error), parser, {}, given)) from error
-    if options.config.data is None:
+    if config.data is None:
         raise ConfigError(
             "data bench: no datamodule; nearest valid: --data TextDataModule, or --config FILE"
         )
-    options.parser = parser
-    return options
+    return parser, config
 
 
 def _data_of(name: str) -> dict[str, Any]:

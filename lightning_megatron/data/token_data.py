@@ -84,7 +84,9 @@ class TokenData(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         first = {train: 1.0} if isinstance(train, str) else dict(train)
-        later = {} if stages is None else {at: dict(weights) for at, weights in stages.items()}
+        later = {at: dict(weights) for at, weights in (stages or {}).items()}
+        if 0 in later:
+            raise ConfigError("stages[0]: the weights from the beginning on are those of train")
         self.stages = {0: first, **later}
         self.val = _named(val)
         self.seq_len = seq_len
@@ -236,7 +238,7 @@ class TokenData(pl.LightningDataModule):
                     f"stages[{at}]: {path!r} is no source of train; name it there, with a weight "
                     "of 0 if it comes later"
                 )
-        if any(not isinstance(at, int) or at < 0 for at in self.stages) or len(self.stages) < 1:
+        if any(not isinstance(at, int) or at < 0 for at in self.stages):
             problems.append(
                 f"stages={list(self.stages)[1:]}: must be numbers of rows; nearest valid: positive "
                 "whole numbers"

@@ -80,8 +80,8 @@ class GradientNoiseScale(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        topology = services_of(trainer, self, _NEEDS).topology
-        self._samples += count_both(batch)[1] * topology.batch.size
+        services = services_of(trainer, self, _NEEDS)
+        self._samples += round(count_both(batch)[1] * services.global_batch_factor)
 
     @override
     def on_before_optimizer_step(

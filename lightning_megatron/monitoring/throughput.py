@@ -169,9 +169,8 @@ class ThroughputMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        replicas = data_parallel_size(trainer)
-        tokens, samples = count_both(batch)
-        tokens *= replicas
+        factor = _global_batch_factor(trainer)
+        tokens, samples = (round(factor * count) for count in count_both(batch))
         if self._counter is not None:
             self._counter.stop()
             self._use_count(trainer, self._counter.flops, tokens)
@@ -181,7 +180,6 @@ class ThroughputMonitor(pl.Callback):
         self._leave_out_saving(trainer)
         self._ended_at = self._clock() - self._left_out
         last = self._marks[-1] if self._marks else _Mark(0, 0, 0, 0)
-        samples *= replicas
         self._marks.append(
             _Mark(self._ended_at, last.tokens + tokens, last.samples + samples, self._waited)
         )
@@ -283,6 +281,14 @@ def seconds_saving(trainer: pl.Trainer) -> float:
     """Seconds this run has spent on checkpoints, where the strategy counts them."""
     services = services_if_any(trainer)
     return 0.0 if services is None else services.clock.seconds_in(CHECKPOINT)
+
+
+def _global_batch_factor(trainer: pl.Trainer) -> float:
+    """Number of batches like this rank's in the global one."""
+    services = services_if_any(trainer)
+    if services is not None:
+        return services.global_batch_factor
+    return data_parallel_size(trainer)
 
 
 def data_parallel_size(trainer: pl.Trainer) -> int:

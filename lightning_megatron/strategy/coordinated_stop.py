@@ -200,7 +200,7 @@ class CoordinatedStop:
         loop = self._run.trainer.fit_loop
         if self.requested is None:
             end_epoch(loop.trainer)
-            self._data.position.after_epoch(loop.trainer)
+            self._data.position.after_epoch(loop.trainer, self._run.topology)
             return
         with suppress(SIGTERMException):
             end_epoch(loop.trainer)

@@ -12,7 +12,7 @@ that act own their state and are made in `MegatronStrategy.__init__`; they see t
       backward                steps bring the gradients to light, or run backward here
         post_backward         stop lets all ranks vote, checkpoints wait for copies from the device
                             precision steps on what this rank owns, unless it skips the step
-                            recovery has skipped schedules stand still, data notes its position
+                            recovery has skipped schedules stand still
     block_backward_sync     surrounds the closure instead, where gradients accumulate
 
 What parts do is decided in `strategy.preflight` (is the run legal), `parallel.apply` (put the
@@ -76,6 +76,7 @@ from lightning_megatron.services import MegatronServices
 from lightning_megatron.strategy import collectives
 from lightning_megatron.strategy.checkpointing import Checkpointing
 from lightning_megatron.strategy.coordinated_stop import CoordinatedStop
+from lightning_megatron.strategy.data.batch_shares import BatchShares, MeasuredShares
 from lightning_megatron.strategy.data.loaders import DataLoading, batch_share, sampler_kwargs
 from lightning_megatron.strategy.model_summary import (
     summarise_layout,
@@ -135,6 +136,9 @@ class MegatronStrategy(LaunchingStrategy):
         compile: what of the network runs through ``torch.compile``.
         connection: backend and timeout of the process groups.
         checkpoint: whether saving stops training, and what follows a save that fails.
+        batch_shares: parts of the global batch that the data-parallel ranks read, in any unit and
+            by rank: ``[2, 1, 1]``. ``"measured"`` has them follow the speed of the ranks;
+            `MeasuredShares` says how often. None: equal parts.
 
     Raises:
         ConfigError: a group of options is of another type; and when the run starts, on every rank
@@ -145,7 +149,7 @@ class MegatronStrategy(LaunchingStrategy):
     is_distributed = True
     num_nodes = 1
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         tp: int = 1,
         pp: int | PipelineConfig = 1,
@@ -159,6 +163,7 @@ class MegatronStrategy(LaunchingStrategy):
         compile: CompileConfig = CompileConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
+        batch_shares: list[float] | Literal["measured"] | MeasuredShares | None = None,
     ) -> None:
         super().__init__()
         raise_if_any(
@@ -192,7 +197,7 @@ class MegatronStrategy(LaunchingStrategy):
         self.events = EventLog()
         self.clock = SectionClock()
         self.votes = PerBatchVotes()
-        self.data = DataLoading()
+        self.data = DataLoading(BatchShares(batch_shares))
         self.stop = CoordinatedStop(self, self.data)
         self.processes = Processes(self, connection, self.stop.flag)
         self.layout = ModuleLayout(self, self.options)
@@ -322,6 +327,7 @@ class MegatronStrategy(LaunchingStrategy):
             self._examine(module)
         host = self.options.zero.offload_parameters
         options = named_options(module.trainer, self.options, checkpoint=self._checkpoint)
+        options["batch_shares"] = self.data.shares.text
         self.processes.find_peers(options, from_host=host)
         self._topology = self.layout.topology(
             self._connection.timeout_s, self.processes.node_names()
@@ -338,6 +344,7 @@ class MegatronStrategy(LaunchingStrategy):
         problems = (
             *self._connection.problems(self.options.zero.offload_parameters),
             *self.checkpoints.problems(self.checkpoint_io),
+            *self.data.share_problems(module, self.options, self.world_size, self.root_device),
         )
         raise_if_any([*problems, *findings.problems])
         self.layout.defer(findings.real_because)
@@ -499,11 +506,13 @@ class MegatronStrategy(LaunchingStrategy):
     @override
     def on_train_start(self) -> None:
         """The last hook before the first batch."""
-        self.data.position.start(self.trainer)
+        self.data.position.start(self.trainer, self.topology)
+        self.data.shares.start(self)
         self.random_state.restore()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.data.check(batch, self.trainer, self.topology, self.host_group)
         self.clock.step = self.events.step = self.trainer.global_step
         self.clock.enter(sections.FORWARD)
         first = self.steps.first_of_accumulation
@@ -513,6 +522,7 @@ class MegatronStrategy(LaunchingStrategy):
             epoch: Any = self.trainer.fit_loop.epoch_progress.current
             at = epoch.processed, batch_idx
             self.random_state.note(at, self.module, self.steps.loss_per_token)
+        self.data.shares.before_batch(self)
         self.recovery.begin_batch(first_of_accumulation=first)
 
     @override
@@ -584,7 +594,6 @@ class MegatronStrategy(LaunchingStrategy):
         if taken:
             self.parallel.data.after_step(optimizer)
         self.steps.router_bias.after_step(optimizer, taken=taken)
-        self.data.position.after_step(self.trainer)
         self.clock.enter(sections.DATA if automatic else sections.FORWARD)
         return result
 
@@ -601,6 +610,7 @@ class MegatronStrategy(LaunchingStrategy):
             self.checkpoints.finish()
             # Under manual optimization what ran last is gathered.
             self.parallel.data.come_to_rest()
+        self.data.shares.stop()
         self.clock.enter(sections.OTHER)
 
     # Evaluation -----------------------------------------------------------------------------------
@@ -728,6 +738,12 @@ class MegatronStrategy(LaunchingStrategy):
         return 1 if self._topology is None else self._topology.batch.size
 
     @property
+    def global_batch_factor(self) -> float:
+        """Number of batches of the size of this rank's latest one in the global batch."""
+        portion = self.data.shares.portion
+        return self.topology.batch.size if portion is None else portion.total / portion.rows
+
+    @property
     def data_parallel_rank(self) -> int:
         """Index of this rank's tensor in the result of `all_gather`.
 
@@ -830,6 +846,7 @@ class MegatronStrategy(LaunchingStrategy):
             self._step_state = None
         self.processes.failures.end_watch()
         self.weight_watch.stop()
+        self.data.shares.stop()
         self.processes.forget_interface()
         self.checkpoints.close()
         self._give_module_back()

@@ -112,6 +112,8 @@ class _Construction(TorchFunctionMode):
                 options["device"] = torch.device("cpu")
             elif func in _FROM_DATA:
                 return _from_data(func, args, options)
+            else:  # torch.device forgets those that transformers replaced at its first use
+                options["device"] = torch.device("meta")
         return func(*args, **options)
 
     def _is_meta(self, tensor: Tensor, asker: FrameType) -> bool:

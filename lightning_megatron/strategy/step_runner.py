@@ -8,7 +8,9 @@ stage takes Lightning's ordinary path: `StepRunner.interleaved` says which it is
 
 A step that returns ``{"loss": sum, "num_tokens": n}`` gives the *sum* of its token losses: the loss
 is then the global sum over the global number of tokens, which is the mean that a single process
-would compute however unevenly the tokens are spread over microbatches and ranks.
+would compute however unevenly the tokens are spread over microbatches and ranks. A loss that is a
+mean over samples is weighed with the samples of the rank where `StepRunner.portion` says how many
+of the global batch these are.
 """
 
 import warnings
@@ -25,6 +27,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_megatron.comm.objects import ObjectBroadcast
+from lightning_megatron.data.shares import Portion
+from lightning_megatron.errors import ConfigError
 from lightning_megatron.layers.experts.decisions import company
 from lightning_megatron.layers.experts.router import Router
 from lightning_megatron.layers.sequential import PipelineSequential
@@ -77,6 +81,8 @@ class _Batch:
     """Gradients of earlier batches of the accumulation, which are set aside meanwhile."""
     divisor: int
     """Batches per optimizer step; the loss of each counts so much less."""
+    rows: int | None
+    """Number of samples, as the batch's tensors have it."""
 
 
 class StepRunner:
@@ -99,6 +105,8 @@ class StepRunner:
             last of them.
         loss_per_token: whether steps return sums over tokens; None until one has. It decides when
             gradients are reduced, so a resumed run must know it from the start.
+        portion: part of this rank in the samples of the global batch; None where all ranks' batches
+            count alike. Set before each batch.
     """
 
     def __init__(
@@ -148,6 +156,7 @@ class StepRunner:
         self.count = 1
         self.accumulating = False
         self.loss_per_token: bool | None = None
+        self.portion: Portion | None = None
         self._kept: list[HeldGradient] = []
         self._of_token: Tensor | None = None
         speaks = topology.loss.rank == topology.tp.rank == 0  # on each stage, which has its own
@@ -165,7 +174,17 @@ class StepRunner:
         return any("on_train_batch_end" in methods_of(one) for one in (self._module, *callbacks))
 
     def gathers_samples(self) -> None:
-        """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch."""
+        """Somebody gathers samples of several ranks: perhaps the step, those of a microbatch.
+
+        Raises:
+            ConfigError: it is the step, and ranks have different numbers of samples.
+        """
+        if self._in_step and self.portion is not None:
+            raise ConfigError(
+                "batch_shares, self.all_gather in training_step: ranks have different numbers of "
+                "samples, and what is gathered would count each rank alike; nearest valid: no "
+                "batch_shares, or a loss that needs the samples of its own rank only"
+            )
         if self._in_step and self.count > 1:
             self._coupling.warn("calls self.all_gather in its step", self.count)
 
@@ -198,9 +217,15 @@ class StepRunner:
         """
         if not self.interleaved:
             self._of_token = None
-            output = self._step_on_batch("training_step", args)
-            output, self._of_token = mean_over_tokens(output, self._topology)
-            return output
+            self._in_step = True
+            try:
+                output = self._step_on_batch("training_step", args)
+            finally:
+                self._in_step = False
+            output, self._of_token = mean_over_tokens(output, self._topology, self._counts)
+            if self.portion is None:
+                return output
+            return self._with_global_loss(output, args[0], self.portion)
         batch = self._begin(args[0])
         microbatches, data = batch.microbatches, self._parallel.data
         self._in_step = True
@@ -232,8 +257,11 @@ class StepRunner:
         data.begin(blocked=self.accumulating and by_sample)
         divisor = self._module.trainer.accumulate_grad_batches
         factor = self._precision.loss_factor / divisor
-        self._auxiliary.begin(microbatches.weights, microbatches.counted, factor)
-        return _Batch(microbatches, LogRecorder(self._module), [] if first else older, divisor)
+        weights = [weight * self._weight for weight in microbatches.weights]
+        counted = microbatches.counted if self._counts else 0
+        self._auxiliary.begin(weights, counted, factor)
+        recorder, older = LogRecorder(self._module), [] if first else older
+        return _Batch(microbatches, recorder, older, divisor, batch_size_of(content))
 
     def _loss_of(self, batch: _Batch) -> Callable[[Any, int], Tensor | None]:
         """Function that gives what to differentiate of the output of a microbatch's step."""
@@ -243,8 +271,9 @@ class StepRunner:
             loss, tokens = loss_and_tokens(output)
             self.loss_per_token = tokens is not None
             self._auxiliary.note(index, per_token=self.loss_per_token)
-            counts = float(index < microbatches.counted)
-            weight = counts if self.loss_per_token else microbatches.weights[index]
+            counts = float(index < microbatches.counted and self._counts)
+            by_sample = microbatches.weights[index] * self._weight
+            weight = counts if self.loss_per_token else by_sample
             return scaled(loss * (weight / batch.divisor))
 
         return loss_of
@@ -259,6 +288,9 @@ class StepRunner:
         gradients = self._parallel.gradients
         loss, tokens = self._share_loss(batch.recorder, outputs, batch.microbatches)
         self.loss_per_token = tokens is not None
+        if tokens is None and self.portion is not None:
+            check_rows(batch.rows, self.portion)
+            loss = self._global_mean(loss, self._weight)
         if tokens is not None:
             gradients.scale(self._topology.loss.size / tokens)
         self._kept = gradients.take_out()
@@ -282,7 +314,8 @@ class StepRunner:
             data.begin(blocked=self.accumulating)
             data.before_backward()
             self._lengths.backward(0)
-            scaled = self._precision.scale_loss(loss)
+            by_sample = self._of_token is None and self.portion is not None
+            scaled = self._precision.scale_loss(loss * self._weight if by_sample else loss)
             with self._auxiliary.backward(*self._auxiliary_weight()):
                 self._precision.backward(scaled, self._module, *args, **kwargs)
             data.finish()
@@ -293,8 +326,36 @@ class StepRunner:
         """Factor of auxiliary losses of a batch that is whole, and whether it is one per token."""
         factor = self._precision.loss_factor / self._module.trainer.accumulate_grad_batches
         if self._of_token is None:
-            return factor, False
-        return self._of_token * factor, True
+            return factor * self._weight, False
+        return self._of_token * factor if self._counts else 0.0, True
+
+    @property
+    def _weight(self) -> float:
+        """Factor of the loss of this rank's batch, where it is a mean over samples."""
+        return 1.0 if self.portion is None else self.portion.weight
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this rank has samples of its own, and not only a repeated one."""
+        return self.portion is None or self.portion.counts
+
+    def _global_mean(self, loss: Tensor, weight: float) -> Tensor:
+        """Mean over ranks of their losses times their weights; collective."""
+        wide = loss.detach().to(torch.float64) * weight
+        total = sum_over_samples(wide, self._topology) / self._topology.loss.size
+        return total.to(loss.dtype)
+
+    def _with_global_loss(self, output: Any, batch: Any, portion: Portion) -> Any:
+        """Output whose loss has the value of the global batch's; its gradient is this rank's."""
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        weight = 1.0  # of tokens it has its weight
+        if self._of_token is None:
+            check_rows(batch_size_of(batch), portion)
+            weight = portion.weight
+        if not isinstance(loss, Tensor):  # without automatic optimization
+            return output
+        loss = _Valued.apply(loss, self._global_mean(loss, weight))  # type: ignore[no-untyped-call]
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     # Evaluation ----------------------------------------------------------------------------------
 
@@ -355,7 +416,16 @@ class StepRunner:
 
     def _step_on_batch(self, name: str, args: Sequence[Any]) -> Any:
         """Run a step of the user's once, on the whole batch, in a process that has all stages."""
-        with self._seeds.batch(), self._context(name)(), self._watch(name), self._gathering():
+        kept: AbstractContextManager[None] = nullcontext()
+        if name == "training_step" and not self._counts:
+            kept = _without_trace(self._module, self._topology.device)
+        with (
+            self._seeds.batch(),
+            self._context(name)(),
+            kept,
+            self._watch(name),
+            self._gathering(),
+        ):
             self._seeds.microbatch(0)
             self._lengths.forward(0)
             return self._parallel.step(name, *args)
@@ -415,10 +485,11 @@ class StepRunner:
 
         def run(index: int, to_end: bool) -> Any:
             counts = index < microbatches.counted
+            traced = counts and (self._counts or name != "training_step")
             # What a step logs before its trunk, the last stage logs too.
             recorder.begin_microbatch(microbatches.weights[index] if to_end and counts else None)
             self._seeds.microbatch(index)
-            kept = nullcontext() if counts else _without_trace(self._module, device)
+            kept = nullcontext() if traced else _without_trace(self._module, device)
             with context(), kept, self._watch(name):
                 if pipelined:
                     return getattr(self._module, name)(microbatches.batches[index], *args[1:])
@@ -440,7 +511,9 @@ class StepRunner:
             losses = [loss.to(torch.float64) for loss, _ in found]
             counts = [count.to(torch.float64) for _, count in found if count is not None]
             if counts:
-                total, tokens = torch.stack(losses).sum(), torch.stack(counts).sum()
+                counted = float(self._counts)
+                total = torch.stack(losses).sum() * counted
+                tokens = torch.stack(counts).sum() * counted
             else:
                 total = weighted_mean(losses, microbatches.weights[: len(losses)])
         total, tokens = self._replay.share("training_step", recorder, [total, tokens])
@@ -560,8 +633,15 @@ def loss_and_tokens(output: Any) -> tuple[Tensor, Tensor | None]:
     )
 
 
-def mean_over_tokens(output: Any, topology: Topology) -> tuple[Any, Tensor | None]:
+def mean_over_tokens(
+    output: Any, topology: Topology, counts: bool = True
+) -> tuple[Any, Tensor | None]:
     """Make of ``{"loss": sum, "num_tokens": n}`` a loss whose mean over ranks is per token.
+
+    Args:
+        output: of a step.
+        topology: who computes the loss of other tokens.
+        counts: whether the tokens of this rank count.
 
     Returns:
         The output, and by what its loss was multiplied; None for a loss that is a mean already.
@@ -573,8 +653,32 @@ def mean_over_tokens(output: Any, topology: Topology) -> tuple[Any, Tensor | Non
         return output, None
     loss, tokens = loss_and_tokens(output)
     assert tokens is not None
-    factor = topology.loss.size / sum_over_samples(tokens.detach().to(torch.float64), topology)
+    wide = tokens.detach().to(torch.float64) * float(counts)
+    factor = float(counts) * topology.loss.size / sum_over_samples(wide, topology)
     return {**output, "loss": loss * factor.to(loss.dtype)}, factor
+
+
+def check_rows(rows: int | None, portion: Portion) -> None:
+    """Raise `ConfigError` if a batch has another number of samples than were read for it."""
+    if rows not in (None, portion.rows):
+        raise ConfigError(
+            f"batch_shares: this rank has read {portion.rows} samples, and the first dimension of "
+            f"its batch is {rows}, so that a mean over samples cannot be weighed; nearest valid: "
+            "batches whose first dimension is the sample, or a step that returns {'loss': sum, "
+            "'num_tokens': n}"
+        )
+
+
+class _Valued(torch.autograd.Function):
+    """A tensor with another value. Forward: that value. Backward: the gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def sum_over_samples(values: Tensor, topology: Topology) -> Tensor:

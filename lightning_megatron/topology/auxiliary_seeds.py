@@ -30,6 +30,9 @@ class AuxiliarySeeds:
 
     Outside of a backward that the run knows, and in a process alone, auxiliary losses count as
     their mean over sequences.
+
+    Attributes:
+        uneven: whether ranks that read different samples read different numbers of them.
     """
 
     def __init__(self) -> None:
@@ -39,6 +42,7 @@ class AuxiliarySeeds:
         self._counted = 0
         self._factor = 1.0
         self._sums: set[int] = set()
+        self.uneven = False
 
     @property
     def counted(self) -> int:

@@ -162,7 +162,7 @@ class TestBench:
         assert data.stages == ["fit"]
         assert (found.batches, found.samples, found.tokens) == (5, 20, 140)
         assert 0 < found.wait <= found.elapsed
-        assert found.rates["samples_per_s"] == 20 / found.wait
+        assert found.rates["samples_per_s"] == 20 / found.elapsed
 
     def test_rests_after_each_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         rests: list[float] = []

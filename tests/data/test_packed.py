@@ -105,5 +105,7 @@ def test_a_token_outside_of_the_vocabulary_ends_in_an_error(tmp_path: Path) -> N
         int(sample["tokens"].max()) for sample in packed(tmp_path / "a").__getitems__(range(30))
     )
     data = packed(tmp_path / "a", vocab_size=highest)
-    with pytest.raises(TokenFileError, match=rf"token {highest} .* vocabulary has {highest} tok"):
+    with pytest.raises(
+        TokenFileError, match=rf"a.bin: token .* is {highest}, .* has {highest} tok"
+    ):
         data.__getitems__([*range(len(data))])

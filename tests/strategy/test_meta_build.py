@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils import _device
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -211,3 +212,26 @@ def test_writes_that_differ_between_ranks_are_named_as_the_reason_of_real_weight
     assert len(reasons) == 1
     assert "writes other values there" in reasons[0]
     assert not others
+
+
+class Spaced(Small):
+    """Makes a tensor by a function that transformers replaces while it loads a model."""
+
+    def configure_model(self):
+        if not hasattr(self, "steps"):
+            steps = torch.linspace(0, 1, 4)
+            self.was_meta = steps.is_meta
+            self.steps = nn.Linear(4, 4)
+            with torch.no_grad():
+                self.steps.bias.copy_(steps)
+
+
+def test_what_torch_has_forgotten_to_make_on_meta_is_made_there(monkeypatch):
+    kept = frozenset(_device._device_constructors()) - {torch.linspace}
+    monkeypatch.setattr(_device, "_device_constructors", lambda: kept)
+    with torch.device("meta"):
+        assert not torch.linspace(0, 1, 4).is_meta
+    module = Spaced()
+    make_trainer({}, max_epochs=0).fit(module, loader())
+    assert module.was_meta
+    torch.testing.assert_close(module.steps.bias.detach(), torch.linspace(0, 1, 4).double())

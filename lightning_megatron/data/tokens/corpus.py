@@ -160,14 +160,19 @@ class Corpus:
         return found
 
     def problems(self) -> list[str]:
-        """Return what is wrong, by sizes and headers of the files: 0.1 ms per shard."""
+        """Return what is wrong, by the sizes and headers of the files: 0.1 ms per shard.
+
+        Without a manifest the indices are read, too.
+        """
         found = []
         for number, entry in enumerate(self.shards):
             problems = list(self._size_problems(entry))
             if not problems:
                 try:
                     header = read_header(self._directory / entry.name)
-                    if header.documents != entry.documents or header.dtype != self.dtype:
+                    said = entry.documents, self.dtype
+                    # Without a manifest, only the whole index says how many tokens there must be.
+                    if self.manifest is None or (header.documents, header.dtype) != said:
                         self.shard(number)
                 except TokenFileError as error:
                     problems = [str(error)]

@@ -52,6 +52,8 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 _TYPES = {code: np.dtype(name).newbyteorder("<") for name, code in TYPE_CODES.items()}
 _FLOATS = {6: "float64", 7: "float32"}
+_OTHERS = dict.fromkeys((2, 3), ", Fast-LLM's with spans of documents")
+"""Whose other versions are."""
 _OLD_MAGIC = b"TNTIDX\0\0"
 _UINT16_BELOW = 65_500
 """Vocabularies below this size are written as uint16, as Megatron does."""
@@ -198,6 +200,32 @@ class IndexedTokens:
             return None
         first, last = self._range(document, start, stop)
         return self._mask[first:last]
+
+    @property
+    def tokens(self) -> Tokens:
+        """Tokens of all documents, as a view of the file."""
+        return self._tokens
+
+    @property
+    def answers(self) -> Tokens | None:
+        """Whether each token counts in the loss, uint8; None without a mask file."""
+        return self._mask
+
+    def places(self, documents: Any) -> NDArray[np.int64]:
+        """Return where some documents begin in `tokens`.
+
+        Raises:
+            TokenFileError: the index says that one lies outside of the file.
+        """
+        places, rest = np.divmod(self._starts[documents].astype(np.int64), self._divisor)
+        outside = (places < 0) | (places + self._lengths[documents] > self.total) | (rest != 0)
+        if outside.any():
+            document = int(np.asarray(documents)[outside.argmax()])
+            raise TokenFileError(
+                f"{index_file(self.prefix)}: document {document:,} lies outside of "
+                f"{token_file(self.prefix).name}; {_remedy(self.prefix)}"
+            )
+        return places
 
     def faults(self, vocab_size: int | None = None) -> Iterator[str]:
         """Read all tokens and yield what is wrong with them: each must be in the vocabulary."""
@@ -451,8 +479,9 @@ def _header(path: Path, start: bytes, size: int) -> Header:
     _, version, code, sequences, bounds = HEADER.unpack(start)
     if version != VERSION:
         raise TokenFileError(
-            f"{path}: version {version} of the format; version 1, Megatron-LM's, is the only one "
-            "that is read: write the tokens again with `lightning-megatron preprocess`"
+            f"{path}: version {version} of the format{_OTHERS.get(version, '')}; version 1, "
+            "Megatron-LM's, is the only one that is read: write the tokens again with "
+            "`lightning-megatron preprocess`"
         )
     if code not in _TYPES:
         what = f"numbers of type {_FLOATS[code]}" if code in _FLOATS else f"type {code}"

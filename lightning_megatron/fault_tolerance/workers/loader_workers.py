@@ -15,8 +15,9 @@ as in an undisturbed run, and the batches are the same: random numbers too, wher
 function of the sample, as under MegatronStrategy. The generator from which a loader draws its
 workers' seed is put back to where it was.
 
-Not replaceable are workers that have a position of their own (an iterable dataset) and those whose
-batches come in any order (``in_order=False``).
+Not guarded are loaders with iterators of their own, like torchdata's and litdata's: these hold the
+position. Not replaceable are workers that have a position of their own (an iterable dataset) and
+those whose batches come in any order (``in_order=False``).
 """
 
 import os
@@ -39,6 +40,7 @@ from lightning_megatron._torch import (
     StandInIterator,
     copy_with_indices,
     end_queue,
+    has_plain_iterators,
     replace_iterator,
 )
 
@@ -84,7 +86,7 @@ class GuardRules:
 
 def guard(loader: DataLoader[Any], rules: GuardRules) -> None:
     """Guard a loader's workers from its next iterator on; changes the loader in place."""
-    if loader.num_workers:
+    if loader.num_workers and has_plain_iterators(loader):
         itself = weakref.ref(loader)  # no circle, so that it goes with its last user
         replace_iterator(loader, lambda: GuardedIterator(itself(), rules))  # type: ignore[arg-type]
 

@@ -7,16 +7,20 @@ draw at random in `data.seeding`.
 
 from typing import Any
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_megatron import env
 from lightning_megatron._lightning import divide_data, divides_data, makes_training_loader
 from lightning_megatron.errors import ConfigError, raise_if_any
+from lightning_megatron.strategy.data.batch_shares import BatchShares
+from lightning_megatron.strategy.data.first_batches import compare_batches
 from lightning_megatron.strategy.data.position import DataPosition
 from lightning_megatron.strategy.data.seeding import seed_dataloader
 from lightning_megatron.strategy.data.sharding import divide_predictions, share_of
+from lightning_megatron.strategy.data.streams import tell_rank
 from lightning_megatron.strategy.preflight.checks import LayoutOptions
 from lightning_megatron.topology.coordinates import groups_along
 from lightning_megatron.topology.mesh import Topology
@@ -25,12 +29,19 @@ from lightning_megatron.topology.mesh import Topology
 class DataLoading:
     """Shares and random streams of the loaders of a run.
 
+    Args:
+        shares: parts of the ranks.
+
     Attributes:
         position: of this run in its training data; a new one for each run.
+        shares: parts of the ranks.
     """
 
-    def __init__(self) -> None:
-        self.position = DataPosition()
+    def __init__(self, shares: BatchShares | None = None) -> None:
+        self.shares = shares or BatchShares()
+        self.position = DataPosition(self.shares)
+        self._checked = False
+        """Whether the first batches of this run were compared."""
         self._divides = False
         """Whether the Trainer was told to divide the samples (``use_distributed_sampler``)."""
 
@@ -39,17 +50,47 @@ class DataLoading:
 
         Lightning would shuffle what is trained on, and repeat samples that are evaluated.
         """
-        self.position = DataPosition()
+        self.position = DataPosition(self.shares)
+        self._checked = False
         self._divides |= divides_data(trainer)
         predicting = trainer.state.fn == TrainerFn.PREDICTING
         divide_data(trainer, divide=self._divides and predicting)
 
+    def check(self, batch: Any, trainer: Trainer, topology: Topology, group: Any) -> None:
+        """Compare the first batches of data that the user divides himself; collective."""
+        if self._checked:
+            return
+        self._checked = True
+        names = self.position.left_to_the_user(trainer)
+        if names and topology.world_size > 1:
+            compare_batches(batch, names, topology, group)
+
+    def share_problems(
+        self,
+        module: LightningModule,
+        options: LayoutOptions,
+        world_size: int,
+        device: torch.device,
+    ) -> list[str]:
+        """Faults of ``batch_shares``, before there are processes."""
+        legal = not options.problems(world_size)
+        readers = groups_along("batch", options.degrees(world_size))[0] if legal else None
+        return self.shares.problems(
+            None if readers is None else len(readers),
+            module,
+            divides=divides_data(module.trainer) or self._divides,
+            on_host=device.type == "cpu",
+        )
+
     def prepare(self, dataloader: object, trainer: Trainer, topology: Topology) -> object:
         """The loader with this rank's share of the samples, and its random streams."""
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        seed = env.global_seed() or 0
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if not isinstance(dataloader, DataLoader):
+            if fitting and trainer.training and makes_training_loader(trainer):
+                self.position.follow(dataloader, trainer, topology)
+            return dataloader
+        tell_rank(dataloader.dataset, topology)
+        seed = env.global_seed() or 0
         # The training loader comes first.
         if fitting and trainer.training and makes_training_loader(trainer):
             return self.position.prepare(dataloader, trainer, topology, seed, divide=self._divides)

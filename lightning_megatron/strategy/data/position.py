@@ -8,8 +8,9 @@ that is prepared goes to where the checkpoint was saved, before anything is read
   means the same under another data-parallel degree or batch size;
 * an iterable dataset with ``state_dict`` that is read in the process itself: to the state that it
   had before the first batch that was not trained on, on each rank that reads samples of its own;
-* a loader with ``state_dict``: through Lightning, which calls its ``load_state_dict``, but with the
-  state that it had on the rank, not on rank zero;
+* a loader with ``state_dict`` that orders samples itself: to the state that it had on the rank
+  before the first batch that was not trained on; under another data-parallel degree its batches
+  are discarded, unless its states mean the same under any (litdata's);
 * anything else is read from its start and discarded up to that point, which a warning announces.
 
 A batch is done when its gradients have been used. A checkpoint that is saved while gradients are
@@ -18,7 +19,6 @@ are read again, and each contributes to one optimizer step.
 """
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,9 +47,19 @@ from lightning_megatron._lightning import (
 )
 from lightning_megatron.data.lengths import TokenBudget
 from lightning_megatron.data.sampler import ResumableSampler
+from lightning_megatron.strategy.data.batch_shares import BatchShares
+from lightning_megatron.strategy.data.loader_states import LoaderStates
 from lightning_megatron.strategy.data.seeding import SeededBatches, seed_samples
 from lightning_megatron.strategy.data.sharding import DrawnOrder, Share, share_of
+from lightning_megatron.strategy.data.streams import (
+    has_shuffle_buffer,
+    is_litdata,
+    is_torchdata,
+    load_loader,
+    name_of,
+)
 from lightning_megatron.topology.mesh import Topology
+from lightning_megatron.topology.rng import HostRandomness
 
 
 @dataclass(kw_only=True)
@@ -64,6 +74,8 @@ class _Reading:
     """Number of the first batch after that."""
     epoch: int = -1
     """Time of that."""
+    samples: int = 0
+    """Samples in a batch of all ranks together, where the user's loader knows its position."""
 
     def batches_after(self, consumed: int) -> int:
         """Number of batches in the rest of an epoch."""
@@ -93,19 +105,36 @@ class _Reading:
         self.share.order.seek(epoch, consumed)
 
 
-class DataPosition:
-    """Position in the training data: noted for a checkpoint, and found again."""
+_OTHER_RANKS = (
+    "The state of {} cannot be divided: {} ranks read data of their own when it was saved, now "
+    "{} do. As many samples as were trained on are read and discarded; the run goes on "
+    "exactly only if the stream gives its samples to the ranks in turn, one by one, and is read "
+    "with num_workers=0. A map-style dataset, or litdata's StreamingDataset, goes on exactly"
+)
+_DISCARDS = "{} has no position to return to: {} batches are read and discarded; {}"
 
-    def __init__(self) -> None:
+
+class DataPosition:
+    """Position in the training data: noted for a checkpoint, and found again.
+
+    Args:
+        shares: parts of the ranks; with equal ones if None.
+    """
+
+    def __init__(self, shares: BatchShares | None = None) -> None:
+        self._shares = shares or BatchShares()
         self._readings: WeakKeyDictionary[Any, _Reading] = WeakKeyDictionary()
         self._saved: dict[str, Any] | None = None
         self._awaits: dict[str, Any] | None = None
         """Position for when the validation at an epoch's end is over with which the run goes on."""
         self._moved = 0
         """Number of training loaders that are where they were when the checkpoint was saved."""
-        self._discard: list[Any] = []
-        self._used: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """State of each stateful loader after the last batch that a step used."""
+        self._discard: list[int] = []
+        """Numbers of batches of loaders that have no position to return to."""
+        self._loaded: dict[Any, Any] = {}
+        """States that loaders were given."""
+        self._followed: WeakKeyDictionary[Any, LoaderStates] = WeakKeyDictionary()
+        """Loaders that know their position themselves."""
         self._seed: int | None = None
         self._order_seed: int | None = None
 
@@ -126,20 +155,21 @@ class DataPosition:
         combined = training_loader(trainer)
         if progress is None or combined is None:
             return {}
-        read = batch_progress(progress)["current"]["ready"]
+        over = is_over(progress, trainer)
+        done = batch_progress(progress)["current"]["processed"] if over else 0
         epoch, batch = rewind(progress, trainer)
-        rewound = batch_progress(progress)["current"]["ready"] != read
         cycles = repeats_short_loaders(combined)
         return {
             "seed": self._seed,
             "order_seed": self._order_seed,
+            "shares": self._shares.planned,
             "epoch": epoch,
             "batch": batch,
             "loaders": [
                 self._save_loader(loader, epoch, batch, cycles) for loader in combined.flattened
             ],
             "states": _states_of_ranks(
-                [self._state(loader, batch, rewound) for loader in combined.flattened],
+                [self._state(loader, batch, done) for loader in combined.flattened],
                 topology,
                 group,
             ),
@@ -147,8 +177,10 @@ class DataPosition:
 
     def _save_loader(self, loader: Any, epoch: int, batch: int, cycles: bool) -> dict[str, Any]:
         reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
-        if reading is None or reading.share.order is None:
+        if reading is None:
             return {}
+        if reading.share.order is None:
+            return {"samples": reading.samples}
         share, order = reading.share, reading.share.order
         return {
             "order": _order_state(order, epoch),
@@ -156,22 +188,30 @@ class DataPosition:
             "items": share.items * share.sets,
         }
 
-    def _state(self, loader: Any, batch: int, rewound: bool) -> Any:
-        """State of a loader or its dataset, which each data-parallel rank has for itself."""
-        if isinstance(loader, Stateful):
-            return self._used.get(loader) if rewound else loader.state_dict()
+    def _state(self, loader: Any, batch: int, over: int) -> Any:
+        """State of a loader or its dataset, which each data-parallel rank has for itself.
+
+        Args:
+            loader: in its pass.
+            batch: number of the first batch that no step has used.
+            over: number of batches of the epoch, if that is over.
+        """
+        states = self._followed.get(loader) if isinstance(loader, Stateful) else None
+        if states is not None:
+            ended = 0 < over <= states.read  # and no other pass has begun
+            return states.last if ended else states.before(batch)
         reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
         batches = _stateful_batches(reading)
         return None if batches is None else batches.state_before(batch)
 
-    def after_step(self, trainer: Trainer) -> None:
-        """Note where loaders are that cannot be asked later where they were."""
-        combined = training_loader(trainer)
-        if trainer.accumulate_grad_batches == 1 or combined is None:
-            return
-        for loader in combined.flattened:
-            if isinstance(loader, Stateful):
-                self._used[loader] = deepcopy(loader.state_dict())
+    def left_to_the_user(self, trainer: Trainer) -> list[str]:
+        """Names of the training loaders whose samples the user divides among ranks himself."""
+        combined, names = training_loader(trainer), []
+        for loader in combined.flattened if combined is not None else ():
+            reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
+            if reading is None or reading.share.order is None:
+                names.append(name_of(loader))
+        return names
 
     # Loading -------------------------------------------------------------------------------------
 
@@ -186,30 +226,27 @@ class DataPosition:
         if "loaders" not in saved or "fit_loop" not in checkpoint.get("loops", {}):
             return
         self._saved = dict(saved)
-        states = saved["states"]
-        mine = states[topology.batch.rank] if len(states) == topology.batch.size else None
-        self._saved["states"] = mine
-        if mine is None and states[0] is not None:
-            rank_zero_warn(
-                f"{len(states)} ranks read data of their own when the checkpoint was saved, now "
-                f"{topology.batch.size} do: the states of their iterable datasets or loaders "
-                "cannot be divided, and reading starts anew"
-            )
-        state = checkpoint["loops"]["fit_loop"]["state_dict"]
-        if "combined_loader" in state and mine is not None:
-            loaders = state["combined_loader"]
-            state["combined_loader"] = [s for s in mine if s is not None][: len(loaders)]
+        # Lightning has the states of rank zero.
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         self._seed = saved["seed"]
         self._order_seed = saved["order_seed"]
+        self._shares.restore(saved.get("shares"))
         self._moved = 0
         self._discard = []
+        self._loaded = {}
         combined, fetcher = training_loader(trainer), training_fetcher(trainer)
         if combined is not None and fetcher is not None:
             # `trainer.estimated_stepping_batches` in configure_optimizers has prepared the loader,
             # and a batch may have been fetched from its start.
             for loader in combined.flattened:
-                self._resume(loader)
+                self._resume(loader, topology)
             read_anew(trainer)
+
+    def follow(self, loader: object, trainer: Trainer, topology: Topology) -> None:
+        """Note the states of a loader that knows its position, and move it to the restored one."""
+        if isinstance(loader, Stateful):
+            self._followed[loader] = LoaderStates(loader, trainer.accumulate_grad_batches + 3)
+        self._resume(loader, topology)
 
     def prepare(
         self,
@@ -233,31 +270,48 @@ class DataPosition:
             self._seed = topology.seed
             self._order_seed = seed
         assert self._order_seed is not None
-        share = share_of(dataloader, topology, self._order_seed, divide=divide)
+        share = self._shares.share_of(dataloader, topology, self._order_seed) or share_of(
+            dataloader, topology, self._order_seed, divide=divide
+        )
         history = trainer.accumulate_grad_batches + 2
         batches = seed_samples(share.loader, topology, self._seed, history)
-        self._readings[share.loader] = _Reading(share=share, batches=batches)
-        self._resume(share.loader)
+        samples = topology.batch.size * (share.loader.batch_size or 1)
+        self._readings[share.loader] = _Reading(share=share, batches=batches, samples=samples)
+        if share.order is None:
+            self.follow(share.loader, trainer, topology)
+        else:
+            self._resume(share.loader, topology)
         return share.loader
 
-    def _resume(self, loader: Any) -> None:
+    def _resume(self, loader: Any, topology: Topology) -> None:
         """Move the next of the training loaders; they come in the order they were saved in."""
         saved, index = self._saved, self._moved
         if saved is None or index >= len(saved["loaders"]):
             return
         self._moved += 1
-        if isinstance(loader, Stateful):  # Lightning does it
-            return
         reading = self._readings.get(loader) if isinstance(loader, DataLoader) else None
-        position, state = saved["loaders"][index], saved["states"] and saved["states"][index]
+        position, states = saved["loaders"][index], saved["states"]
+        same = len(states) == topology.batch.size
+        state = states[topology.batch.rank if same else 0]
+        state = None if state is None else state[index]
+        if state is not None and not same and not _goes_on_anywhere(loader):
+            rank_zero_warn(_OTHER_RANKS.format(name_of(loader), len(states), topology.batch.size))
+            state = None
+        followed = self._followed.get(loader) if isinstance(loader, Stateful) else None
+        if reading is not None and reading.batches is not None:
+            reading.batches.sampler.set_epoch(saved["epoch"])
         if reading is not None and reading.share.order is not None and position:
             self._seek(reading, position, saved["epoch"])
+        elif followed is not None and state is not None:
+            load_loader(loader, state, topology)
+            followed.go_to(saved["batch"], state)
+            if reading is not None and reading.batches is not None and not is_torchdata(loader):
+                reading.batches.go_to(saved["batch"])  # torchdata counts those that it has read
+            self._loaded[loader] = state
         elif (batches := _stateful_batches(reading)) is not None and state is not None:
             batches.go_to(saved["batch"], state)
         elif saved["batch"]:
-            self._discard.append(loader)
-        if reading is not None and reading.batches is not None:
-            reading.batches.sampler.set_epoch(saved["epoch"])
+            self._discard.append(_batches_until(saved["batch"], position, reading))
 
     def _seek(self, reading: _Reading, position: Mapping[str, Any], epoch: int) -> None:
         order, share = reading.share.order, reading.share
@@ -274,9 +328,8 @@ class DataPosition:
             order.check(position["order"])
         reading.seek(epoch, min(position["consumed"], items) // share.sets)
 
-    def start(self, trainer: Trainer) -> None:
+    def start(self, trainer: Trainer, topology: Topology) -> None:
         """Finish what `load` began, when training is about to start."""
-        self.after_step(trainer)
         saved, self._saved = self._saved, None
         if saved is not None and validates_first(trainer):
             self._awaits = saved
@@ -285,24 +338,27 @@ class DataPosition:
             return
         discard, self._discard = self._discard, []
         if saved["epoch"] and not saved["batch"]:
-            _begin_epoch(saved["states"], trainer)
+            _begin_epoch(trainer)
+            for loader, state in self._loaded.items():
+                _load_at_start(loader, state, topology)
+            if self._loaded:
+                read_anew(trainer)
         if not discard:
             self._count_batches(saved, combined.flattened, trainer)
             hide_resuming_warning()
         elif len(combined.flattened) > 1:
             rank_zero_warn(
-                "A training loader among several is iterable and has no state_dict: it is read "
-                "from its start again"
+                "A training loader among several is iterable and has no state to return to: it is "
+                "read from its start again"
             )
         else:
-            rank_zero_warn(
-                f"The training data has no position to return to: {saved['batch']} batches are "
-                "read and discarded; a dataset with state_dict and load_state_dict that is read "
-                "with num_workers=0, or a loader with them, needs no time for it"
-            )
-            discard_batches(trainer, saved["batch"])
+            [loader], [count] = combined.flattened, discard
+            rank_zero_warn(_DISCARDS.format(name_of(loader), count, _remedy(loader)))
+            discard_batches(trainer, count)
+            if count != saved["batch"]:
+                shift_batch_counts(trainer, count - saved["batch"])
 
-    def after_epoch(self, trainer: Trainer) -> None:
+    def after_epoch(self, trainer: Trainer, topology: Topology) -> None:
         """Move the loaders anew, which Lightning is going to iterate anew.
 
         So it does after every epoch; but the one that is over was validation only, as the run was
@@ -315,7 +371,9 @@ class DataPosition:
         self._saved = saved
         self._moved = 0
         for loader in combined.flattened:
-            self._resume(loader)
+            self._resume(loader, topology)
+            if loader in self._loaded:
+                _load_at_start(loader, self._loaded[loader], topology)
             known = isinstance(loader, DataLoader)
             batches = _stateful_batches(self._readings.get(loader)) if known else None
             if batches is not None:  # the first batch may have been fetched
@@ -334,11 +392,8 @@ class DataPosition:
             shift_batch_counts(trainer, longest.first - saved["batch"])
 
 
-def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
+def _begin_epoch(trainer: Trainer) -> None:
     """Finish what Lightning leaves open when a run goes on with the first batch of an epoch."""
-    combined, fetcher = training_loader(trainer), training_fetcher(trainer)
-    assert combined is not None
-    assert fetcher is not None
     fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
     ended = loop.batch_progress.is_last_batch and not validates_first(trainer)
     epochs: Any = fit.epoch_progress.total
@@ -348,17 +403,47 @@ def _begin_epoch(states: list[Any] | None, trainer: Trainer) -> None:
     elif trainer.num_training_batches == float("inf") and ended:
         # It would go on counting from the epoch before, as it knows no last batch.
         count_batches_anew(trainer)
-    again = False
-    for loader, state in zip(combined.flattened, states or [], strict=False):
-        if isinstance(loader, Stateful) and state is not None:
-            # It stands at the end of an epoch, and may think that the rest of it is to be read.
-            loader.load_state_dict(state)
-            rest: Any = iter(loader)  # type: ignore[call-overload]
-            if next(rest, None) is not None:
-                loader.load_state_dict(state)
-            again = True
-    if again:
-        read_anew(trainer)
+
+
+def _load_at_start(loader: Any, state: Any, topology: Topology) -> None:
+    """Give a loader a state that it had between two epochs, so that it begins the next one."""
+    kept = HostRandomness.capture()
+    load_loader(loader, state, topology)
+    # It stands at the end of an epoch, and may think that the rest of it is to be read.
+    if next(iter(loader), None) is not None:
+        load_loader(loader, state, topology)
+    kept.restore()
+
+
+def _goes_on_anywhere(loader: Any) -> bool:
+    """Whether a state means the same under another data-parallel degree."""
+    return is_litdata(getattr(loader, "dataset", None))
+
+
+def _remedy(loader: Any) -> str:
+    """What would make a position of a loader known."""
+    dataset = getattr(loader, "dataset", None)
+    if has_shuffle_buffer(getattr(dataset, "stream", dataset)):
+        return (
+            "its shuffle buffer is no part of its state; shuffled by shards alone "
+            "(buffer_size=1) or before it was made a stream, it would need no time for it"
+        )
+    if isinstance(dataset, Stateful) and getattr(loader, "num_workers", 0):
+        return (
+            "its dataset has a state_dict, but it is the copies in the workers that are read: "
+            "torchdata's StatefulDataLoader in place of DataLoader needs no time for it, nor does "
+            "num_workers=0"
+        )
+    return (
+        "a dataset with state_dict and load_state_dict that is read with num_workers=0 or by "
+        "torchdata's StatefulDataLoader, or a loader with them, needs no time for it"
+    )
+
+
+def _batches_until(batch: int, position: Mapping[str, Any], reading: _Reading | None) -> int:
+    """Number of batches with as many samples as were read, of ranks and sizes as they are now."""
+    samples = position.get("samples", 0)
+    return batch * samples // reading.samples if samples and reading is not None else batch
 
 
 def _order_state(order: ResumableSampler | TokenBudget | DrawnOrder, epoch: int) -> Any:
@@ -374,6 +459,15 @@ def _stateful_batches(reading: _Reading | None) -> SeededBatches | None:
     return batches if batches is not None and batches.is_stateful else None
 
 
+def is_over(progress: dict[str, Any], trainer: Trainer) -> bool:
+    """Whether every batch of the epoch is done."""
+    batches = batch_progress(progress)
+    now = batches["current"]
+    done: int = now["processed"]
+    whole = done >= trainer.num_training_batches or batches["is_last_batch"]
+    return bool(done and done == now["ready"] and whole)
+
+
 def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
     """Take the progress of the fit loop back to the last optimizer step.
 
@@ -383,8 +477,7 @@ def rewind(progress: dict[str, Any], trainer: Trainer) -> tuple[int, int]:
     epochs, batches = epoch_counts(progress), batch_progress(progress)
     now, every = batches["current"], trainer.accumulate_grad_batches
     done = now["processed"]
-    whole = done >= trainer.num_training_batches or batches["is_last_batch"]
-    if done and done == now["ready"] and whole:
+    if is_over(progress, trainer):
         return max(epochs["started"], epochs["processed"]), 0
     if done:
         take_epoch_back(progress)

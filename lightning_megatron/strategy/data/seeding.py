@@ -10,7 +10,6 @@ for a training loader, of the epoch; and each sample its own random numbers (`da
 
 from collections import deque
 from collections.abc import Iterator
-from copy import deepcopy
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -21,7 +20,6 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lightning_megatron import env
-from lightning_megatron._lightning import Stateful
 from lightning_megatron.data.augmentation import (
     Aside,
     Collate,
@@ -31,6 +29,14 @@ from lightning_megatron.data.augmentation import (
 )
 from lightning_megatron.fault_tolerance.preemption.signals import shield
 from lightning_megatron.strategy.data.sharding import DrawnOrder, with_batches
+from lightning_megatron.strategy.data.streams import (
+    SeededStream,
+    begin_anew,
+    go_to,
+    keeps_position,
+    state_at,
+    wrap_stream,
+)
 from lightning_megatron.topology.mesh import Topology
 from lightning_megatron.topology.rng import derive_seed, seed_generators
 
@@ -48,16 +54,23 @@ def seed_dataloader(dataloader: DataLoader[Any], topology: Topology) -> bool:
 
 
 class Endless(Sampler[int]):
-    """Sampler of an iterable dataset: as many indices as are asked for, all the same."""
+    """Sampler of an iterable dataset: as many indices as are asked for, all the same.
 
-    def __init__(self) -> None:
+    Args:
+        stream: told when a pass begins.
+    """
+
+    def __init__(self, stream: SeededStream | None = None) -> None:
         self.epoch = 0
+        self._stream = stream
 
     def set_epoch(self, epoch: int) -> None:
         """Remember it, for the random numbers."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        if self._stream is not None:
+            self._stream.begin(self.epoch)
         return repeat(0)
 
 
@@ -102,22 +115,24 @@ class SeededBatches(BatchSampler):
         self._next = self._first = 0
         self._states: deque[tuple[int, Any]] = deque(maxlen=history)
 
-    def go_to(self, batch: int, state: Any) -> None:
-        """Begin the next pass with this batch; ``state`` is the dataset's before it."""
-        assert isinstance(self._dataset, Stateful)
-        self._dataset.load_state_dict(state)
+    def go_to(self, batch: int, state: Any = None) -> None:
+        """Begin the next pass with this batch; ``state`` is the dataset's before it.
+
+        Without one somebody else moves what is read.
+        """
+        if state is not None:
+            go_to(self._dataset, state)
         self._first = batch
 
     @property
     def is_stateful(self) -> bool:
         """Whether the dataset knows where it is, and that is where this process reads it."""
-        return self._iterable and self._in_process and isinstance(self._dataset, Stateful)
+        return self._iterable and self._in_process and keeps_position(self._dataset)
 
     def state_before(self, batch: int) -> Any:
         """State of a stateful dataset before it read a batch of this epoch; None if unknown."""
         if batch == self._next:
-            assert isinstance(self._dataset, Stateful)
-            return deepcopy(self._dataset.state_dict())
+            return state_at(self._dataset, begun=batch > 0)
         return next((state for number, state in self._states if number == batch), None)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -129,11 +144,15 @@ class SeededBatches(BatchSampler):
             names = ("data", "workers", self._rank, self.sampler.epoch)
             self._generator.manual_seed(derive_seed(self.seed, *names))
         self._next = self._first
-        self._first = 0
+        if self._next == 0 and self.is_stateful:
+            begin_anew(self._dataset)
+        if isinstance(self._dataset, SeededStream):  # before workers get their copies
+            self._dataset.begin(self.sampler.epoch)
         self._states.clear()
         return self._batches()
 
     def _batches(self) -> Iterator[list[Any]]:
+        self._first = 0  # only now: a loader with workers asks for two iterators, and reads one
         stream = ("stream", self._rank) if self._iterable else ()
         seeds = SampleSeeds.of_epoch(self.seed, self.sampler.epoch, *stream)
         at_once = hasattr(self._dataset, "__getitems__")
@@ -172,11 +191,15 @@ def seed_samples(
         The loader's batches; None where it has none (``batch_size=None``).
     """
     ours = seed_dataloader(dataloader, topology)
+    stream = has_iterable_dataset(dataloader)
+    wrapped = wrap_stream(dataloader, seed, topology.batch.rank) if stream else None
     batches: Any = dataloader.batch_sampler
     if batches is None:
+        if wrapped is not None:
+            vars(dataloader)["sampler"] = Endless(wrapped)
         return None
     sampler = getattr(batches, "sampler", dataloader.sampler)
-    if has_iterable_dataset(dataloader):
+    if stream:
         sampler = Endless()
         batches = BatchSampler(sampler, dataloader.batch_size or 1, drop_last=False)
     elif not hasattr(sampler, "epoch"):

@@ -167,6 +167,8 @@ def share_of(
         return Share(loader=dataloader, order=None)
     if isinstance(batches, TokenBudget):
         return _share_of_budget(dataloader, batches, topology, divide=divide)
+    if _is_torchdatas(batches):  # `StatefulDataLoader`'s own, made as torch's is
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     divide = divide and not isinstance(sampler, DistributedSampler)
     # Where an item is a batch, those that the ranks read together are one batch of the job.
     sets = 1 if divide or dataloader.batch_size is None else topology.batch.size
@@ -181,9 +183,9 @@ def share_of(
     if evaluates and type(batches) is BatchSampler:
         division = _without_repeats(division, len(sampler))
     if type(batches) in (BatchSampler, type(None)):
-        order = _order_of(sampler, dataloader, seed, division, divide)
+        order = order_of(sampler, dataloader, seed, division, divide)
         items = len(sampler)
-        loader = with_sampler(dataloader, order)
+        loader = _with_order(dataloader, order)
         if not division.repeats:
             count = division.batches(items)
             loader = with_batches(loader, EvenBatches(order, division.batch_size, count))
@@ -217,9 +219,18 @@ def _without_repeats(division: Division, samples: int) -> Division:
     return division
 
 
-def _order_of(
+def order_of(
     sampler: Any, dataloader: DataLoader[Any], seed: int, division: Division, divide: bool
 ) -> ResumableSampler | DrawnOrder:
+    """Order of a sampler of the user's, and this rank's part of it.
+
+    Args:
+        sampler: the user's.
+        dataloader: that it belongs to.
+        seed: of the order, if it shuffles.
+        division: what of the order this rank reads.
+        divide: whether the ranks are to read different samples.
+    """
     if isinstance(sampler, ResumableSampler):
         return sampler.divided(division)
     shuffle = _is_permutation(sampler)
@@ -242,7 +253,7 @@ def _share_of_batches(
         division = replace(
             division, batch_size=batches.batch_size, drop_last=bool(batches.drop_last)
         )
-        order = _order_of(sampler, dataloader, seed, division, divide=True)
+        order = order_of(sampler, dataloader, seed, division, divide=True)
         dataloader = with_sampler(dataloader, order)
         batches = dataloader.batch_sampler
         division = replace(division, ranks=1, rank=0)
@@ -281,10 +292,26 @@ def with_batches(dataloader: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     return dataloader
 
 
+def _is_torchdatas(sampler: Any) -> bool:
+    """Whether a sampler, or batch sampler, is of those that torchdata's loader makes for itself."""
+    return type(sampler).__module__.startswith("torchdata.stateful_dataloader")
+
+
+def _with_order(dataloader: DataLoader[Any], order: Any) -> DataLoader[Any]:
+    """A copy of a loader that reads in another order."""
+    loader, batches = with_sampler(dataloader, order), dataloader.batch_sampler
+    if _is_torchdatas(batches):  # which Lightning takes for the user's, so that sizes are lost
+        own: Any = batches
+        vars(loader).update(batch_size=own.batch_size, drop_last=own.drop_last, sampler=order)
+        with_batches(loader, BatchSampler(order, own.batch_size, own.drop_last))
+    return loader
+
+
 def _is_permutation(sampler: Any) -> bool:
     """Whether ``sampler`` is what ``DataLoader(shuffle=True)`` makes: each sample once."""
+    torchdatas = type(sampler).__name__ == "RandomSampler" and _is_torchdatas(sampler)
     return (
-        type(sampler) is RandomSampler
+        (type(sampler) is RandomSampler or torchdatas)
         and not sampler.replacement
         and len(sampler) == len(sampler.data_source)
     )

@@ -1,5 +1,6 @@
 """Corpora of many token files: read like one, and nothing missing goes unnoticed."""
 
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,12 +138,23 @@ def test_damage_is_found_by_sizes(
         corpus.read(0)
 
 
-@pytest.mark.parametrize("name", ["a.idx", "a.bin"])
-def test_damage_of_bare_pairs(tmp_path: Path, name: str) -> None:
+def test_a_cut_index_of_bare_pairs(tmp_path: Path) -> None:
     bare(tmp_path / "web")
-    cut(tmp_path / "web" / name)
-    with pytest.raises(TokenFileError, match=rf"{name}: was cut"):
-        _ = Corpus(tmp_path / "web").lengths
+    cut(tmp_path / "web" / "a.idx")
+    with pytest.raises(TokenFileError, match=r"a\.idx: was cut"):
+        Corpus(tmp_path / "web")
+
+
+@pytest.mark.parametrize("size", [5, 4])
+def test_cut_tokens_of_bare_pairs(tmp_path: Path, size: int) -> None:
+    bare(tmp_path / "web")
+    os.truncate(tmp_path / "web" / "a.bin", size)
+    corpus = Corpus(tmp_path / "web")
+    (problem,) = corpus.problems()
+    assert "a.bin: was cut" in problem
+    assert corpus.verify() == [problem]
+    with pytest.raises(TokenFileError, match=r"a\.bin: was cut"):
+        _ = corpus.lengths
 
 
 def test_other_content_is_found_by_hashes(tmp_path: Path) -> None:

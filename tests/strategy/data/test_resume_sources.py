@@ -1,0 +1,192 @@
+"""Runs over the packages' loaders that are killed at any step, and go on bit-identically."""
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_megatron import ConfigError, WorkerGuard
+from lightning_megatron.testing import WorkerPool
+from tests.strategy.data.sources import SAMPLES, Stream, make, torch_loader, write_chunks
+from tests.strategy.resuming import Curve, Noisy, differences
+from tests.strategy.small import dp_of, make_trainer
+
+SIZE, EPOCHS = 4, 2
+STEPS = SAMPLES // SIZE
+
+
+class Kill(pl.Callback):
+    """Saves after a batch, and fails in the next one."""
+
+    def __init__(self, at: int, path: str) -> None:
+        self.at, self.path, self.done = at, path, 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.done += 1
+        if self.done == self.at:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.done == self.at:
+            raise ZeroDivisionError
+
+
+class Reads(Noisy):
+    """Makes its loader as the layout is known."""
+
+    def __init__(self, name: str, directory: str, workers: int) -> None:
+        super().__init__()
+        self.source = name, directory, workers
+
+    def train_dataloader(self) -> Any:
+        (name, directory, workers), strategy = self.source, self.trainer.strategy
+        rank, ranks = strategy.data_parallel_rank, strategy.data_parallel_size
+        return make(name, directory, rank, ranks, SIZE // ranks, workers)
+
+
+def train(
+    source: tuple[str, str, int],
+    devices: int,
+    layout: dict[str, Any],
+    accumulate: int,
+    *,
+    kill: int = 0,
+    resume: bool = False,
+) -> dict[tuple[int, int], tuple[Any, ...]]:
+    pl.seed_everything(8 if resume else 7, verbose=False)
+    path = str(Path(source[1]) / "killed.ckpt")
+    curve = Curve()
+    callbacks = [curve, Kill(kill, path)] if kill else [curve]
+    callbacks += [WorkerGuard()] if source[2] else []  # which leaves loaders with a state alone
+    options = {"max_epochs": EPOCHS, "accumulate_grad_batches": accumulate}
+    trainer = make_trainer(layout, devices, callbacks=callbacks, **options)
+    try:
+        trainer.fit(Reads(*source), ckpt_path=path if resume else None)
+    except ZeroDivisionError:
+        assert kill
+    return curve.points
+
+
+def kill_and_resume(
+    source: tuple[str, str, int], devices: int, layout: dict[str, Any], kill: int, accumulate: int
+) -> list[str]:
+    """What differs after the kill; nothing should."""
+    whole = train(source, devices, layout, accumulate)
+    size = SIZE // dp_of(devices, layout)
+    assert len(whole) == EPOCHS * STEPS
+    assert all(len(point[4]) == size for point in whole.values())
+    train(source, devices, layout, accumulate, kill=kill)
+    rest = train(source, devices, layout, accumulate, resume=True)
+    epoch, batch = divmod(kill, STEPS)
+    return differences(whole, rest, (epoch, batch - batch % accumulate))
+
+
+ROWS = [
+    ("torchdata: map", 2, 1, {}),
+    ("torchdata: map", 0, 2, {}),
+    ("torchdata: stream with a state", 0, 1, {}),
+    ("torchdata: stream with a state", 2, 2, {}),
+    ("torchdata: stream", 2, 1, {}),
+    ("torch: rows", 2, 1, {}),
+    ("torch: streamed rows", 0, 1, {}),
+    ("torch: streamed rows", 2, 1, {}),
+    ("torch: shuffled streamed rows", 0, 1, {}),
+    ("torchdata: streamed rows", 2, 2, {}),
+    ("torchdata: shuffled streamed rows", 2, 1, {}),
+    ("litdata: litdata", 0, 1, {}),
+    ("litdata: litdata", 2, 2, {}),
+    ("litdata: litdata", 0, 2, {"tp": 2}),
+    ("torchdata: map", 0, 4, {}),
+    ("torchdata: streamed rows", 0, 4, {"zero": 1}),
+    ("litdata: litdata", 0, 4, {}),
+]
+"""Source, DataLoader workers, processes, layout."""
+
+
+@pytest.mark.parametrize(("name", "workers", "devices", "layout"), ROWS, ids=str)
+def test_a_killed_run_goes_on_bit_identically(
+    pool: WorkerPool, tmp_path: Path, name: str, workers: int, devices: int, layout: dict[str, Any]
+) -> None:
+    draw = random.Random(f"{name} {workers} {devices}")
+    kill, accumulate = draw.randrange(1, EPOCHS * STEPS), draw.choice([1, 2])
+    if "litdata" in name:
+        write_chunks(str(tmp_path / "chunks"))
+    source = name, str(tmp_path), workers
+    by_rank = pool.run(devices, kill_and_resume, source, devices, layout, kill, accumulate)
+    assert by_rank == [[]] * devices, (kill, accumulate)
+
+
+def samples_of(*args: Any, **options: Any) -> tuple[dict[tuple[int, int], list[int]], list[str]]:
+    """The samples of each batch of this rank, and what was said about the data."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        curve = train(*args, 1, **options)
+    said = [str(one.message) for one in caught if one.filename.endswith(("position.py", "hes.py"))]
+    return {at: point[4] for at, point in curve.items()}, said
+
+
+def together(by_rank: list[Any]) -> dict[tuple[int, int], list[int]]:
+    """The samples of each step, of all ranks."""
+    return {at: sorted(n for rank in by_rank for n in rank[0][at]) for at in by_rank[0][0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "said"),
+    [
+        ("torchdata: rows", 2, 1, ""),
+        ("litdata: litdata", 1, 2, ""),
+        ("torchdata: stream with a state", 2, 1, "of StatefulStream cannot be divided: 2 ranks"),
+        ("torch: stream with a state", 1, 2, "of StatefulStream cannot be divided: 1 ranks"),
+        ("torch: stream", 2, 1, "DataLoader of Stream has no position to return to: 4 batches"),
+    ],
+)
+def test_so_it_does_under_another_degree(
+    pool: WorkerPool, tmp_path: Path, name: str, before: int, after: int, said: str
+) -> None:
+    """Where the source allows; else by reading again, of which it says when that is exact."""
+    if "litdata" in name:
+        write_chunks(str(tmp_path / "chunks"))
+    source, kill = (name, str(tmp_path), 0), 4
+    whole = together(pool.run(before, samples_of, source, before, {}))
+    later = whole
+    if "litdata" in name:  # whose order of an epoch is another one for each number of ranks
+        later = together(pool.run(after, samples_of, source, after, {}))
+    pool.run(before, samples_of, source, before, {}, kill=kill)
+    rest = pool.run(after, samples_of, source, after, {}, resume=True)
+    expected = {at: (later if at[0] else whole)[at] for at in whole if at >= (0, kill)}
+    assert together(rest) == expected
+    warned = rest[0][1]
+    assert said in " ".join(warned) if said else not warned
+
+
+class Shares(Reads):
+    """Every process reads a stream that knows of this rank of so many."""
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.strategy.global_rank if self.source[0] == "all" else 0
+        return torch_loader(Stream(rank, 1 + rank), 8, 0)
+
+
+def shares(layout: dict[str, Any], which: str) -> list[str]:
+    trainer = make_trainer(layout, 2, max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Shares(which, "", 0))
+    return [str(one.message) for one in caught if "first batch" in str(one.message)]
+
+
+def refused(layout: dict[str, Any], which: str) -> None:
+    with pytest.raises(ConfigError, match="0 and 1 work on the same samples.*split_dataset_by"):
+        shares(layout, which)
+
+
+def test_ranks_that_read_the_same_or_should_are_named(pool: WorkerPool) -> None:
+    first, _ = pool.run(2, shares, {"zero": 1}, "none")
+    assert len(first) == 1
+    assert "Stream: the first batch is the same on the data-parallel ranks [0, 1]" in first[0]
+    assert pool.run(2, shares, {"zero": 1}, "all") == [[], []]
+    assert pool.run(2, shares, {"tp": 2}, "none") == [[], []]
+    pool.run(2, refused, {"tp": 2}, "all")
