@@ -63,6 +63,16 @@ class Reader(LanguageModel):
         budget = TokenBudget(LENGTHS, pad_multiple=2, **sampling)
         return DataLoader(Sentences(), batch_sampler=budget, **options)
 
+    def split_batch(self, batch: Any, count: int) -> list[Any]:
+        """Microbatches of different shapes: each as long as its own longest sample."""
+        pieces = []
+        for rows in torch.arange(len(batch["tokens"])).tensor_split(count):
+            piece = {name: column[rows] for name, column in batch.items()}
+            longest = int(piece["lengths"].max())
+            piece |= {name: piece[name][:, :longest] for name in ("tokens", "labels")}
+            pieces.append(piece)
+        return pieces
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.read.append(tuple(batch["index"].tolist()))
         self.shapes.add(tuple(batch["tokens"].shape))
