@@ -166,11 +166,11 @@ class MegatronStrategy(LaunchingStrategy):
         microbatch_size: int | Literal["auto"] | None = None,
         num_microbatches: int | None = None,
         global_batch_size: int | None = None,
+        batch_shares: list[float] | Literal["measured"] | MeasuredShares | None = None,
         activations: ActivationConfig = ActivationConfig(),  # noqa: B008 (frozen)
         compile: CompileConfig = CompileConfig(),  # noqa: B008
         connection: ConnectionConfig = ConnectionConfig(),  # noqa: B008
         checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
-        batch_shares: list[float] | Literal["measured"] | MeasuredShares | None = None,
     ) -> None:
         super().__init__()
         raise_if_any(
