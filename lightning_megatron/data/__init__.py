@@ -1,8 +1,8 @@
 """Text to train on, and the order in which ranks read samples.
 
 * Datamodule of a text file: `TextDataModule`; its dataset: `ByteWindows`
-* Size of the global batch that changes in the course of a run: `BatchSchedule`, by a list,
-  `Rampup` or `NoiseScale`
+* Sizes of the global batch in the course of a run, for `callbacks.BatchSchedule`: `Rampup`,
+  `NoiseScale`
 * Datamodule of token files, one corpus or a blend: `TokenData`; its dataset: `PackedTokens`
 * Samplers that put samples of similar length together: `LengthGrouped`, `TokenBudget`; padding,
   and pieces of long samples: `Pad`, `Fragments`
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from lightning_megatron.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_megatron.data.batch_schedule import BatchSchedule
     from lightning_megatron.data.batch_sizes import NoiseScale, Rampup
     from lightning_megatron.data.collate import Fragments, Pad
     from lightning_megatron.data.lengths import LengthGrouped, TokenBudget
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from lightning_megatron.data.tokens.indexed import IndexedTokens, IndexedWriter
 
 _HOMES = {
-    "BatchSchedule": "batch_schedule",
     "ByteWindows": "text",
     "ChatEncoder": "preprocessing.chat",
     "ChatFormat": "preprocessing.chat",
@@ -51,7 +49,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "BatchSchedule",
     "ByteWindows",
     "ChatEncoder",
     "ChatFormat",
