@@ -132,6 +132,7 @@ class TokenData(pl.LightningDataModule):
         assert self._train is not None, "Lightning calls setup() first"
         assert self._order is not None
         self._check_size(self._order.samples)
+        raise_if_any(self._stage_problems(self._order.samples))
         return self._loader(self._train, sampler=BlendSampler(self._order), drop_last=True)
 
     @override
@@ -216,14 +217,38 @@ class TokenData(pl.LightningDataModule):
         )
 
     def _check_size(self, rows: int) -> None:
-        strategy = getattr(self.trainer, "strategy", None)
-        ranks = getattr(strategy, "data_parallel_size", getattr(self.trainer, "world_size", 1))
+        ranks = self._ranks
         if rows < self.batch_size * ranks:
             raise ConfigError(
                 f"batch_size={self.batch_size} on {ranks} data-parallel ranks: the sources of "
                 f"train have {rows} rows of seq_len={self.seq_len}, fewer than a batch; nearest "
                 f"valid: batch_size={max(rows // ranks, 1)}, or a smaller seq_len"
             )
+
+    def _stage_problems(self, rows: int) -> list[str]:
+        """Stages of a run that leaves out a part of each epoch, and so does not count all rows."""
+        limit = getattr(self.trainer, "limit_train_batches", None)
+        if limit is None or getattr(self.trainer, "fast_dev_run", False):
+            return []
+        size = self.batch_size * self._ranks
+        batches = rows // size
+        read = limit if isinstance(limit, int) else int(limit * batches)
+        later = [at for at in self.stages if at > read * size]
+        if read >= batches or not later or getattr(self.trainer, "max_epochs", None) == 1:
+            return []
+        return [
+            f"limit_train_batches={limit} with stages={later}: an epoch of {rows} rows ends after "
+            f"{read} batches, and the next one begins behind the rows that are left out, so that "
+            "the weights would change too early; nearest valid: val_check_interval in place of "
+            "limit_train_batches"
+        ]
+
+    @property
+    def _ranks(self) -> int:
+        """Number of data-parallel ranks."""
+        strategy = getattr(self.trainer, "strategy", None)
+        ranks: int = getattr(strategy, "data_parallel_size", getattr(self.trainer, "world_size", 1))
+        return ranks
 
     # What may be wrong ---------------------------------------------------------------------------
 

@@ -111,6 +111,23 @@ def test_a_source_that_comes_or_goes_with_a_resume() -> None:
     assert [str(one.message).partition(":")[0] for one in told] == ["code", "tiny"]
 
 
+def test_a_source_that_comes_in_a_later_epoch_skips_no_rows() -> None:
+    more = {**WEIGHTS, "chat": 1.0}
+    sizes = {**SIZES, "chat": 7}
+    expected = read(resumed(order(), 61, order(more, sizes=sizes)), 61, 170)
+    now = order(more, sizes=sizes)
+    now.load_state_dict(json.loads(json.dumps(order().state_dict())))
+    sampler = BlendSampler(now)
+    sampler.seek(1, 10)  # of epochs of 51 rows, which have 58 now
+    found = named(now, sampler)
+    assert found == expected[:48]
+    later = order(more, sizes=sizes)
+    later.load_state_dict(json.loads(json.dumps(now.state_dict())))
+    again = BlendSampler(later)
+    again.seek(2, 0)
+    assert named(later, again) == expected[48:106]
+
+
 def test_what_was_read_cannot_be_told_if_a_source_has_other_rows() -> None:
     sizes = {**SIZES, "web": 31}
     with pytest.warns(UserWarning, match="web: 30 rows when the checkpoint was saved, 31 now"):

@@ -2,6 +2,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -157,6 +158,24 @@ def test_a_model_that_does_not_know_all_tokens(tokens: Path) -> None:
     unknown.setup("fit")
     with pytest.raises(TokenFileError, match="vocabulary has 16 tokens"):
         next(iter(unknown.train_dataloader()))
+
+
+def test_stages_of_epochs_that_end_early(tokens: Path) -> None:
+    web, code = str(tokens / "web"), str(tokens / "code")
+
+    def loader(at: int, **options: Any) -> Any:
+        data = make(tokens, train={web: 1.0, code: 0.0}, stages={at: {code: 1.0}}, batch_size=1)
+        data.setup("fit")
+        data.trainer = pl.Trainer(accelerator="cpu", logger=False, **options)
+        return data.train_dataloader()
+
+    with pytest.raises(ConfigError, match=r"limit_train_batches=4 with stages=\[5\]: .*val_check"):
+        loader(5, limit_train_batches=4)
+    with pytest.raises(ConfigError, match=r"limit_train_batches=0.1 with"):
+        loader(9, limit_train_batches=0.1)
+    loader(4, limit_train_batches=4)
+    loader(5)
+    loader(5, fast_dev_run=True)
 
 
 def test_too_little_to_train_on(tokens: Path) -> None:
