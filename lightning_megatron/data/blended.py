@@ -60,6 +60,8 @@ class BlendOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights of the whole run, and what the order depends on besides."""
+        if self._saved is not None:  # nothing was read since: what came before is not joined yet
+            return dict(self._saved)
         stages = [[at, dict(weights)] for at, weights in self.stages.items()]
         sizes = dict(self.sizes)
         return {"seed": self.seed, "sizes": sizes, "stages": stages, "shift": self.shift}

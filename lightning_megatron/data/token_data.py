@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -101,6 +101,7 @@ class TokenData(pl.LightningDataModule):
         # Before any process waits for others. Nothing is mapped, and lengths are not read.
         self._corpora = {path: Corpus(path) for path in (*first, *self.val.values())}
         raise_if_any(self._file_problems())
+        self._warn_of_unknown_tokenizers()
         self._train: BlendedTokens | None = None
         self._order: BlendOrder | None = None
         self._val: list[PackedTokens] = []
@@ -118,7 +119,10 @@ class TokenData(pl.LightningDataModule):
     @override
     def setup(self, stage: str | None = None) -> None:
         """Make the rows, once."""
-        raise_if_any(self._vocabulary_problems(_vocabulary_of_model(self.trainer)))
+        raise_if_any(
+            self._vocabulary_problems(_vocabulary_of_model(self.trainer))
+            + self._position_problems(_config_of_model(self.trainer))
+        )
         if self._order is None and stage in ("fit", None):
             self._set_up_training()
         if not self._val:
@@ -294,6 +298,14 @@ class TokenData(pl.LightningDataModule):
             problems += self._tokenizer_problems(path, tokenizer)
         return problems
 
+    def _warn_of_unknown_tokenizers(self) -> None:
+        unknown = [path for path, corpus in self._corpora.items() if corpus.tokenizer is None]
+        if self.tokenizer is not None and unknown:
+            rank_zero_warn(
+                f"tokenizer={self.tokenizer!r} is compared with a manifest, and "
+                f"{', '.join(unknown[:5])} has none: nothing tells which tokenizer made it"
+            )
+
     def _tokenizer_problems(self, path: str, made_with: Any) -> list[str]:
         if self.tokenizer is None:
             return []
@@ -318,6 +330,17 @@ class TokenData(pl.LightningDataModule):
             f"vocab_size of {vocab_size}; nearest valid: vocab_size={corpus.vocab_size}"
             for path, corpus in self._corpora.items()
             if vocab_size is not None and (corpus.vocab_size or 0) > vocab_size
+        ]
+
+    def _position_problems(self, config: Any) -> list[str]:
+        """Problems of the rows with a model that has a table of positions."""
+        longest = getattr(config, "max_seq_len", None)
+        learned = getattr(config, "positions", None) == "learned"
+        if not learned or not isinstance(longest, int) or self.seq_len <= longest:
+            return []
+        return [
+            f"seq_len={self.seq_len}: the model has learned positions for max_seq_len={longest} "
+            f"tokens; nearest valid: seq_len={longest}"
         ]
 
 
@@ -361,8 +384,12 @@ def _weight_problems(name: str, weights: Mapping[str, float]) -> list[str]:
     ]
 
 
+def _config_of_model(trainer: Any) -> Any:
+    """The ``config`` of the module of a run, if it has one."""
+    return getattr(getattr(trainer, "lightning_module", None), "config", None)
+
+
 def _vocabulary_of_model(trainer: Any) -> int | None:
     """Number of tokens that the module of a run knows, if it says so in ``config.vocab_size``."""
-    module = getattr(trainer, "lightning_module", None)
-    size = getattr(getattr(module, "config", None), "vocab_size", None)
+    size = getattr(_config_of_model(trainer), "vocab_size", None)
     return size if isinstance(size, int) else None

@@ -61,6 +61,7 @@ def test_separators_of_any_characters(
         (["b.jsonl"], "b.jsonl: does not exist; nearest: a.jsonl"),
         (["x/*.txt"], "x/*.txt: no file matches this pattern"),
         (["a.jsonl", "a.jsonl"], "a.jsonl: named twice"),
+        (["a.jsonl", "tok/../a.jsonl"], "a.jsonl: named twice"),
         (["tok/tokenizer.json", "bad.csv"], "bad.csv: format unknown"),
         (["a.jsonl"], "a.jsonl:1: no field 'text'; name the one that holds the text with "),
         (["lines.jsonl"], "lines.jsonl:3: no JSON (Expecting value"),

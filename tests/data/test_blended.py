@@ -97,6 +97,14 @@ def test_other_weights_after_a_resume_are_those_of_a_stage() -> None:
     assert read(resumed(changed, 70, order({"web": 5.0, "code": 45})), 70, 200) == whole[70:]
 
 
+def test_a_run_that_is_saved_before_it_reads_keeps_the_order_so_far() -> None:
+    more = {"web": 1.0, "code": 9.0}
+    waiting = order(more)
+    waiting.load_state_dict(order().state_dict())
+    again = resumed(waiting, 50, order(more))
+    assert read(again, 50, 200) == read(resumed(order(), 50, order(more)), 50, 200)
+
+
 def test_a_source_that_comes_or_goes_with_a_resume() -> None:
     sizes = {**SIZES, "chat": 7}
     more = {"web": 1.0, "chat": 1.0}

@@ -1,4 +1,5 @@
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,8 @@ def test_tokenizers_that_do_not_fit(tokens: Path) -> None:
         make(tokens, "web", "other")
     with pytest.raises(ConfigError, match="was made with 'words' of 32 tokens, another one"):
         make(tokens, tokenizer="bytes")
-    make(tokens, "web", "bare", tokenizer="words")
+    with pytest.warns(UserWarning, match="bare has none: nothing tells which tokenizer"):
+        make(tokens, "web", "bare", tokenizer="words")
     directory = tokens / "tokenizer"
     directory.mkdir()
     (directory / "tokenizer.json").write_text("{}")
@@ -158,6 +160,18 @@ def test_a_model_that_does_not_know_all_tokens(tokens: Path) -> None:
     unknown.setup("fit")
     with pytest.raises(TokenFileError, match="vocabulary has 16 tokens"):
         next(iter(unknown.train_dataloader()))
+
+
+def test_rows_that_are_longer_than_a_table_of_positions(tokens: Path) -> None:
+    data = make(tokens)
+    data.trainer = _Trainer(VOCABULARY)  # type: ignore[assignment]
+    config = data.trainer.lightning_module.config
+    short = replace(config, positions="learned", max_seq_len=15)
+    data.trainer.lightning_module.config = short  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="max_seq_len=15 tokens; nearest valid: seq_len=15"):
+        data.setup("fit")
+    data.trainer.lightning_module.config = replace(short, max_seq_len=16)  # type: ignore[assignment]
+    data.setup("fit")
 
 
 def test_stages_of_epochs_that_end_early(tokens: Path) -> None:
