@@ -83,8 +83,8 @@ class TokenData(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        first = {train: 1.0} if isinstance(train, str) else dict(train)
-        later = {at: dict(weights) for at, weights in (stages or {}).items()}
+        first = _weights("train", train)
+        later = {at: _weights(f"stages[{at}]", given) for at, given in (stages or {}).items()}
         if 0 in later:
             raise ConfigError("stages[0]: the weights from the beginning on are those of train")
         self.stages = {0: first, **later}
@@ -349,13 +349,26 @@ _SOURCES_TOLD = 20
 _NO_ROWS = "no document has two tokens or more, so there is nothing to predict"
 
 
-def _named(val: str | list[str] | dict[str, str] | None) -> dict[str, str]:
+def _weights(name: str, given: Any) -> dict[str, float]:
+    """Weights of paths."""
+    if isinstance(given, str | Path):
+        return {str(given): 1.0}
+    if isinstance(given, Mapping):
+        return {str(path): weight for path, weight in given.items()}
+    paths = [str(path) for path in given] if isinstance(given, list | tuple) else []
+    nearest = dict.fromkeys(paths or ["tokens"], 1.0)
+    raise ConfigError(
+        f"{name}={given!r}: must be a path, or paths with their weights; nearest valid: {nearest}"
+    )
+
+
+def _named(val: Any) -> dict[str, str]:
     """Paths by names."""
     if val is None:
         return {}
-    if isinstance(val, dict):
-        return dict(val)
-    paths = [val] if isinstance(val, str) else list(val)
+    if isinstance(val, Mapping):
+        return {name: str(path) for name, path in val.items()}
+    paths = [str(path) for path in ([val] if isinstance(val, str | Path) else val)]
     twice = sorted({path for path in paths if paths.count(path) > 1})
     raise_if_any([f"val={paths}: {path!r} stands there twice" for path in twice])
     return {path: path for path in paths}

@@ -73,6 +73,7 @@ def test_validation_is_read_whole_and_in_order(tokens: Path) -> None:
         lengths = Corpus(path).lengths
         assert sum(int((row != -100).sum()) for row in rows) == (lengths - 1).sum()
     assert make(tokens, val={"held out": paths[0]}).val_names == ["held out"]
+    assert make(tokens, train=tokens / "web", val=tokens / "bare").val_names == paths[:1]
 
 
 def test_without_validation_lightning_is_offered_none(tokens: Path) -> None:
@@ -91,6 +92,7 @@ def test_without_validation_lightning_is_offered_none(tokens: Path) -> None:
         ({"pack": "best"}, "pack='best': must be one of 'best-fit', 'concat', 'none'"),
         ({"documents": "no"}, "documents='no'"),
         ({"train": {}}, "train: no source"),
+        ({"train": ["a", "b"]}, r"nearest valid: {'a': 1.0, 'b': 1.0}"),
         ({"train": {"a": -1.0}}, "weight of 'a' is -1.0"),
         ({"train": {"a": float("nan")}}, "weight of 'a' is nan"),
         ({"train": {"a": 0.0}}, "all weights are 0"),
