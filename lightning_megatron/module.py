@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_megatron._lightning import trainer_of
+from lightning_megatron._lightning import evaluation_source, trainer_of
 from lightning_megatron.checkpoint.directory.manifest import is_checkpoint
 from lightning_megatron.checkpoint.offline.export import load_from_checkpoint
 from lightning_megatron.checkpoint.offline.huggingface.transformer import stored_config
@@ -249,7 +249,8 @@ class LanguageModel(pl.LightningModule):
         self.log(name, _mean(total, tokens), prog_bar=True, batch_size=weight, **options)
 
     def _log_evaluation(self, split: str, batch: Any, dataloader_idx: int) -> None:
-        names = getattr(getattr(self.trainer, "datamodule", None), "val_names", [])
+        source = evaluation_source(self.trainer)  # loaders that are given have no names
+        names = getattr(source, "val_names", [])
         named = len(names) > 1
         self._log_mean(
             f"{split}_loss/{names[dataloader_idx]}" if named else f"{split}_loss",
@@ -263,7 +264,8 @@ class LanguageModel(pl.LightningModule):
             metric, slash, which = name.partition("/")
             if metric == f"{split}_loss":
                 perplexity = f"{split}_perplexity{slash}{which}"
-                self.log(perplexity, loss.detach().exp(), sync_dist=True)
+                # Its name says already which loader it is of.
+                self.log(perplexity, loss.detach().exp(), sync_dist=True, add_dataloader_idx=False)
 
 
 def _mean(total: Tensor, tokens: Tensor) -> Tensor:

@@ -69,6 +69,19 @@ def test_trains_and_logs(tmp_path: Path, as_dict: bool) -> None:
     )
 
 
+def test_loaders_that_are_given_have_no_names_of_a_datamodule(tmp_path: Path) -> None:
+    data = pl.LightningDataModule.from_datasets(batches().dataset)
+    data.val_names = ["web", "code"]  # type: ignore[attr-defined]
+    data.val_dataloader = lambda: [batches(1), batches(1)]  # type: ignore[method-assign]
+    model, run = make(), trainer(tmp_path, max_steps=1, enable_checkpointing=False)
+    [web, code] = run.validate(model, datamodule=data)
+    assert ("val_loss/web" in web, "val_loss/code" in code) == (True, True)
+    found = run.validate(model, [batches(1), batches(2), batches(3)])
+    assert [f"val_loss/dataloader_idx_{i}" in metrics for i, metrics in enumerate(found)] == [
+        True
+    ] * 3
+
+
 def test_loss_is_the_cross_entropy_of_the_logits() -> None:
     model = make()
     batch = next(iter(batches()))

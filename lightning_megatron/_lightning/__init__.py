@@ -56,6 +56,7 @@ from lightning_megatron._lightning.launch import run_as_entry_point as run_as_en
 from lightning_megatron._lightning.launch import take_children as take_children
 from lightning_megatron._lightning.loaders import Stateful as Stateful
 from lightning_megatron._lightning.loaders import discard_batches as discard_batches
+from lightning_megatron._lightning.loaders import evaluation_source as evaluation_source
 from lightning_megatron._lightning.loaders import forget_loader_states as forget_loader_states
 from lightning_megatron._lightning.loaders import makes_training_loader as makes_training_loader
 from lightning_megatron._lightning.loaders import read_anew as read_anew

@@ -90,6 +90,15 @@ def training_source(trainer: Trainer) -> Any:
     return loop._data_source.instance if loop is not None else None
 
 
+def evaluation_source(trainer: Trainer) -> Any:
+    """Source of the data that is validated or tested on: loaders, or a module that makes them.
+
+    Private: `Trainer._evaluation_loop` and `_EvaluationLoop._data_source`. Needed because
+    ``Trainer.datamodule`` stays that of an earlier run when loaders are given.
+    """
+    return trainer._evaluation_loop._data_source.instance
+
+
 def forget_loader_states(trainer: Trainer) -> None:
     """Forget the states that loaders were to be given when the next fit begins.
 

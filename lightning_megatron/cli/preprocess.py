@@ -56,7 +56,7 @@ def _options(options: argparse.Namespace) -> PreprocessOptions:
         tokenizer=options.tokenizer,
         reading=Reading(
             text_key=options.text_key or "text",
-            separator=separator.encode().decode("unicode_escape") if separator else separator,
+            separator=_unescaped(separator) if separator else separator,
         ),
         kind=options.format,
         hub_config=options.hf_config,
@@ -67,6 +67,17 @@ def _options(options: argparse.Namespace) -> PreprocessOptions:
         chat=_chat(options),
         shard_bytes=None if options.shard_mb is None else int(options.shard_mb * 2**20),
     )
+
+
+def _unescaped(text: str) -> str:
+    """Text with its escapes replaced; other characters stay what they are."""
+    try:
+        # Python reads escapes in Latin-1 only: what lies beyond becomes an escape first.
+        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--separator={text}: {error.reason}; nearest valid: two backslashes for one"
+        ) from error
 
 
 def _chat(options: argparse.Namespace) -> ChatFormat | None:

@@ -37,6 +37,8 @@ class BlendOrder:
         self.seed = seed
         self.samples = sum(sizes.values())
         """Number of positions in an epoch."""
+        self.shift = 0
+        """Positions that epochs begin behind the sum of those before them: they had other sizes."""
         self._saved: Mapping[str, Any] | None = None
         self._blend = self._make_blend()
 
@@ -58,19 +60,30 @@ class BlendOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights of the whole run, and what the order depends on besides."""
+        if self._saved is not None:  # nothing was read since: what came before is not joined yet
+            return dict(self._saved)
         stages = [[at, dict(weights)] for at, weights in self.stages.items()]
-        return {"seed": self.seed, "sizes": dict(self.sizes), "stages": stages}
+        sizes = dict(self.sizes)
+        return {"seed": self.seed, "sizes": sizes, "stages": stages, "shift": self.shift}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the order of a run up to the position at which it is gone on with."""
         self._saved = state
 
-    def go_on(self, position: int) -> None:
-        """Join the order of the run before this position to the weights of this one after it."""
+    def go_on(self, position: int, epoch: int = 0) -> None:
+        """Join the order of the run before this position to the weights of this one after it.
+
+        Args:
+            position: as if all epochs so far had the size that they have now.
+            epoch: the present one.
+        """
         saved, self._saved = self._saved, None
         if saved is None:
             return
         self.seed = saved["seed"]
+        self.shift = saved.get("shift", 0)
+        self.shift += epoch * (sum(saved["sizes"].values()) - self.samples)
+        position += self.shift
         before = {int(at): dict(weights) for at, weights in saved["stages"]}
         for name, size in saved["sizes"].items():
             used = any(weights.get(name) for weights in before.values())
@@ -131,8 +144,9 @@ class BlendSampler(ResumableSampler):
 
     def order(self) -> Any:
         """Return the rows of the current epoch, of all ranks; computed as they are asked for."""
-        self.blend.go_on(self._epoch * self._samples + self._position)
         first = self._epoch * self._samples
+        self.blend.go_on(first + self._position, self._epoch)
+        first += self.blend.shift
         return _Part(self.blend, range(first, first + self._samples))
 
     def _indices(self, mine: Any) -> Iterator[int]:

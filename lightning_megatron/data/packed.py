@@ -219,9 +219,13 @@ class _Pieces:
         targets[:-1] = flat[1:]
         last = at + sizes - 1
         targets[last] = IGNORED
-        for piece in np.flatnonzero(self._goes_on[pieces]).tolist():
+        cut = np.flatnonzero(self._goes_on[pieces])
+        for piece in cut.tolist():
             view, _, place = views[piece]
             targets[last[piece]] = view[place + spans[piece][1]]
+        if len(cut):  # a lone token at the end of a document is in no row but as this label
+            following = (places[cut] + sizes[cut]).tolist()
+            self._check(targets[last[cut]], [(i, 1, place) for i, place in enumerate(following)])
         for (first, size, _), (_, answers, place) in zip(spans, views, strict=True):
             if answers is not None:  # of the tokens that are the labels
                 none = answers[place + 1 : place + size + 1] == 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
@@ -83,8 +83,8 @@ class TokenData(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        first = {train: 1.0} if isinstance(train, str) else dict(train)
-        later = {at: dict(weights) for at, weights in (stages or {}).items()}
+        first = _weights("train", train)
+        later = {at: _weights(f"stages[{at}]", given) for at, given in (stages or {}).items()}
         if 0 in later:
             raise ConfigError("stages[0]: the weights from the beginning on are those of train")
         self.stages = {0: first, **later}
@@ -101,6 +101,7 @@ class TokenData(pl.LightningDataModule):
         # Before any process waits for others. Nothing is mapped, and lengths are not read.
         self._corpora = {path: Corpus(path) for path in (*first, *self.val.values())}
         raise_if_any(self._file_problems())
+        self._warn_of_unknown_tokenizers()
         self._train: BlendedTokens | None = None
         self._order: BlendOrder | None = None
         self._val: list[PackedTokens] = []
@@ -118,7 +119,10 @@ class TokenData(pl.LightningDataModule):
     @override
     def setup(self, stage: str | None = None) -> None:
         """Make the rows, once."""
-        raise_if_any(self._vocabulary_problems(_vocabulary_of_model(self.trainer)))
+        raise_if_any(
+            self._vocabulary_problems(_vocabulary_of_model(self.trainer))
+            + self._position_problems(_config_of_model(self.trainer))
+        )
         if self._order is None and stage in ("fit", None):
             self._set_up_training()
         if not self._val:
@@ -132,6 +136,7 @@ class TokenData(pl.LightningDataModule):
         assert self._train is not None, "Lightning calls setup() first"
         assert self._order is not None
         self._check_size(self._order.samples)
+        raise_if_any(self._stage_problems(self._order.samples))
         return self._loader(self._train, sampler=BlendSampler(self._order), drop_last=True)
 
     @override
@@ -216,14 +221,38 @@ class TokenData(pl.LightningDataModule):
         )
 
     def _check_size(self, rows: int) -> None:
-        strategy = getattr(self.trainer, "strategy", None)
-        ranks = getattr(strategy, "data_parallel_size", getattr(self.trainer, "world_size", 1))
+        ranks = self._ranks
         if rows < self.batch_size * ranks:
             raise ConfigError(
                 f"batch_size={self.batch_size} on {ranks} data-parallel ranks: the sources of "
                 f"train have {rows} rows of seq_len={self.seq_len}, fewer than a batch; nearest "
                 f"valid: batch_size={max(rows // ranks, 1)}, or a smaller seq_len"
             )
+
+    def _stage_problems(self, rows: int) -> list[str]:
+        """Stages of a run that leaves out a part of each epoch, and so does not count all rows."""
+        limit = getattr(self.trainer, "limit_train_batches", None)
+        if limit is None or getattr(self.trainer, "fast_dev_run", False):
+            return []
+        size = self.batch_size * self._ranks
+        batches = rows // size
+        read = limit if isinstance(limit, int) else int(limit * batches)
+        later = [at for at in self.stages if at > read * size]
+        if read >= batches or not later or getattr(self.trainer, "max_epochs", None) == 1:
+            return []
+        return [
+            f"limit_train_batches={limit} with stages={later}: an epoch of {rows} rows ends after "
+            f"{read} batches, and the next one begins behind the rows that are left out, so that "
+            "the weights would change too early; nearest valid: val_check_interval in place of "
+            "limit_train_batches"
+        ]
+
+    @property
+    def _ranks(self) -> int:
+        """Number of data-parallel ranks."""
+        strategy = getattr(self.trainer, "strategy", None)
+        ranks: int = getattr(strategy, "data_parallel_size", getattr(self.trainer, "world_size", 1))
+        return ranks
 
     # What may be wrong ---------------------------------------------------------------------------
 
@@ -269,6 +298,14 @@ class TokenData(pl.LightningDataModule):
             problems += self._tokenizer_problems(path, tokenizer)
         return problems
 
+    def _warn_of_unknown_tokenizers(self) -> None:
+        unknown = [path for path, corpus in self._corpora.items() if corpus.tokenizer is None]
+        if self.tokenizer is not None and unknown:
+            rank_zero_warn(
+                f"tokenizer={self.tokenizer!r} is compared with a manifest, and "
+                f"{', '.join(unknown[:5])} has none: nothing tells which tokenizer made it"
+            )
+
     def _tokenizer_problems(self, path: str, made_with: Any) -> list[str]:
         if self.tokenizer is None:
             return []
@@ -295,19 +332,43 @@ class TokenData(pl.LightningDataModule):
             if vocab_size is not None and (corpus.vocab_size or 0) > vocab_size
         ]
 
+    def _position_problems(self, config: Any) -> list[str]:
+        """Problems of the rows with a model that has a table of positions."""
+        longest = getattr(config, "max_seq_len", None)
+        learned = getattr(config, "positions", None) == "learned"
+        if not learned or not isinstance(longest, int) or self.seq_len <= longest:
+            return []
+        return [
+            f"seq_len={self.seq_len}: the model has learned positions for max_seq_len={longest} "
+            f"tokens; nearest valid: seq_len={longest}"
+        ]
+
 
 _SOURCES_TOLD = 20
 """Number of sources, the ones that are read most, of which a line is logged."""
 _NO_ROWS = "no document has two tokens or more, so there is nothing to predict"
 
 
-def _named(val: str | list[str] | dict[str, str] | None) -> dict[str, str]:
+def _weights(name: str, given: Any) -> dict[str, float]:
+    """Weights of paths."""
+    if isinstance(given, str | Path):
+        return {str(given): 1.0}
+    if isinstance(given, Mapping):
+        return {str(path): weight for path, weight in given.items()}
+    paths = [str(path) for path in given] if isinstance(given, list | tuple) else []
+    nearest = dict.fromkeys(paths or ["tokens"], 1.0)
+    raise ConfigError(
+        f"{name}={given!r}: must be a path, or paths with their weights; nearest valid: {nearest}"
+    )
+
+
+def _named(val: Any) -> dict[str, str]:
     """Paths by names."""
     if val is None:
         return {}
-    if isinstance(val, dict):
-        return dict(val)
-    paths = [val] if isinstance(val, str) else list(val)
+    if isinstance(val, Mapping):
+        return {name: str(path) for name, path in val.items()}
+    paths = [str(path) for path in ([val] if isinstance(val, str | Path) else val)]
     twice = sorted({path for path in paths if paths.count(path) > 1})
     raise_if_any([f"val={paths}: {path!r} stands there twice" for path in twice])
     return {path: path for path in paths}
@@ -336,8 +397,12 @@ def _weight_problems(name: str, weights: Mapping[str, float]) -> list[str]:
     ]
 
 
+def _config_of_model(trainer: Any) -> Any:
+    """The ``config`` of the module of a run, if it has one."""
+    return getattr(getattr(trainer, "lightning_module", None), "config", None)
+
+
 def _vocabulary_of_model(trainer: Any) -> int | None:
     """Number of tokens that the module of a run knows, if it says so in ``config.vocab_size``."""
-    module = getattr(trainer, "lightning_module", None)
-    size = getattr(getattr(module, "config", None), "vocab_size", None)
+    size = getattr(_config_of_model(trainer), "vocab_size", None)
     return size if isinstance(size, int) else None

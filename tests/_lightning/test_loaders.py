@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_megatron._lightning import (
     Stateful,
     discard_batches,
+    evaluation_source,
     forget_loader_states,
     makes_training_loader,
     read_anew,
@@ -112,6 +113,13 @@ def test_training_source() -> None:
     given, found = loader(), []
     note = On(setup=lambda trainer, _: found.append(training_source(trainer)))
     make_trainer(note).fit(Module(), given)
+    assert found == [given]
+
+
+def test_evaluation_source() -> None:
+    given, found = loader(), []
+    note = On(on_validation_end=lambda trainer, _: found.append(evaluation_source(trainer)))
+    make_trainer(note, limit_val_batches=1).validate(Module(), given, verbose=False)
     assert found == [given]
 
 

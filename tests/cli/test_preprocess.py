@@ -45,16 +45,29 @@ def test_what_it_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("separator", "text"), [("§", "a§b§c"), ("→", "a→b→c"), (r"\t§", "a\t§b\t§c")]
+)
+def test_separators_of_any_characters(
+    folder: Path, capsys: pytest.CaptureFixture[str], separator: str, text: str
+) -> None:
+    (folder / "text.txt").write_text(text, "utf-8")
+    code, out, _ = run(capsys, "text.txt", "--separator", separator)
+    assert (code, out.startswith("out: 3 documents, 6 tokens")) == (0, True)
+
+
+@pytest.mark.parametrize(
     ("args", "said"),
     [
         (["b.jsonl"], "b.jsonl: does not exist; nearest: a.jsonl"),
         (["x/*.txt"], "x/*.txt: no file matches this pattern"),
         (["a.jsonl", "a.jsonl"], "a.jsonl: named twice"),
+        (["a.jsonl", "tok/../a.jsonl"], "a.jsonl: named twice"),
         (["tok/tokenizer.json", "bad.csv"], "bad.csv: format unknown"),
         (["a.jsonl"], "a.jsonl:1: no field 'text'; name the one that holds the text with "),
         (["lines.jsonl"], "lines.jsonl:3: no JSON (Expecting value"),
         (["list.json"], "list.json:1: is a list; every line must be one object"),
         (["number.jsonl"], "number.jsonl:1: 'text' is a int, not text"),
+        (["half.jsonl"], "half.jsonl:2: '\\udc9f' is half of a UTF-16 pair"),
         (["latin.txt"], "latin.txt, byte 0: byte 3 is no UTF-8"),
         (["cut.jsonl.gz"], "cut.jsonl.gz: is cut off or damaged"),
         (["bad.parquet"], "bad.parquet: no Parquet file, or a damaged one"),
@@ -81,6 +94,7 @@ def test_mistakes(
     (folder / "lines.jsonl").write_text('{"text": "a"}\n\nb\n')
     (folder / "list.json").write_text('[{"text": "a"}]')
     (folder / "number.jsonl").write_text('{"text": 1}')
+    (folder / "half.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "a\\udc9f"}')
     (folder / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 9)[:-9])
     (folder / "bad.parquet").write_bytes(b"PAR1")

@@ -97,6 +97,14 @@ def test_other_weights_after_a_resume_are_those_of_a_stage() -> None:
     assert read(resumed(changed, 70, order({"web": 5.0, "code": 45})), 70, 200) == whole[70:]
 
 
+def test_a_run_that_is_saved_before_it_reads_keeps_the_order_so_far() -> None:
+    more = {"web": 1.0, "code": 9.0}
+    waiting = order(more)
+    waiting.load_state_dict(order().state_dict())
+    again = resumed(waiting, 50, order(more))
+    assert read(again, 50, 200) == read(resumed(order(), 50, order(more)), 50, 200)
+
+
 def test_a_source_that_comes_or_goes_with_a_resume() -> None:
     sizes = {**SIZES, "chat": 7}
     more = {"web": 1.0, "chat": 1.0}
@@ -109,6 +117,23 @@ def test_a_source_that_comes_or_goes_with_a_resume() -> None:
         less = resumed(order(), 50, order({"web": 1.0}, sizes={"web": 30}))
     assert [row for _, row in read(less, 50, 55)] == following[:5]
     assert [str(one.message).partition(":")[0] for one in told] == ["code", "tiny"]
+
+
+def test_a_source_that_comes_in_a_later_epoch_skips_no_rows() -> None:
+    more = {**WEIGHTS, "chat": 1.0}
+    sizes = {**SIZES, "chat": 7}
+    expected = read(resumed(order(), 61, order(more, sizes=sizes)), 61, 170)
+    now = order(more, sizes=sizes)
+    now.load_state_dict(json.loads(json.dumps(order().state_dict())))
+    sampler = BlendSampler(now)
+    sampler.seek(1, 10)  # of epochs of 51 rows, which have 58 now
+    found = named(now, sampler)
+    assert found == expected[:48]
+    later = order(more, sizes=sizes)
+    later.load_state_dict(json.loads(json.dumps(now.state_dict())))
+    again = BlendSampler(later)
+    again.seek(2, 0)
+    assert named(later, again) == expected[48:106]
 
 
 def test_what_was_read_cannot_be_told_if_a_source_has_other_rows() -> None:

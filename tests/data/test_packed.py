@@ -12,8 +12,9 @@ from lightning_megatron.data.packed import (
     Rows,
     collate_rows,
 )
-from lightning_megatron.data.packing import PACKINGS, pack
+from lightning_megatron.data.packing import PACKINGS, best_fit, pack
 from lightning_megatron.data.tokens.corpus import Corpus
+from lightning_megatron.data.tokens.indexed import IndexedWriter
 from lightning_megatron.errors import TokenFileError
 from tests.data.corpora import bare_corpus, corpus
 
@@ -109,3 +110,12 @@ def test_a_token_outside_of_the_vocabulary_ends_in_an_error(tmp_path: Path) -> N
         TokenFileError, match=rf"a.bin: token .* is {highest}, .* has {highest} tok"
     ):
         data.__getitems__([*range(len(data))])
+
+
+def test_so_does_a_label_that_is_no_token_of_any_row(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "a", "uint16") as writer:
+        writer.add([1, 2, 3, 4, 9])
+    corpus = Corpus(tmp_path / "a")
+    data = PackedTokens(corpus, best_fit(corpus.lengths, 4), vocab_size=9)
+    with pytest.raises(TokenFileError, match=r"a.bin: token 4 is 9, .* has 9 tokens"):
+        data[0]

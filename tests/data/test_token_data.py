@@ -1,7 +1,9 @@
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -71,6 +73,7 @@ def test_validation_is_read_whole_and_in_order(tokens: Path) -> None:
         lengths = Corpus(path).lengths
         assert sum(int((row != -100).sum()) for row in rows) == (lengths - 1).sum()
     assert make(tokens, val={"held out": paths[0]}).val_names == ["held out"]
+    assert make(tokens, train=tokens / "web", val=tokens / "bare").val_names == paths[:1]
 
 
 def test_without_validation_lightning_is_offered_none(tokens: Path) -> None:
@@ -89,6 +92,7 @@ def test_without_validation_lightning_is_offered_none(tokens: Path) -> None:
         ({"pack": "best"}, "pack='best': must be one of 'best-fit', 'concat', 'none'"),
         ({"documents": "no"}, "documents='no'"),
         ({"train": {}}, "train: no source"),
+        ({"train": ["a", "b"]}, r"nearest valid: {'a': 1.0, 'b': 1.0}"),
         ({"train": {"a": -1.0}}, "weight of 'a' is -1.0"),
         ({"train": {"a": float("nan")}}, "weight of 'a' is nan"),
         ({"train": {"a": 0.0}}, "all weights are 0"),
@@ -126,7 +130,8 @@ def test_tokenizers_that_do_not_fit(tokens: Path) -> None:
         make(tokens, "web", "other")
     with pytest.raises(ConfigError, match="was made with 'words' of 32 tokens, another one"):
         make(tokens, tokenizer="bytes")
-    make(tokens, "web", "bare", tokenizer="words")
+    with pytest.warns(UserWarning, match="bare has none: nothing tells which tokenizer"):
+        make(tokens, "web", "bare", tokenizer="words")
     directory = tokens / "tokenizer"
     directory.mkdir()
     (directory / "tokenizer.json").write_text("{}")
@@ -157,6 +162,36 @@ def test_a_model_that_does_not_know_all_tokens(tokens: Path) -> None:
     unknown.setup("fit")
     with pytest.raises(TokenFileError, match="vocabulary has 16 tokens"):
         next(iter(unknown.train_dataloader()))
+
+
+def test_rows_that_are_longer_than_a_table_of_positions(tokens: Path) -> None:
+    data = make(tokens)
+    data.trainer = _Trainer(VOCABULARY)  # type: ignore[assignment]
+    config = data.trainer.lightning_module.config
+    short = replace(config, positions="learned", max_seq_len=15)
+    data.trainer.lightning_module.config = short  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="max_seq_len=15 tokens; nearest valid: seq_len=15"):
+        data.setup("fit")
+    data.trainer.lightning_module.config = replace(short, max_seq_len=16)  # type: ignore[assignment]
+    data.setup("fit")
+
+
+def test_stages_of_epochs_that_end_early(tokens: Path) -> None:
+    web, code = str(tokens / "web"), str(tokens / "code")
+
+    def loader(at: int, **options: Any) -> Any:
+        data = make(tokens, train={web: 1.0, code: 0.0}, stages={at: {code: 1.0}}, batch_size=1)
+        data.setup("fit")
+        data.trainer = pl.Trainer(accelerator="cpu", logger=False, **options)
+        return data.train_dataloader()
+
+    with pytest.raises(ConfigError, match=r"limit_train_batches=4 with stages=\[5\]: .*val_check"):
+        loader(5, limit_train_batches=4)
+    with pytest.raises(ConfigError, match=r"limit_train_batches=0.1 with"):
+        loader(9, limit_train_batches=0.1)
+    loader(4, limit_train_batches=4)
+    loader(5)
+    loader(5, fast_dev_run=True)
 
 
 def test_too_little_to_train_on(tokens: Path) -> None:

@@ -183,6 +183,16 @@ def messages_of(record: Mapping[str, Any]) -> list[Message]:
     )
 
 
+def _refuse_silence(messages: Sequence[Message]) -> None:
+    """Refuse messages that say nothing: a template would write the word None for them."""
+    for number, message in enumerate(messages):
+        if message.get("content") is None and not message.keys() - {"role", "content", "weight"}:
+            raise _RecordProblem(
+                f"message {number} ({message['role']}) has no content, and would be written as the "
+                "word None; nearest valid: content '', or leave the record out"
+            )
+
+
 def _list(given: Any) -> Sequence[Mapping[str, Any]]:
     if isinstance(given, np.ndarray):  # parquet's lists
         given = list(given)
@@ -252,7 +262,9 @@ class ChatEncoder:
         read = []
         for index, record in enumerate(records):
             try:
-                text, spans = self._text.render(messages_of(record), record)
+                messages = messages_of(record)
+                _refuse_silence(messages)
+                text, spans = self._text.render(messages, record)
                 if not any(start < stop for start, stop in spans):
                     raise _RecordProblem("has no answer: nothing is to be learned from it")
             except _RecordProblem as wrong:

@@ -129,9 +129,10 @@ def preprocess(
     _refuse(options, workers, resume, overwrite)
     way = _way(options)
     files = find_files(sources, options.kind, config=options.hub_config, split=options.hub_split)
+    directory = Path(output)
+    files = [(path, kind) for path, kind in files if not _is_of_a_run(path, directory)]
     if options.chat is not None:
         raise_if_any([_no_records(path) for path, kind in files if kind == "txt"])
-    directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
     with _alone(directory):
         earlier = None if overwrite else _manifest(directory)
@@ -349,6 +350,12 @@ def _refuse(options: PreprocessOptions, workers: int, resume: bool, overwrite: b
     if resume and overwrite:
         problems.append("--resume keeps what is there and --overwrite removes it: say one of them")
     raise_if_any(problems)
+
+
+def _is_of_a_run(path: str, output: Path) -> bool:
+    """Whether a file is no text but what a run wrote into its directory, inside of a source."""
+    file, directory = Path(path).absolute(), output.absolute()
+    return file == directory / MANIFEST_FILE or directory / _UNFINISHED in file.parents
 
 
 def _no_eos(path: Path, name: str) -> str:

@@ -11,6 +11,7 @@ keeps) may be cut between row groups or record batches only.
 import glob
 import gzip
 import hashlib
+import os
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -130,7 +131,7 @@ def find_files(
     raise_if_any(problems)
     if not found:
         raise ConfigError("no files were named")
-    counts = Counter(path for path, _ in found)
+    counts = Counter(os.path.abspath(path) for path, _ in found)
     twice = [path for path, count in counts.items() if count > 1]
     raise_if_any([f"{path}: named twice; its text would count twice" for path in twice])
     return found

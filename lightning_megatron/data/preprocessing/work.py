@@ -5,6 +5,7 @@ one for single documents, does not keep the place of each token in the text, and
 to the tokenizer once for many documents.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -130,13 +131,17 @@ class Worker:
         if self._chat is not None:
             return self._write_chats(writer, filled, self._chat)
         texts = [record.content for record in filled]
-        encodings = self._tokenizer.encode_batch_fast(
-            texts, add_special_tokens=self._job.special_tokens
-        )
+        special, end = self._job.special_tokens, self._job.eos_id
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+        except TypeError:
+            _refuse_surrogates(filled)
+            raise
         rows: list[list[int]] = [ids for encoding in encodings if (ids := encoding.ids)]
-        if self._job.eos_id is not None:
+        if end is not None:
             for row in rows:
-                row.append(self._job.eos_id)
+                if not special or row[-1] != end:  # a post-processor may have put it there
+                    row.append(end)
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         total = int(lengths.sum())
         flat: Any = np.fromiter(chain.from_iterable(rows), self._job.dtype, total)
@@ -150,9 +155,26 @@ class Worker:
             chats = encoder.encode([record.content for record in batch])
         except RecordError as error:
             raise ConfigError(f"{batch[error.index].name}: {error.why}") from None
+        except TypeError:
+            _refuse_surrogates(batch)
+            raise
         for chat in chats:
             writer.add(chat.ids, chat.answers)
         return len(chats), sum(len(chat.ids) for chat in chats)
+
+
+def _refuse_surrogates(batch: list[Record]) -> None:
+    """Name the record that no tokenizer takes: JSON can escape halves of characters."""
+    for record in batch:
+        try:
+            json.dumps(record.content, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            half = str(error.object)[error.start]
+            raise ConfigError(
+                f"{record.name}: {half!r} is half of a UTF-16 pair and stands for no character; "
+                "repair the text, with .encode('utf-16', 'surrogatepass').decode('utf-16', "
+                "'replace') for example"
+            ) from None
 
 
 def _description(part: Part, job: Job) -> str:

@@ -232,6 +232,7 @@ def test_formats_of_records(record: dict[str, Any]) -> None:
         ({"messages": "a"}, "must be a list of messages"),
         ({"messages": [{"content": "a"}]}, "a message without a role"),
         ({"messages": []}, "has no answer"),
+        ({"instruction": "a", "output": None}, r"message 1 \(assistant\) has no content"),
     ],
 )
 def test_what_is_no_conversation_is_named(directory: Path, record: Any, why: str) -> None:

@@ -245,6 +245,27 @@ def _die(connection: Any, job: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_a_document_ends_once_if_the_tokenizer_ends_it(tmp_path: Path) -> None:
+    made = save_tokenizer(tmp_path / "tokenizer")
+    from tokenizers import processors
+
+    made.post_processor = processors.TemplateProcessing(
+        single="$A <end>", special_tokens=[("<end>", EOS)]
+    )
+    made.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("ab")
+    options = PreprocessOptions(tokenizer=str(tmp_path / "tokenizer"), special_tokens=True)
+    preprocess([str(tmp_path / "text.txt")], tmp_path / "out", options)
+    assert Corpus(tmp_path / "out").read(0).tolist()[2:] == [EOS]
+
+
+def test_output_inside_of_a_source(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab")
+    for shards in (1, 0):
+        outcome = preprocess([str(tmp_path)], tmp_path / "tokens", made.options)
+        assert (outcome.made, outcome.manifest.documents) == (shards, 1)
+
+
 def test_separator_between_documents_of_a_text_file(tmp_path: Path) -> None:
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
