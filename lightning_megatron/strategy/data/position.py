@@ -84,7 +84,10 @@ class _Reading:
     def batches_after(self, consumed: int) -> int:
         """Number of batches in the rest of an epoch."""
         left, size = self.share.items - consumed, self.share.per_batch
-        return left // size if self.share.loader.drop_last else -(-left // size)
+        loader: Any = self.share.loader
+        # Of a loader that was given `batch_sampler=`, its own option says nothing.
+        drops = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
+        return left // size if drops else -(-left // size)
 
     def consumed(self, epoch: int, batches: int, *, cycles: bool) -> int:
         """Items that the ranks have used when so many batches of the epoch are done.
